@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from support.sample import IS_LONG
 from test_shared_tier import _equal_seeds, floor, hit_tokens, prompt_of, timed_steps, weights
 
 from vllm_ascend_kvext.connector.scheduler import shared_side
+from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES
 from vllm_ascend_kvext.shared_tier.mooncake import MooncakeTier
+from vllm_ascend_kvext.store.arena import ALIGNMENT_BYTES
 
 __all__ = ["_equal_seeds", "weights"]
 
@@ -77,6 +80,20 @@ def test_another_engine_hits_what_one_has_stored(
         assert counters.transfer_bytes["get"] > 0 and not any(counters.shared_failures.values())
 
 
+def test_places_have_room_for_seals_only_with_mooncake(running: Servers, tmp_path: Path) -> None:
+    """Rows take a multiple of 64 bytes, so that the next place would begin right behind them."""
+    urls = {None: 0, f"file://{tmp_path}": 0, running.url: SEAL_BYTES}
+    for url, spare_bytes in urls.items():
+        with engine_of(FULL, offloading=offloading(FULL, shared_tier=url)) as engine:
+            serve(engine, plan_of("a", prompt_of(FULL, "spare")))
+            entries = engine.side.tier._entries.values()
+            assert entries
+            for entry in entries:
+                num_bytes = engine.side._loads._layout.num_bytes(entry.piece)
+                assert 0 <= entry.num_bytes - num_bytes - spare_bytes < ALIGNMENT_BYTES
+                assert entry.offset_bytes + entry.num_bytes <= engine.side.tier.capacity_bytes
+
+
 @pytest.mark.usefixtures("patient")
 def test_engines_share_at_the_same_time(running: Servers) -> None:
     options = sharing(FULL, running)
@@ -97,10 +114,11 @@ def test_wrong_bytes_are_computed(running: Servers) -> None:
     with engine_of(FULL, offloading=sharing(FULL, running)) as engine:
         store = tier_of(engine)._store
         for key in running.stored_keys():
-            if "/R" in key and not key.endswith("/seal"):
+            if "/R" in key:
                 value = store.get(key)
                 store.remove(key, True)
-                assert store.put(key, value[::-1]) == 0
+                turned = value[-SEAL_BYTES - 1 :: -1] + value[-SEAL_BYTES:]
+                assert store.put(key, turned) == 0
         assert hit_tokens(engine, plan_of("a", prompt)) == 0
         assert engine.side.counters.shared_failures["get_broken"] > 0
 

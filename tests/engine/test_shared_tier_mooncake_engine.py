@@ -19,7 +19,7 @@ from support.scenarios.answers import LOGPROB_TOLERANCE, Served
 from support.scenarios.connector import SHARED_TOKENS
 from test_shared_tier_engine import HITS, MODELS, Sharing, check, floor, own, until
 
-from vllm_ascend_kvext.shared_tier.backend import seal_of
+from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, seal_of
 
 long_only = pytest.mark.skipif(not IS_LONG, reason="engines that differ little from those above")
 
@@ -48,10 +48,10 @@ class Stored:
         """Change all objects, with seals that are right for that, or for what they were."""
         store: Any = raw_client(self.servers)
         for number, key in enumerate(self.objects()):
-            content = change(store.get(key), number)
-            assert store.upsert(key, content) == 0
-            if fits:
-                assert store.upsert(f"{key}/seal", seal_of(key, content)) == 0
+            value = store.get(key)
+            content = change(value[:-SEAL_BYTES], number)
+            seal = seal_of(key, content) if fits else value[-SEAL_BYTES:]
+            assert store.upsert(key, content + seal) == 0
         store.close()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from vllm_ascend_kvext.errors import KvextError
 from vllm_ascend_kvext.shared_tier.names import differences
-from vllm_ascend_kvext.shared_tier.open import open_tier
+from vllm_ascend_kvext.shared_tier.open import open_tier, spare_bytes_of
 from vllm_ascend_kvext.shared_tier.protocol import FORMAT_VERSION, Answer, SharedObject, SharedTier
 
 _CHECK = "status-check"
@@ -24,7 +24,7 @@ def describe(url: str) -> tuple[bool, list[str]]:
     except KvextError as error:
         return False, [str(error)]
     what = SharedObject(0, f"{_CHECK}/T0-{os.getpid()}-0{'0' * 31}", 0, 4096)
-    tier.register(memoryview(bytearray(os.urandom(4096))))
+    tier.register(memoryview(bytearray(os.urandom(4096 + spare_bytes_of(url)))))
     began_s = time.perf_counter()
     is_well = [*tier.put([what]), *tier.get_into([what], lambda _: None)] == [Answer.WHOLE] * 2
     tier.forget([what.name])

@@ -8,10 +8,11 @@ import logging
 import math
 import struct
 import time
+from collections.abc import Callable
 
 from blake3 import blake3
 
-from vllm_ascend_kvext.shared_tier.protocol import FORMAT_VERSION, Answer
+from vllm_ascend_kvext.shared_tier.protocol import FORMAT_VERSION, Answer, SharedObject, SharedTier
 
 logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
 
@@ -32,24 +33,30 @@ def seal_of(name: str, content: memoryview | bytes) -> bytes:
     return bytes(head + blake3(content).update(head).digest())
 
 
-def unsealed(name: str, value: bytes) -> bytes:
-    """The content before a seal; nothing if the seal is not right."""
-    content = value[:-SEAL_BYTES]
-    return content if value[len(content) :] == seal_of(name, content) else b""
+def is_sealed(name: str, value: memoryview | bytes) -> bool:
+    """Whether bytes end with the seal of those before it."""
+    return value[-SEAL_BYTES:] == seal_of(name, value[:-SEAL_BYTES])
 
 
-class Warnings:
-    """What has failed in one tier: of what comes often, not all is logged."""
+class Answers:
+    """What calls for one object after the other come to. Of what comes often, not all is logged."""
 
-    def __init__(self, tier: str) -> None:
-        self._tier, self._logged_s = tier, -math.inf
+    def __init__(self, tier: SharedTier, url: str) -> None:
+        self._tier, self._url, self._logged_s = tier, url, -math.inf
+
+    def of(self, call: Callable[..., Answer], each: SharedObject, *more: object) -> Answer:
+        """That of a call for an object, which may raise OSError; what is broken is removed."""
+        try:
+            answer = call(each, *more)
+        except OSError as error:
+            return self.unreachable(error)
+        if answer is Answer.BROKEN:
+            self._tier.forget([each.name])
+            logger.warning("Shared tier %s: %s is broken, and is removed.", self._url, each.name)
+        return answer
 
     def unreachable(self, error: object) -> Answer:
         if time.monotonic() - self._logged_s > _QUIET_S:
             self._logged_s = time.monotonic()
-            logger.warning("Shared tier %s: %s. What is lacking is computed.", self._tier, error)
+            logger.warning("Shared tier %s: %s. What is lacking is computed.", self._url, error)
         return Answer.UNREACHABLE
-
-    def broken(self, name: str) -> Answer:
-        logger.warning("Shared tier %s: %s is broken, and is removed.", self._tier, name)
-        return Answer.BROKEN

@@ -28,7 +28,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Warnings, head_of
+from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Answers, head_of
 from vllm_ascend_kvext.shared_tier.names import Identity, is_note, piece_of
 from vllm_ascend_kvext.shared_tier.protocol import FORMAT_VERSION, Answer, SharedObject
 
@@ -98,7 +98,7 @@ class FilesTier:
         self._numbers = itertools.count()
         self._counting = threading.Lock()
         self._put_bytes, self._next_count_s = self.capacity_bytes, 0.0
-        self._warnings = Warnings(self._folder)
+        self._answers = Answers(self, self._folder)
 
     def register(self, memory: memoryview) -> None:
         self._memory = memory
@@ -122,20 +122,17 @@ class FilesTier:
                 os.unlink(self._path(name))
 
     def put(self, objects: Sequence[SharedObject]) -> list[Answer]:
-        return [self._put(each) for each in objects]
+        return [self._answers.of(self._put, each) for each in objects]
 
     def _put(self, each: SharedObject) -> Answer:
         path = self._path(each.name)
-        try:
-            if not os.path.exists(path):
-                if not self._make_room(each.num_bytes + _BLOCK_OF_DISK_BYTES):
-                    return Answer.UNREACHABLE
-                with self._renamed_to(path) as unfinished:
-                    self._write(unfinished, each)
-            for note in each.notes:
-                self._link(f"{os.path.dirname(each.name)}/{note}", path)
-        except OSError as error:
-            return self._warnings.unreachable(error)
+        if not os.path.exists(path):
+            if not self._make_room(each.num_bytes + _BLOCK_OF_DISK_BYTES):
+                return Answer.UNREACHABLE
+            with self._renamed_to(path) as unfinished:
+                self._write(unfinished, each)
+        for note in each.notes:
+            self._link(f"{os.path.dirname(each.name)}/{note}", path)
         return Answer.WHOLE
 
     @contextlib.contextmanager
@@ -179,25 +176,20 @@ class FilesTier:
     def get_into(
         self, objects: Sequence[SharedObject], on_bytes: Callable[[int], None]
     ) -> list[Answer]:
-        return [self._get(each, on_bytes) for each in objects]
+        return [self._answers.of(self._get, each, on_bytes) for each in objects]
 
     def _get(self, each: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
         try:
             file = os.open(self._path(each.name), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return Answer.ABSENT
-        except OSError as error:
-            return self._warnings.unreachable(error)
         try:
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # Read ahead twice as far.
             if not self._read(file, each, on_bytes):
-                self.forget([each.name])
-                return self._warnings.broken(each.name)
+                return Answer.BROKEN
             with contextlib.suppress(OSError):
                 os.utime(file)
             return Answer.WHOLE
-        except OSError as error:
-            return self._warnings.unreachable(error)
         finally:
             os.close(file)
 

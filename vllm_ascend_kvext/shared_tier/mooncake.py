@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A shared tier in Mooncake Store: a master knows where objects are, `mooncake_client`s hold them.
 
-    kvext1/r0/<name space>/<object>         the bytes of an entry of rank 0, moved without a copy
-    kvext1/r0/<name space>/<object>/seal    their seal: an object is there when both are
-    kvext1/r0/<name space>/<note>           the name of an object, sealed
-    kvext1/engine-<number>                  what engines of a name space have in common, sealed
+    kvext1/r0/<name space>/<object>    an entry of rank 0, moved with its seal and without a copy
+    kvext1/r0/<name space>/<note>      the name of an object, sealed
+    kvext1/engine-<number>             what engines of a name space have in common, sealed
 
-Each key may be evicted alone, and what is put first stays. Bytes and a seal that do not fit each
-other are removed when somebody wants them.
+What is put first stays.
 """
 
 from __future__ import annotations
@@ -17,13 +15,12 @@ import ctypes
 import json
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Warnings, seal_of, unsealed
+from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Answers, is_sealed, seal_of
 from vllm_ascend_kvext.shared_tier.names import Identity, is_note, namespace_of, piece_of
 from vllm_ascend_kvext.shared_tier.protocol import FORMAT_VERSION, Answer, SharedObject
 
@@ -36,8 +33,8 @@ _ABSENT = {-703, -704, -707}  # It is being written, is not there, was evicted m
 _OF_GETS, _OF_PUTS = {*_ABSENT, -600}, {-601}  # It is larger than its place; others write it.
 _MEANINGS = {-200: "there is no room", -800: "who has the memory does not answer"}
 _MEANINGS |= dict.fromkeys((-900, -901), "the master does not answer")
+# After 60 s Mooncake gives up a transfer, and does not stop it: its bytes may come later.
 _GIVEN_UP_S = 50.0
-"""After 60 s Mooncake gives up a transfer, and does not stop it: its bytes may come later."""
 
 
 class MooncakeTier:
@@ -53,7 +50,7 @@ class MooncakeTier:
     num_get_threads = 1  # One call has all that the network gives.
 
     def __init__(self, url: str, rank: int) -> None:
-        self._prefix, self._warnings = f"{_ROOT}/r{rank}/", Warnings(url)
+        self._prefix, self._answers = f"{_ROOT}/r{rank}/", Answers(self, url)
         for name, value in _VARIABLES.items():
             os.environ.setdefault(name, value)
         network = os.environ.get("MOONCAKE_PROTOCOL", "tcp"), os.environ.get("MOONCAKE_DEVICE", "")
@@ -76,23 +73,15 @@ class MooncakeTier:
             ) from error
         self._pinned = store.ReplicateConfig()
         self._pinned.with_hard_pin = True
-        # Of one get and one put at a time.
-        self._seals, self._locks = bytearray(2 * SEAL_BYTES), (threading.Lock(), threading.Lock())
-        self._seals_address = self._registered(memoryview(self._seals))
 
     def register(self, memory: memoryview) -> None:
-        self._memory, self._address = memory, self._registered(memory)
-
-    def _registered(self, memory: memoryview) -> int:
-        """The address of memory, which Mooncake may read and write from here on."""
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        code = self._store.register_buffer(address, len(memory))
+        self._memory, self._address = memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        code = self._store.register_buffer(self._address, len(memory))
         if code:
             raise SettingsError(
                 f"shared_tier: expected that Mooncake registers {len(memory)} bytes of memory, "
                 f"found code {code}. Mind the limit of locked memory (ulimit -l)."
             )
-        return address
 
     def close(self) -> None:
         store, self._store = self._store, None  # A call of a closed one ends the process.
@@ -104,25 +93,20 @@ class MooncakeTier:
         leads = dict(zip(notes, self._read([self._prefix + note for note in notes]), strict=True))
         objects = [leads.get(name, name.encode()).decode() for name in names]
         try:
-            there = self._there(key for name in objects if name for key in self._keys(name))
+            there = self._there([self._prefix + name for name in objects if name])
         except OSError as error:
-            self._warnings.unreachable(error)
+            self._answers.unreachable(error)
             there = set()
-        return [each.rpartition("/")[2] * there.issuperset(self._keys(each)) for each in objects]
+        return [each.rpartition("/")[2] * (self._prefix + each in there) for each in objects]
 
     def put(self, objects: Sequence[SharedObject]) -> list[Answer]:
-        with self._locks[1]:
-            return [self._answer(self._put, each) for each in objects]
+        return [self._answers.of(self._put, each) for each in objects]
 
     def _put(self, each: SharedObject) -> Answer:
-        keys = self._keys(each.name)
-        there = self._there(keys)
-        if len(there) < len(keys):
-            if there:
-                self.forget([each.name])
-            self._seals[SEAL_BYTES:] = seal_of(keys[0], self._content(each))
-            # At once: those of engines that put the same at a time are mixed hardly ever.
-            _checked(self._store.batch_put_from(keys, *self._places(each, SEAL_BYTES)), _OF_PUTS)
+        key, place, addresses, sizes = self._place(each)
+        if not self._there([key]):
+            place[each.num_bytes :] = seal_of(key, place[: each.num_bytes])
+            _checked(self._store.batch_put_from([key], addresses, sizes), _OF_PUTS)
         namespace, _, own = each.name.rpartition("/")
         notes, first = [f"{namespace}/{note}" for note in each.notes], piece_of(own).first_tokens
         leads = zip(notes, self.exist(notes), strict=True)
@@ -133,35 +117,21 @@ class MooncakeTier:
     def get_into(
         self, objects: Sequence[SharedObject], on_bytes: Callable[[int], None]
     ) -> list[Answer]:
-        with self._locks[0]:
-            return [self._answer(self._get, each, on_bytes) for each in objects]
+        return [self._answers.of(self._get, each, on_bytes) for each in objects]
 
     def _get(self, each: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
-        keys, began_s, (places, sizes) = (
-            self._keys(each.name),
-            time.monotonic(),
-            self._places(each, 0),
-        )
-        codes = self._store.batch_get_into(keys, places, sizes)
+        (key, place, addresses, sizes), began_s = self._place(each), time.monotonic()
+        codes = self._store.batch_get_into([key], addresses, sizes)
         if codes == sizes:
             on_bytes(each.num_bytes)
-            if self._seals[:SEAL_BYTES] == seal_of(keys[0], self._content(each)):
+            if is_sealed(key, place):
                 return Answer.WHOLE
         elif time.monotonic() - began_s > _GIVEN_UP_S:
             time.sleep(_GIVEN_UP_S)
-        if not _ABSENT.isdisjoint(_checked(codes)):
-            return Answer.ABSENT
-        self.forget([each.name])
-        return self._warnings.broken(each.name)
-
-    def _answer(self, call: Callable[..., Answer], *arguments: object) -> Answer:
-        try:
-            return call(*arguments)
-        except OSError as error:
-            return self._warnings.unreachable(error)
+        return Answer.BROKEN if _ABSENT.isdisjoint(_checked(codes)) else Answer.ABSENT
 
     def forget(self, names: Sequence[str]) -> None:
-        self._store.batch_remove([key for name in names for key in self._keys(name)], True)
+        self._store.batch_remove([self._prefix + name for name in names], True)
 
     def engines(self) -> dict[str, Identity]:
         keys = [f"{_ROOT}/engine-{number}" for number in range(_NUM_ENGINES)]
@@ -178,26 +148,20 @@ class MooncakeTier:
     def describe(self) -> tuple[str, Mapping[str, str]]:
         return "how full it is, only its master's metrics say (port 9003 by default)", {}
 
-    def _keys(self, name: str) -> list[str]:
-        return [self._prefix + name, f"{self._prefix}{name}/seal"]
+    def _place(self, each: SharedObject) -> tuple[str, memoryview, list[int], list[int]]:
+        """The key of an object; its place, seal included; the address and the size of that."""
+        place = self._memory[each.offset_bytes :][: each.num_bytes + SEAL_BYTES]
+        return self._prefix + each.name, place, [self._address + each.offset_bytes], [len(place)]
 
-    def _places(self, each: SharedObject, seal: int) -> tuple[list[int], list[int]]:
-        """Where the bytes of an object and its seal are, and how many."""
-        places = [self._address + each.offset_bytes, self._seals_address + seal]
-        return places, [each.num_bytes, SEAL_BYTES]
-
-    def _content(self, each: SharedObject) -> memoryview:
-        return self._memory[each.offset_bytes : each.offset_bytes + each.num_bytes]
-
-    def _there(self, keys: Iterable[str]) -> set[str]:
-        asked = [*keys]
-        codes = _checked(self._store.batch_is_exist(asked) if asked else [])
-        return {key for key, code in zip(asked, codes, strict=True) if code == 1}
+    def _there(self, keys: list[str]) -> set[str]:
+        codes = _checked(self._store.batch_is_exist(keys) if keys else [])
+        return {key for key, code in zip(keys, codes, strict=True) if code == 1}
 
     def _read(self, keys: list[str]) -> list[bytes]:
         """Small contents; empty where there is none, or not what was written."""
         values = self._store.get_batch(keys) if keys else []
-        return [unsealed(*each) for each in zip(keys, values, strict=True)]
+        pairs = zip(keys, values, strict=True)
+        return [value[:-SEAL_BYTES] if is_sealed(key, value) else b"" for key, value in pairs]
 
     def _write(self, contents: Mapping[str, bytes], *how: object) -> None:
         """Write small contents over what is there."""

@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend that the address of a shared tier names."""
 
+from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES
 from vllm_ascend_kvext.shared_tier.files import FilesTier
 from vllm_ascend_kvext.shared_tier.protocol import SharedTier
+
+
+def spare_bytes_of(url: str) -> int:
+    """What the tier writes and reads behind the bytes of an object in host memory."""
+    return SEAL_BYTES if url.startswith("mooncake:") else 0
 
 
 def open_tier(

@@ -36,6 +36,7 @@ class SharedObject(NamedTuple):
     Attributes:
         number: Of the job, unique in the engine.
         name: That of the name space, a slash, and that of the piece: see ``names``.
+        num_bytes: Behind them the backend's ``spare_bytes_of`` are its own, see ``open``.
         notes: Names without that of the name space; for puts.
     """
 

@@ -35,18 +35,20 @@ class Arena:
 
     Args:
         capacity_bytes: Size of the buffer; what is over a multiple of 64 is not used.
+        spare_bytes: What every place has behind the bytes that it is for.
 
     Raises:
-        TierError: If it is less than 64.
+        TierError: If the capacity is less than 64.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, spare_bytes: int = 0) -> None:
         if capacity_bytes < ALIGNMENT_BYTES:
             raise TierError(
                 f"host arena: expected a capacity of at least {ALIGNMENT_BYTES} bytes, found "
                 f"{capacity_bytes}; give it more host memory or leave the tier out"
             )
         self.capacity_bytes = capacity_bytes - capacity_bytes % ALIGNMENT_BYTES
+        self._spare_bytes = spare_bytes
         self.used_bytes = 0
         self._places: dict[int, int] = {}
         self._gaps: dict[int, int] = {}
@@ -60,13 +62,14 @@ class Arena:
         return self._by_size[-1][0] if self._by_size else 0
 
     def place_bytes(self, num_bytes: int) -> int:
-        """What a place for so many bytes takes."""
-        assert 0 < num_bytes <= self.capacity_bytes
+        """What a place for so many bytes takes, which the other calls are given."""
+        assert num_bytes > 0
+        num_bytes += self._spare_bytes
         return num_bytes + -num_bytes % ALIGNMENT_BYTES
 
-    def allocate(self, num_bytes: int) -> int | None:
+    def allocate(self, size_bytes: int) -> int | None:
         """Take a place, and return its offset, a multiple of 64; None if no gap is large enough."""
-        size_bytes = self.place_bytes(num_bytes)
+        assert size_bytes > 0 and size_bytes % ALIGNMENT_BYTES == 0
         index = bisect_left(self._by_size, (size_bytes, 0))
         if index == len(self._by_size):
             return None
@@ -94,7 +97,7 @@ class Arena:
         self._add_gap(begin, end - begin)
 
     def window_around(
-        self, offset_bytes: int, num_bytes: int, may_free: Callable[[int], bool]
+        self, offset_bytes: int, size_bytes: int, may_free: Callable[[int], bool]
     ) -> list[int] | None:
         """Offsets of the places to free for a gap of so many bytes, ascending, this one included.
 
@@ -103,7 +106,6 @@ class Arena:
         place whether it may go, too. Takes time in proportion to the square of the parts of a
         window, which are few unless sizes differ by orders of magnitude.
         """
-        size_bytes = self.place_bytes(num_bytes)
         center = _Part(offset_bytes, self._places[offset_bytes], True)
         if center.num_bytes >= size_bytes:
             return [offset_bytes]

@@ -49,6 +49,7 @@ class HostTier:
         on_removed: Told of every entry that was stored and is not there any more.
         evicts_ends_first: Whether rows stay as long as rows or tails behind them do: where a load
             stops at the first gap, nothing can reach these.
+        spare_bytes: What every place has behind the bytes of its entry, for whoever shares them.
 
     Raises:
         TierError: If the capacity is too small to hold anything.
@@ -61,10 +62,11 @@ class HostTier:
         remembered_keys: int = 1 << 16,
         on_removed: OnRemoved | None = None,
         evicts_ends_first: bool = True,
+        spare_bytes: int = 0,
     ) -> None:
         self.geometry = geometry
         self.counters = TierCounters()
-        self._arena = Arena(capacity_bytes)
+        self._arena = Arena(capacity_bytes, spare_bytes)
         self.capacity_bytes = self._arena.capacity_bytes
         self._index = Index()
         self._reuse = Reuse(remembered_keys)
@@ -193,7 +195,8 @@ class HostTier:
         """
         keys = self.lookup(prefix).keys_of(piece)
         refusal = self._why_not_needed(piece, keys[-1])
-        if refusal is None and num_bytes > self.capacity_bytes:
+        place_bytes = self._arena.place_bytes(num_bytes)
+        if refusal is None and place_bytes > self.capacity_bytes:
             refusal = Refusal.NO_ROOM
         if refusal is not None:
             self.counters.refused_stores[refusal] += 1
@@ -205,7 +208,7 @@ class HostTier:
             piece,
             keys,
             -1,  # It has no place yet.
-            self._arena.place_bytes(num_bytes),
+            place_bytes,
             use,
             chunk_key=prefix.key_at(chunk_first + self.geometry.unit_tokens),
             key_before=prefix.key_at(piece.first_tokens) if needs_before else None,

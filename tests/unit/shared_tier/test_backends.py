@@ -16,7 +16,7 @@ from support.mooncake import Servers
 
 from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, seal_of
 from vllm_ascend_kvext.shared_tier.names import namespace_of
-from vllm_ascend_kvext.shared_tier.open import open_tier
+from vllm_ascend_kvext.shared_tier.open import open_tier, spare_bytes_of
 from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject, SharedTier
 
 NUM_BYTES = 3 << 10
@@ -36,35 +36,47 @@ CONTENT = content_of(0)
 class Engine:
     """One rank of an engine: its tier, and its memory."""
 
-    def __init__(self, tier: SharedTier, namespace: str) -> None:
-        self.tier, self.namespace = tier, namespace
+    def __init__(self, tier: SharedTier, spare_bytes: int) -> None:
+        self.tier, self.spare_bytes, self.namespace = tier, spare_bytes, ""
         self.memory = bytearray(8 << 20)
         self.tier.register(memoryview(self.memory))
 
     def within(self, namespace: str) -> Engine:
         """The same, but for its name space."""
         other = object.__new__(Engine)
-        other.tier, other.memory, other.namespace = self.tier, self.memory, namespace
+        vars(other).update({**vars(self), "namespace": namespace})
         return other
 
     def put(
         self, content: bytes, name: str = NAME, notes: tuple[str, ...] = (), at: int = 64
     ) -> Answer:
-        self.memory[at : at + len(content)] = content
         what = SharedObject(0, f"{self.namespace}/{name}", at, len(content), notes)
+        self._guard(what)
+        self.memory[at : at + len(content)] = content
         (answer,) = self.tier.put([what])
+        self._check_guard(what)
         return answer
 
     def get(self, num_bytes: int = NUM_BYTES, name: str = NAME) -> tuple[Answer, bytes]:
-        """Nothing outside its place may change."""
-        self.memory[PLACE - 64 : PLACE + num_bytes + 64] = bytes([GUARD]) * (num_bytes + 128)
         counted: list[int] = []
         what = SharedObject(0, f"{self.namespace}/{name}", PLACE, num_bytes)
+        self._guard(what)
         (answer,) = self.tier.get_into([what], counted.append)
         assert answer is not Answer.WHOLE or sum(counted) == num_bytes
-        for begin in (PLACE - 64, PLACE + num_bytes):
-            assert self.memory[begin : begin + 64] == bytes([GUARD]) * 64
+        self._check_guard(what)
         return answer, bytes(self.memory[PLACE : PLACE + num_bytes])
+
+    def _guard(self, what: SharedObject) -> None:
+        """Nothing outside the place of an object, and what it has to spare, may change."""
+        end = what.offset_bytes + what.num_bytes + self.spare_bytes
+        self.memory[what.offset_bytes - 64 : end + 64] = bytes([GUARD]) * (
+            end + 128 - what.offset_bytes
+        )
+
+    def _check_guard(self, what: SharedObject) -> None:
+        end = what.offset_bytes + what.num_bytes + self.spare_bytes
+        for begin in (what.offset_bytes - 64, end):
+            assert self.memory[begin : begin + 64] == bytes([GUARD]) * 64
 
     def exist(self, *names: str) -> list[str]:
         return self.tier.exist([f"{self.namespace}/{name}" for name in names])
@@ -83,10 +95,9 @@ def overwrite_file(engine: Engine, name: str, content: bytes, seal: bytes) -> No
 
 def overwrite_in_mooncake(engine: Engine, name: str, content: bytes, seal: bytes) -> None:
     tier: Any = engine.tier
-    for key, value in zip(tier._keys(f"{engine.namespace}/{name}"), (content, seal), strict=True):
-        tier._store.remove(key, True)
-        if value:
-            assert tier._store.put(key, value) == 0
+    key = f"{tier._prefix}{engine.namespace}/{name}"
+    tier._store.remove(key, True)
+    assert tier._store.put(key, content + seal) == 0
 
 
 class Backend:
@@ -101,7 +112,9 @@ class Backend:
     def engine(self, number: int = 0, rank: int = 0) -> Engine:
         """In the name space of the test."""
         if (number, rank) not in self._engines:
-            self._engines[number, rank] = Engine(open_tier(self._url, None, rank), "")
+            self._engines[number, rank] = Engine(
+                open_tier(self._url, None, rank), spare_bytes_of(self._url)
+            )
         engine = self._engines[number, rank]
         engine.namespace = self.namespace
         return engine
@@ -205,6 +218,7 @@ DAMAGES: dict[str, Callable[[bytes, bytes], tuple[bytes, bytes]]] = {
     "zeroed": lambda content, seal: (bytes(NUM_BYTES), seal),
     "seal cut": lambda content, seal: (content, seal[:-1]),
     "seal longer": lambda content, seal: (content, seal + b"\0"),
+    "without a seal": lambda content, seal: (content, b""),
     "seal zeroed": lambda content, seal: (content, bytes(SEAL_BYTES)),
     **{
         f"seal flipped at {at}": lambda content, seal, at=at: (content, flipped(seal, at))

@@ -23,10 +23,12 @@ from support.sample import IS_LONG
 from vllm_ascend_kvext.commands.shared_tier import describe
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.shared_tier import mooncake
+from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES
 from vllm_ascend_kvext.shared_tier.mooncake import MooncakeTier
 from vllm_ascend_kvext.shared_tier.names import namespace_of
-from vllm_ascend_kvext.shared_tier.open import open_tier
+from vllm_ascend_kvext.shared_tier.open import open_tier, spare_bytes_of
 from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
+from vllm_ascend_kvext.store.arena import ALIGNMENT_BYTES, Arena
 
 NUM_BYTES = 1 << 20
 NOTE = f"N{'1' * 32}"
@@ -58,16 +60,17 @@ class Rank:
         (answer,) = self.tier.get_into([what(number)], lambda _: None)
         if answer is Answer.WHOLE:
             assert self.memory[:NUM_BYTES] == bytes([byte]) * NUM_BYTES
-        assert not any(self.memory[NUM_BYTES:])
+        assert not any(self.memory[NUM_BYTES + SEAL_BYTES :])
         return answer
 
     def exists(self, number: int = 0) -> bool:
         names = [f"space/{note}" for note in what(number).notes]
         return bool(self.tier.exist(names)[0]) and bool(self.tier.exist([what(number).name])[0])
 
-    def raw(self, number: int = 0) -> tuple[Any, list[str]]:
-        """Mooncake's own client, and the keys of an object."""
-        return self.tier._store, self.tier._keys(what(number).name)
+    @property
+    def raw(self) -> Any:
+        """Mooncake's own client."""
+        return self.tier._store
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +91,7 @@ def ranks(running: Servers) -> Iterator[tuple[Rank, Rank]]:
 
 @pytest.fixture
 def rank(ranks: tuple[Rank, Rank]) -> Rank:
-    ranks[0].raw()[0].remove_all(True)
+    ranks[0].raw.remove_all(True)
     return ranks[0]
 
 
@@ -108,23 +111,34 @@ def in_time(call: Callable[[], Any], most_s: float) -> Any:
     return result
 
 
-# Keys that do not fit each other.
+# Bytes and seals.
 
 
-@pytest.mark.parametrize("lost", [0, 1], ids=["bytes", "seal"])
-def test_an_object_of_which_half_was_evicted_is_put_again(rank: Rank, lost: int) -> None:
-    """By somebody whose bytes differ: the half that is left does not fit them."""
-    assert rank.put(byte=1) is Answer.WHOLE
-    store, keys = rank.raw()
-    assert store.remove(keys[lost], True) == 0
-    assert not rank.exists() and rank.get() is Answer.ABSENT
-    assert rank.put(byte=2) is Answer.WHOLE
-    assert rank.exists() and rank.get(byte=2) is Answer.WHOLE
+def test_a_seal_lies_in_spare_bytes_of_its_place(
+    ranks: tuple[Rank, Rank], running: Servers
+) -> None:
+    """Not in the next place, and not behind the last one, with which memory ends."""
+    num_bytes, num_places = (1 << 20) - 2 * ALIGNMENT_BYTES, 8
+    arena = Arena(len(ranks[0].memory), spare_bytes_of(running.url))
+    objects, contents = [], []
+    for number in range(num_places):
+        offset_bytes = arena.allocate(arena.place_bytes(num_bytes))
+        assert offset_bytes is not None
+        objects.append(what(number, num_bytes)._replace(offset_bytes=offset_bytes))
+        contents.append(bytes([number + 1]) * num_bytes)
+        ranks[0].memory[offset_bytes : offset_bytes + num_bytes] = contents[-1]
+    assert arena.used_bytes == len(ranks[0].memory)
+    assert ranks[0].tier.put(objects) == [Answer.WHOLE] * num_places
+    ranks[1].fill(0)
+    answers = ranks[1].tier.get_into(objects, lambda _: None)
+    assert answers == [Answer.WHOLE] * num_places
+    for rank in ranks:
+        places = (rank.memory[each.offset_bytes :][:num_bytes] for each in objects)
+        assert [*places] == contents
 
 
 def test_engines_that_put_at_once_leave_one_of_both(rank: Rank, ranks: tuple[Rank, Rank]) -> None:
     """The same tokens, computed in other batches, have other last bits."""
-    mixed = 0
     for number in range(20):
         barrier = threading.Barrier(2)
 
@@ -138,19 +152,14 @@ def test_engines_that_put_at_once_leave_one_of_both(rank: Rank, ranks: tuple[Ran
         for thread in threads:
             thread.join()
         rank.fill(0)
-        answer = rank.tier.get_into([what(number)], lambda _: None)[0]
-        if answer is Answer.WHOLE:
-            assert rank.memory[:NUM_BYTES] in (b"\1" * NUM_BYTES, b"\2" * NUM_BYTES)
-        else:
-            assert answer is Answer.BROKEN
-            mixed += 1
-    assert mixed <= 2
+        assert rank.tier.get_into([what(number)], lambda _: None) == [Answer.WHOLE]
+        assert rank.memory[:NUM_BYTES] in (b"\1" * NUM_BYTES, b"\2" * NUM_BYTES)
 
 
 def test_a_note_that_is_damaged_leads_nowhere(rank: Rank) -> None:
     rank.put(0)
     rank.put(1)
-    store, _ = rank.raw()
+    store = rank.raw
     notes = [rank.tier._prefix + f"space/{what(number).notes[0]}" for number in (0, 1)]
     other = store.get(notes[1])
     for value in (other, store.get(notes[0])[:-1], b"x", b"\0" * 200):
@@ -165,7 +174,7 @@ def test_a_note_that_is_damaged_leads_nowhere(rank: Rank) -> None:
 
 
 def test_what_does_not_fit_is_not_there(rank: Rank, ranks: tuple[Rank, Rank]) -> None:
-    store, _ = rank.raw()
+    store = rank.raw
     pinned = [
         store.put(f"pinned-{number}", bytes(NUM_BYTES), rank.tier._pinned) for number in range(130)
     ]
@@ -194,8 +203,8 @@ def test_identities_are_not_evicted(rank: Rank) -> None:
 def test_an_identity_that_is_damaged_is_not_shown(rank: Rank) -> None:
     identity = {"dtype": "bf16"}
     rank.tier.introduce(namespace_of(identity), identity)
-    (key,) = rank.tier._there(f"kvext1/engine-{number}" for number in range(1024))
-    rank.raw()[0].upsert(key, b"something else")
+    (key,) = rank.tier._there([f"kvext1/engine-{number}" for number in range(1024)])
+    rank.raw.upsert(key, b"something else")
     assert rank.tier.engines() == {}
 
 
@@ -251,10 +260,10 @@ def test_of_an_owner_that_stops_in_a_get_no_bytes_come_later(tmp_path: Path) -> 
     size = 400 << 20
     servers = Servers(tmp_path, "900 MB", "--client_ttl=200", "--default_kv_lease_ttl=200000")
     try:
-        tier, memory = MooncakeTier(servers.url, 0), bytearray(b"\5") * size
+        tier, memory = MooncakeTier(servers.url, 0), bytearray(b"\5") * (size + SEAL_BYTES)
         tier.register(memoryview(memory))
         assert tier.put([what(0, size)]) == [Answer.WHOLE]
-        memory[:] = bytes(size)
+        memory[:] = bytes(len(memory))
         answers: list[Answer] = []
         thread = threading.Thread(
             target=lambda: answers.extend(tier.get_into([what(0, size)], lambda _: None))
@@ -264,13 +273,13 @@ def test_of_an_owner_that_stops_in_a_get_no_bytes_come_later(tmp_path: Path) -> 
             time.sleep(0.001)
         servers.owner.send_signal(signal.SIGSTOP)
         time.sleep(0.5)
-        assert not memory[-1]
+        assert not memory[size - 1]
         thread.join()
         assert answers == [Answer.UNREACHABLE]
-        memory[:] = b"\7" * size
+        memory[:] = b"\7" * len(memory)
         servers.owner.send_signal(signal.SIGCONT)
         time.sleep(5)
-        assert memory == b"\7" * size
+        assert memory == b"\7" * len(memory)
         assert tier.get_into([what(0, size)], lambda _: None) == [Answer.WHOLE]
         tier.close()
     finally:
@@ -294,7 +303,7 @@ import sys
 from vllm_ascend_kvext.shared_tier.mooncake import MooncakeTier
 from vllm_ascend_kvext.shared_tier.protocol import SharedObject
 tier = MooncakeTier(sys.argv[1], 0)
-memory = bytearray(b"x" * (32 << 20))
+memory = bytearray(b"x" * (33 << 20))
 tier.register(memoryview(memory))
 print("ready", flush=True)
 for number in range(1000):
@@ -324,7 +333,7 @@ def test_a_writer_that_is_killed_leaves_nothing_half(
             answer = rank.get(number, ord("x"))
             assert answer in (Answer.WHOLE, Answer.ABSENT, Answer.BROKEN)  # Broken: larger.
             assert rank.put(number, ord("x")) in (Answer.WHOLE, Answer.UNREACHABLE)
-        rank.raw()[0].remove_all(True)
+        rank.raw.remove_all(True)
 
 
 # What is not there when an engine starts.

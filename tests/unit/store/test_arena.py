@@ -42,16 +42,16 @@ def cheapest_windows(
     return windows[min(windows)] if windows else []
 
 
-@given(st.data())
-def test_places_are_those_of_the_model(data: st.DataObject) -> None:
+@given(st.data(), st.sampled_from([0, 1, 68]))
+def test_places_are_those_of_the_model(data: st.DataObject, spare_bytes: int) -> None:
     """They are taken and given back in any order."""
-    arena, places = Arena(CAPACITY_BYTES + 63), Places()
+    arena, places = Arena(CAPACITY_BYTES + 63, spare_bytes), Places()
     for _ in range(30):
         if places and data.draw(st.booleans()):
             offsets = st.sampled_from(sorted(places))
             center = data.draw(offsets)
             fixed = data.draw(st.sets(offsets)) - {center}
-            num_bytes = data.draw(st.integers(1, CAPACITY_BYTES))
+            num_bytes = arena.place_bytes(data.draw(st.integers(1, CAPACITY_BYTES)))
             found = arena.window_around(center, num_bytes, (set(places) - fixed).__contains__)
             windows = cheapest_windows(places, center, num_bytes, fixed)
             assert found in windows or (found is None and not windows)
@@ -59,10 +59,10 @@ def test_places_are_those_of_the_model(data: st.DataObject) -> None:
             del places[center]
         else:
             num_bytes = data.draw(st.integers(1, CAPACITY_BYTES // 3))
-            size = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            size = -(-(num_bytes + spare_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             fitting = [gap for gap in gaps_between(places) if gap[0] >= size]
             offset = min(fitting)[1] if fitting else None
-            assert arena.allocate(num_bytes) == offset
+            assert arena.allocate(arena.place_bytes(num_bytes)) == offset
             if offset is not None:
                 places[offset] = size
         assert arena.used_bytes == sum(places.values())

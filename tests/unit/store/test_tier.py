@@ -167,6 +167,9 @@ def test_where_none_is_large_enough_lesser_neighbours_go_together() -> None:
 
 def test_what_is_larger_than_the_tier_is_refused() -> None:
     assert SmallTier(2).begin(text_of(1), CHUNK, num_places=3) is Refusal.NO_ROOM
+    with_spare_bytes = SmallTier(2, spare_bytes=1)
+    assert with_spare_bytes.store(text_of(1), CHUNK).num_bytes == 2 * PLACE_BYTES
+    assert with_spare_bytes.begin(text_of(2), CHUNK, num_places=2) is Refusal.NO_ROOM
 
 
 def test_few_of_many_entries_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
