@@ -15,12 +15,19 @@ import ctypes
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Answers, is_sealed, seal_of
+from vllm_ascend_kvext.shared_tier.backend import (
+    SEAL_BYTES,
+    Answers,
+    is_sealed,
+    logger,
+    seal_of,
+)
 from vllm_ascend_kvext.shared_tier.names import Identity, is_note, namespace_of, piece_of
 from vllm_ascend_kvext.shared_tier.protocol import FORMAT_VERSION, Answer, SharedObject
 
@@ -33,8 +40,7 @@ _ABSENT = {-703, -704, -707}  # It is being written, is not there, was evicted m
 _OF_GETS, _OF_PUTS = {*_ABSENT, -600}, {-601}  # It is larger than its place; others write it.
 _MEANINGS = {-200: "there is no room", -800: "who has the memory does not answer"}
 _MEANINGS |= dict.fromkeys((-900, -901), "the master does not answer")
-# After 60 s Mooncake gives up a transfer, and does not stop it: its bytes may come later.
-_GIVEN_UP_S = 50.0
+_GIVEN_UP_S = 50.0  # After 60 s Mooncake gives up a transfer, and does not stop it.
 
 
 class MooncakeTier:
@@ -127,7 +133,12 @@ class MooncakeTier:
             if is_sealed(key, place):
                 return Answer.WHOLE
         elif time.monotonic() - began_s > _GIVEN_UP_S:
-            time.sleep(_GIVEN_UP_S)
+            logger.error(
+                "Shared tier: Mooncake has given up %s, and may go on writing it into host memory: "
+                "its place is nobody's any more. Nothing is got until this engine starts again.",
+                each.name,
+            )
+            threading.Event().wait()  # For ever: who is answered has the place reused.
         return Answer.BROKEN if _ABSENT.isdisjoint(_checked(codes)) else Answer.ABSENT
 
     def forget(self, names: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ not from what is stored. Where it begins again, or its load fails, all of it is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
