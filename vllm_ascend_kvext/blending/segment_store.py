@@ -114,10 +114,8 @@ class SegmentStore:
         self, token_ids: Sequence[int], cache_salt: str | None, sink: Sink | None = None
     ) -> SegmentPrefix:
         """The keys of a segment behind a sink, or as it is stored from now on."""
-        unit_tokens, first = (
-            self._tier.geometry.unit_tokens,
-            self.contexts.without_context(cache_salt),
-        )
+        unit_tokens = self._tier.geometry.unit_tokens
+        first = self.contexts.without_context(cache_salt)
         sink = sink or self.contexts.of(cache_salt, token_ids)
         before = None if sink == first else SegmentPrefix(first, token_ids, unit_tokens)
         return SegmentPrefix(sink, token_ids, unit_tokens, before)
