@@ -124,7 +124,7 @@ class Ours(_InParts):
         super().__init__(geometry, memory_of(host))
         folder.mkdir(0o700)
         options = ConnectorOptions(shared_tier=f"file://{folder}", shared_tier_bytes=64 << 30)
-        self._transfers = SharedTransfers(options, 0, host, lambda: None)
+        self._transfers = SharedTransfers(options, 0, 1, host, lambda: None)
 
     def move(self, direction: Direction, prompts: Sequence[int]) -> float:
         objects = [

@@ -70,6 +70,9 @@ class Engine(scenarios_engine.Engine):
         rng = random.Random("context")
         context = [random_tokens(rng, 60) for _ in range(NUM_DOCUMENTS)]
         self.store([*(context if self.plan.get("has_context") else ()), *documents], STORED)
+        learning = self.blending.learning
+        while learning is not None and (learning.has_queue or learning.request_ids):
+            self.store([random_tokens(rng, 5)])  # What is learned is computed beside others.
         self.note("sink", list(self.sink_ids))
 
     @property

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from support.connector.gates import until
-from support.mooncake import CLIENT_TTL_S, Servers
+from support.mooncake import CLIENT_TTL_S, Servers, require
 from support.sample import IS_LONG
 
 from vllm_ascend_kvext.commands.shared_tier import describe
@@ -242,10 +242,21 @@ def test_a_master_that_is_killed(servers: Servers) -> None:
     rank.tier.close()
 
 
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Stop a process; a busy machine takes a while to stop all of its threads."""
+    process.send_signal(signal.SIGSTOP)
+    threads = Path("/proc", str(process.pid), "task")
+    while any(
+        each.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "T"
+        for each in threads.iterdir()
+    ):
+        time.sleep(0.01)
+
+
 def test_a_master_that_stops(servers: Servers) -> None:
     rank = Rank(servers.url)
     assert rank.put() is Answer.WHOLE
-    servers.master.send_signal(signal.SIGSTOP)
+    stop(servers.master)
     assert in_time(rank.get, 10) is Answer.UNREACHABLE
     assert in_time(lambda: rank.put(1), 20) is Answer.UNREACHABLE
     assert not in_time(rank.exists, 20)
@@ -342,6 +353,7 @@ def test_a_writer_that_is_killed_leaves_nothing_half(
 
 
 def test_without_a_master_there_is_no_tier() -> None:
+    require()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"mooncake://127.0.0.1:{free.getsockname()[1]}"
@@ -357,6 +369,7 @@ def test_without_a_master_there_is_no_tier() -> None:
 
 def test_another_server_is_no_master() -> None:
     """In a process of its own: Mooncake tries for a while."""
+    require()
     code = "import sys; from vllm_ascend_kvext.shared_tier.mooncake import MooncakeTier\n"
     code += "try: MooncakeTier(sys.argv[1], 0)\nexcept ValueError as error: print(error)"
     with socket.socket() as other:
