@@ -16,7 +16,7 @@ from support.scenarios.answers import Served
 from support.scenarios.processes import NO_PREFIX_CACHING, NPU, Plan
 from test_compressed_attention import BLOCK_TOKENS, CONTROL, ENGINE, TOLERANCE
 
-from vllm_ascend_kvext.shared_tier.files import TRAILER_BYTES
+from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES
 
 PROMPTS_TOKENS = (300, 700, 1500)
 DEVICES: dict[int, dict[str, Any]] = {
@@ -88,7 +88,7 @@ def test_wrong_bytes_would_change_answers(
 ) -> None:
     """A control: zeros with a trailer that is right for them."""
     for path in objects(folder):
-        forge(folder, path, bytes(path.stat().st_size - TRAILER_BYTES))
+        forge(folder, path, bytes(path.stat().st_size - SEAL_BYTES))
     served = serve(sharing)
     assert served.hit_tokens("first") == engines[2].hit_tokens("first")
     assert served.logprob_error("first", engines[0]) > CONTROL
