@@ -114,10 +114,11 @@ class SegmentStore:
         self, token_ids: Sequence[int], cache_salt: str | None, sink: Sink | None = None
     ) -> SegmentPrefix:
         """The keys of a segment behind a sink, or as it is stored from now on."""
-        unit_tokens = self._tier.geometry.unit_tokens
-        first = self.contexts.without_context(cache_salt)
+        unit_tokens, before = self._tier.geometry.unit_tokens, None
         sink = sink or self.contexts.of(cache_salt, token_ids)
-        before = None if sink == first else SegmentPrefix(first, token_ids, unit_tokens)
+        if sink.token_ids != self.contexts.sink_ids:
+            first = self.contexts.without_context(cache_salt)
+            before = SegmentPrefix(first, token_ids, unit_tokens)
         return SegmentPrefix(sink, token_ids, unit_tokens, before)
 
     def find(self, prefix: SegmentPrefix, first_tokens: int) -> list[Span]:

@@ -52,6 +52,19 @@ def make(tmp_path: Path) -> Callable[..., Worker]:
     return lambda *ranks: Worker(tmp_path, *ranks)
 
 
+def hold_gets(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> list[int]:
+    """Let gets wait; the numbers of those that have begun."""
+    begun: list[int] = []
+
+    def get_into(tier: FilesTier, objects: Sequence[SharedObject], on_bytes: Any) -> list[Answer]:
+        begun.extend(each.number for each in objects)
+        gate.wait(20)
+        return [Answer.WHOLE]
+
+    monkeypatch.setattr(FilesTier, "get_into", get_into)
+    return begun
+
+
 def test_what_moves_is_counted(make: Callable[..., Worker]) -> None:
     worker, other = make(), make()
     worker.run(puts=[WHAT])
@@ -109,14 +122,8 @@ def test_what_has_waited_too_long_is_not_begun(
 ) -> None:
     """Nobody waits for it, and its place is wanted."""
     monkeypatch.setattr(files, "_MAX_GET_THREADS", 1)
-    worker, gate, begun = make(), threading.Event(), []
-
-    def get_into(tier: FilesTier, objects: Sequence[SharedObject], on_bytes: Any) -> list[Answer]:
-        begun.extend(each.number for each in objects)
-        gate.wait(20)
-        return [Answer.WHOLE]
-
-    monkeypatch.setattr(FilesTier, "get_into", get_into)
+    worker, gate = make(), threading.Event()
+    begun = hold_gets(monkeypatch, gate)
     worker.transfers.submit([WHAT._replace(number=2)], [])
     until(lambda: bool(begun), "the first get")
     monkeypatch.setattr(shared_transfers, "MAX_CALL_S", 0.0)
@@ -179,14 +186,8 @@ def test_as_many_gets_at_once_as_are_faster_than_one(
     make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
-    worker, gate, begun = make(), threading.Event(), []
-
-    def get_into(tier: FilesTier, objects: Sequence[SharedObject], on_bytes: Any) -> list[Answer]:
-        begun.extend(each.number for each in objects)
-        gate.wait(20)
-        return [Answer.WHOLE]
-
-    monkeypatch.setattr(FilesTier, "get_into", get_into)
+    worker, gate = make(), threading.Event()
+    begun = hold_gets(monkeypatch, gate)
     worker.transfers.submit([WHAT._replace(number=number) for number in range(5)], [])
     until(lambda: len(begun) == 3, "three gets")
     assert worker.transfers.wait_for_end(0.05) and sorted(begun) == [0, 1, 2]
