@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,17 @@ class Sharing:
         plan = Plan(self.model, ("shared",), engine=NO_PREFIX_CACHING)
         return processes.serve(self._folders, {"reference": plan}, PLUGIN_OFF)["reference"]
 
-    def start(self, scenario: str) -> subprocess.Popen[bytes]:
-        """Start an engine that answers until it is killed."""
+    @contextmanager
+    def running(self, scenario: str) -> Iterator[subprocess.Popen[bytes]]:
+        """An engine that answers until it is killed, which it is in the end."""
+        engine = self._start(scenario)
+        try:
+            yield engine
+        finally:
+            engine.kill()
+            engine.wait()
+
+    def _start(self, scenario: str) -> subprocess.Popen[bytes]:
         work = self._folders.mktemp("engine")
         (work / "plans.json").write_text(json.dumps({"engine": self.plan(scenario).on(CPU)}))
         serve = Path(processes.__file__).with_name("serve.py")
@@ -247,8 +257,7 @@ def test_an_engine_that_dies_or_stops_in_a_put_harms_nobody(
     """It has put some of what the other asks for, and is in the middle of more."""
     sharing = Sharing(model_folder("full"), tmp_path_factory)
     reference = sharing.reference()
-    engine = sharing.start("shared_for_long")
-    try:
+    with sharing.running("shared_for_long") as engine:
         # Beyond what `shared` puts: so it is at the rest.
         until(lambda: len(objects(sharing.folder)) > 40, engine)
         # In a put: a file has no name of its own yet.
@@ -256,9 +265,6 @@ def test_an_engine_that_dies_or_stops_in_a_put_harms_nobody(
         engine.send_signal(how)
         served = sharing.serve()
         assert engine.poll() is None or how is signal.SIGKILL
-    finally:
-        engine.kill()
-        engine.wait()
     check(served, reference)
     assert served.hit_tokens("shared") == HITS
     assert own(served, "shared_failures.get_broken") == 0
@@ -270,13 +276,9 @@ def test_engines_share_at_the_same_time(
 ) -> None:
     sharing = Sharing(model_folder("one window"), tmp_path_factory)
     reference = sharing.reference()
-    engine = sharing.start("shared_for_long")
-    try:
+    with sharing.running("shared_for_long") as engine:
         until(lambda: len(objects(sharing.folder)) > 40, engine)
         served = sharing.serve()
         assert engine.poll() is None
-    finally:
-        engine.kill()
-        engine.wait()
     check(served, reference)
     assert served.hit_tokens("shared") == HITS

@@ -143,15 +143,13 @@ def test_an_engine_that_dies_or_stops_while_it_puts_harms_nobody(
     """It has put some of what the other asks for, and is in the middle of more."""
     stored = Stored(model_folder("full"), tmp_path_factory)
     reference = stored.sharing.reference()
-    engine = stored.sharing.start("shared_for_long")
     try:
-        until(lambda: len(stored.objects()) > 40, engine)
-        engine.send_signal(how)
-        served = stored.serve()
-        assert engine.poll() is None or how is signal.SIGKILL
+        with stored.sharing.running("shared_for_long") as engine:
+            until(lambda: len(stored.objects()) > 40, engine)
+            engine.send_signal(how)
+            served = stored.serve()
+            assert engine.poll() is None or how is signal.SIGKILL
     finally:
-        engine.kill()
-        engine.wait()
         stored.servers.end()
     check(served, reference)
     assert served.hit_tokens("shared") == HITS
