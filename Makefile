@@ -131,6 +131,7 @@ bench-shared-tier: $(MAIN_ENV)/.package .venv/vllm-$(lastword $(VLLM_VERSIONS))/
 bench-blending: bench-blending-tiny ## Score, tokens and time to first token of approximate reuse, and whether learning segments pays
 	$(MAIN_PYTHON) benchmarks/blending/run.py $(BENCH)
 	$(MAIN_PYTHON) benchmarks/blending/learned.py $(filter --quick,$(BENCH))
+	$(MAIN_PYTHON) benchmarks/blending/steady.py $(filter --quick,$(BENCH))
 
 bench-blending-tiny: $(MAIN_ENV)/.package ## Score and tokens of approximate reuse, with tiny models whose answers need several documents
 	$(MAIN_PYTHON) benchmarks/blending/tiny/in_engine.py $(filter --quick,$(BENCH))

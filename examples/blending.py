@@ -77,8 +77,8 @@ REFERENCE = "prefix caching alone"
 PICTURED = "blending, heads of 16 tokens"
 RUNS: Mapping[str, Mapping[str, Any] | None] = {
     REFERENCE: None,
-    "blending, no heads": {"blending": True, "blend_head_tokens": 0},
-    PICTURED: {"blending": True, "blend_head_tokens": 16},
+    "blending, no heads": {"blending": True, "blend_selector": "heads", "blend_head_tokens": 0},
+    PICTURED: {"blending": True, "blend_selector": "heads"},
 }
 
 

@@ -80,7 +80,7 @@ def finish_learning(engine: CpuEngine) -> None:
     """Until the engine has stored what it stores by itself, which it does while others ask."""
     learning = engine.scheduler.connector.scheduler_side.segments.learning
     while learning is not None and (learning.has_queue or learning.request_ids):
-        engine.ask(WARM_UP)
+        engine.ask(WARM_UP, num_output_tokens=4)  # In the first step somebody waits.
         engine.settle()
 
 

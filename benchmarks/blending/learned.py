@@ -101,35 +101,42 @@ class Row:
 
 
 def make_texts(num_documents: int, num_rounds: int) -> Texts:
+    """In each round, every document stands in one prompt."""
     rng = random.Random(0)
-
-    def text(num_tokens: int) -> Tokens:
-        return tuple(rng.choices(range(10, VOCABULARY_TOKENS), k=num_tokens))
-
-    system = text(SYSTEM_TOKENS)
-    documents = tuple(text(rng.randint(*DOCUMENT_TOKENS)) for _ in range(num_documents))
+    system, *documents = make_documents(rng, num_documents)
     rounds = []
     for _ in range(num_rounds):
         order = rng.sample(documents, num_documents)
         groups = [
             order[n : n + DOCUMENTS_PER_PROMPT] for n in range(0, len(order), DOCUMENTS_PER_PROMPT)
         ]
-        rounds.append(tuple(_prompt([system, *group, text(QUESTION_TOKENS)]) for group in groups))
-    return Texts(documents, tuple(rounds))
+        rounds.append(tuple(make_prompt(rng, system, group) for group in groups))
+    return Texts(tuple(documents), tuple(rounds))
 
 
-def _prompt(parts: Sequence[Tokens]) -> Tokens:
-    first, *others = parts
-    return (*first, *(token for part in others for token in (*SEPARATOR, *part)))
+def make_documents(rng: random.Random, num_documents: int) -> list[Tokens]:
+    """A system message, and documents."""
+    lengths = [SYSTEM_TOKENS, *(rng.randint(*DOCUMENT_TOKENS) for _ in range(num_documents))]
+    return [_text(rng, num_tokens) for num_tokens in lengths]
 
 
-def start(mode: str, model: str, texts: Texts) -> None:
+def make_prompt(rng: random.Random, system: Tokens, documents: Sequence[Tokens]) -> Tokens:
+    """A system message, documents and a question, behind separators but for the first."""
+    others = [*documents, _text(rng, QUESTION_TOKENS)]
+    return (*system, *(token for part in others for token in (*SEPARATOR, *part)))
+
+
+def _text(rng: random.Random, num_tokens: int) -> Tokens:
+    return tuple(rng.choices(range(10, VOCABULARY_TOKENS), k=num_tokens))
+
+
+def start(mode: str, model: str, texts: Texts, host_gib: float = 1) -> None:
     """Make the engine of this process."""
     global _engine
     config = None
     if mode != PREFIX_CACHING:
         config = kvext_config(
-            host_memory_gib=1,
+            host_memory_gib=host_gib,
             blending=True,
             segment_separator=list(SEPARATOR),
             segment_sink=list(SINK),

@@ -44,11 +44,13 @@ class Mode:
 
 
 def heads(name: str, num_tokens: int) -> Mode:
-    return Mode(name, options={"blend_selector": "heads", "blend_head_tokens": num_tokens})
+    options = {"blend_selector": "heads", "blend_head_tokens": num_tokens}
+    return Mode(name, options={**options, "segment_context": False})
 
 
 def _question(name: str, ratio: float) -> Mode:
-    return Mode(name, options={"blend_selector": "question", "blend_ratio": ratio})
+    options = {"blend_selector": "question", "blend_head_tokens": 16, "blend_ratio": ratio}
+    return Mode(name, options={**options, "segment_context": False})
 
 
 def _behind_text(mode: Mode) -> Mode:
@@ -56,7 +58,7 @@ def _behind_text(mode: Mode) -> Mode:
 
 
 def behind_context(mode: Mode) -> Mode:
-    """Documents are stored behind the first ones."""
+    """Documents are stored behind some of the first ones, too."""
     options = {**(mode.options or {}), "segment_context": True}
     return replace(mode, name=f"{mode.name}, context", options=options)
 
@@ -65,6 +67,7 @@ FULL = Mode("full recompute", prefix_caching=False)
 PREFIX_CACHING = Mode("prefix caching")
 PLAIN = heads("plain reuse", 0)
 HEADS_16 = heads("heads 16", 16)
+DEFAULT = Mode("default", options={})
 
 MODES: Mapping[str, Mode] = {
     mode.name: mode
@@ -82,5 +85,6 @@ MODES: Mapping[str, Mode] = {
         _behind_text(HEADS_16),
         behind_context(HEADS_16),
         behind_context(_question("question 10 %", 0.10)),
+        DEFAULT,
     )
 }

@@ -33,12 +33,12 @@ from common.report import parser, write  # noqa: E402
 
 from blending import report, smollm2  # noqa: E402
 from blending.engine import Answers, serve  # noqa: E402
-from blending.modes import FULL, HEADS_16, MODES, PLAIN, PREFIX_CACHING  # noqa: E402
+from blending.modes import DEFAULT, FULL, HEADS_16, MODES, PLAIN, PREFIX_CACHING  # noqa: E402
 from blending.prompts import MISSING, FolderTokenizer, Workload, make_workload  # noqa: E402
 
 QUESTIONS = 12
 SEEDS = (0, 1)
-QUICK_MODES = (FULL.name, PREFIX_CACHING.name, PLAIN.name, HEADS_16.name)
+QUICK_MODES = (FULL.name, PREFIX_CACHING.name, PLAIN.name, HEADS_16.name, DEFAULT.name)
 MODE_VARIABLE = "VLLM_ASCEND_KVEXT_MODE"
 
 

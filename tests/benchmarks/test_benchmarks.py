@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import key_rotation
 import page_transfer
-from blending import learned
+from blending import learned, steady
 from blending.engine import serve
 from blending.modes import FULL, HEADS_16, behind_context
 from blending.prompts import Prompt, Workload
@@ -212,7 +212,7 @@ def test_engines_blend_learn_and_offload(tmp_path: Path) -> None:
         question = process.submit(in_engine.serve, mode, "window", 1, 24).result()
         of_context = behind_context(in_engine.heads("heads 4", 4))
         leaking = process.submit(in_engine.serve, of_context, "full", 2, 96).result()
-        asking = behind_context(in_engine.question(4, CHECK_LAYERS["full"][2]))
+        asking = in_engine.default(4, CHECK_LAYERS["full"][2])
         asked = process.submit(in_engine.serve, asking, "full", 2, 96).result()
     # A context that contradicts the prompt may win, which is seen, but not where it is asked for.
     assert leaking.of_context > 0.05 and asked.of_context == 0 and asked.right > 0.9
@@ -228,6 +228,9 @@ def test_engines_blend_learn_and_offload(tmp_path: Path) -> None:
             process.submit(learned.serve, prompts, 1).result() for prompts in texts.rounds
         )
     assert first.hit_share == 0 and third.hit_share > 0.7
+    (row,) = steady.measure(steady.make_texts(1, 20), str(tmp_path / "qwen3"), 0.5)
+    assert row.rounds[steady.LEARNED].hit_share > row.rounds[steady.PREFIX_CACHING].hit_share
+    assert steady.line(row)
     ours = contenders(0.5, (1, 2), "")[0]
     with processes(1, environ) as process:
         arguments = (ours, str(tmp_path / "qwen3"), 200, tmp_path / "log.txt")

@@ -62,7 +62,7 @@ def test_blended_answers_are_those_of_the_oracle(
     blended: Reports, folder_of: Callable[[str], Path], record_property: Any, model: str
 ) -> None:
     served = blended[model]
-    oracle = Oracle(folder_of(model), served.report["facts"]["sink"], MAX_TOKENS)
+    oracle = Oracle(folder_of(model), served.report["facts"]["sinks"], MAX_TOKENS)
     window_tokens = WINDOWS_TOKENS[model]
     errors, untouched = [], []
     for answer in served.answers(f"heads {HEAD_TOKENS}"):

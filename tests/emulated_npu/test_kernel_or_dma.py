@@ -138,7 +138,7 @@ def test_small_runs_of_segments_go_by_the_kernel(
     model, how = "one head of keys", {"module": "kernel_segments", "heads": [HEAD_TOKENS]}
     served = serve(model, ("orders", "controls"), **how)
     skipping = serve(model, ("orders",), **how, skips_loads=True)
-    oracle = Oracle(folder_of(model), served.report["facts"]["sink"], MAX_TOKENS)
+    oracle = Oracle(folder_of(model), served.report["facts"]["sinks"], MAX_TOKENS)
     largest, wrong = (
         max(
             oracle_error(oracle, answer, expected_reuse(answer, HEAD_TOKENS))

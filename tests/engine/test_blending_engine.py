@@ -149,8 +149,8 @@ def references(
 def oracles(model_folder: Models, reports: LazyReports) -> Oracles:
     @cache
     def oracle(name: str) -> Oracle:
-        sink_ids = reports[name].report["facts"]["sink"]
-        return Oracle(model_folder(SETTINGS[name].model), sink_ids, MAX_TOKENS)
+        sinks = reports[name].report["facts"]["sinks"]
+        return Oracle(model_folder(SETTINGS[name].model), sinks, MAX_TOKENS)
 
     return oracle
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.blending.oracle import Oracle, Reused
-from support.blending.served import MIN_TOKENS
+from support.blending.oracle import Oracle
+from support.blending.scores import MAX_TOKENS, SCORE_TOLERANCE, behind_heads, score_errors
 from support.sample import IS_SAMPLE
 from support.scenarios import processes
 from support.scenarios.answers import LOGPROB_TOLERANCE as TOLERANCE
@@ -19,14 +18,11 @@ from support.scenarios.processes import Plan
 from support.scenarios.question import (
     CROWD,
     HEAD_TOKENS,
-    MISSING,
     ORDERS,
     PROMPTS,
-    STEP_TOKENS,
 )
 from tiny_models import WINDOW_TOKENS
 
-SCORE_TOLERANCE = 1e-3
 SINK = [7, 8, 9]
 CHECK_LAYERS = {"full": 2} if IS_SAMPLE else {"full": 2, "alternating": 3}
 
@@ -109,18 +105,9 @@ def test_plain_requests_never_see_it(report: Report) -> None:
     assert report.worst("plain", "cold", ALL) < TOLERANCE
 
 
-def behind_heads(report: Report, place: int) -> list[list[int]]:
-    """Stored tokens of a prompt that `heads` would reuse."""
-    return [
-        [first + report.head_tokens, end]
-        for (first, end), number in zip(PROMPTS[place].segments, ORDERS[place], strict=True)
-        if number != MISSING and end - first - report.head_tokens >= MIN_TOKENS
-    ]
-
-
 def test_answers_say_what_was_reused(report: Report) -> None:
     for place in ALL:
-        heads_tokens = sum(end - first for first, end in behind_heads(report, place))
+        heads_tokens = sum(end - first for first, end in behind_heads(place, report.head_tokens))
         without, solo = report.answers["no scores"][place], report.answers["solo"][place]
         assert solo.probe is not None
         runs_tokens = sum(end - first for first, end in solo.probe["runs"])
@@ -132,17 +119,6 @@ def test_answers_say_what_was_reused(report: Report) -> None:
             assert answer.hit_tokens == answer.reused_tokens + answer.exact_tokens
 
 
-def loaded(report: Report, place: int) -> tuple[list[list[int]], int]:
-    """The stored segments of a prompt up to where reuse ends, and that end."""
-    reuse_ends = behind_heads(report, place)[-1][1]
-    stored = [
-        [first, end]
-        for (first, end), number in zip(PROMPTS[place].segments, ORDERS[place], strict=True)
-        if number != MISSING and end <= reuse_ends
-    ]
-    return stored, reuse_ends
-
-
 def test_nothing_is_left_after_an_abort_and_a_reset(report: Report) -> None:
     assert report.facts["aborted"] and report.facts["reset"] == [True]
     for when in ("left after aborted", "left after reset"):
@@ -150,22 +126,8 @@ def test_nothing_is_left_after_an_abort_and_a_reset(report: Report) -> None:
 
 
 def test_scores_are_those_of_an_oracle(report: Report) -> None:
-    """Of the first pass: heads are not computed, and the end of a long question stands first."""
-    oracle = Oracle(report.folder, SINK, max(len(prompt.token_ids) for prompt in PROMPTS))
+    oracle = Oracle(report.folder, [(0, SINK)], MAX_TOKENS)
     for place in ALL:
-        prompt, (stored, reuse_ends) = PROMPTS[place].token_ids, loaded(report, place)
-        num_asked = min(len(prompt) - reuse_ends, STEP_TOKENS // 2)
-        prompt = [*prompt[:reuse_ends], *prompt[-num_asked:]]
-        reused = [Reused(first, end, (first, end)) for first, end in stored]
         probe = report.answers["solo"][place].probe
-        assert probe["scored"] == stored
-        scores = torch.tensor(probe["scores"])
-        is_scored = torch.zeros(len(prompt), dtype=torch.bool)
-        for first, end in stored:
-            is_scored[first:end] = True
-        expected = oracle.scores(prompt, reused, num_asked, report.check_layer)[is_scored]
-        assert float((scores - expected).abs().max()) < SCORE_TOLERANCE
-        assert float(expected.max()) > 0.5
-        # What is computed anew attends otherwise.
-        computed = oracle.scores(prompt, (), num_asked, report.check_layer)[is_scored]
-        assert float((scores - computed).abs().max()) > 10 * SCORE_TOLERANCE
+        error, control = score_errors(oracle, probe, place, report.head_tokens, report.check_layer)
+        assert error < SCORE_TOLERANCE and control > 10 * SCORE_TOLERANCE

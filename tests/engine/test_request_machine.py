@@ -720,6 +720,7 @@ def patches_installed() -> Iterator[None]:
 @pytest.mark.parametrize("is_blending", [False, True], ids=["holes", "segments"])
 def test_random_lives(is_blending: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_contexts, "NUM_DOCUMENTS", 2)
+    monkeypatch.setattr(segment_contexts, "FEW_DOCUMENTS", 1)
     monkeypatch.setattr(make_blending, "MIN_REUSED_TOKENS", 1)
     monkeypatch.setattr(loads, "MIN_RUN_TOKENS", loads.MIN_RUN_TOKENS)  # and back again
     counts.clear()

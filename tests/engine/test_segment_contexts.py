@@ -21,7 +21,7 @@ from support.connector.simulated_segments import SimulatedMover
 from support.scheduler.workload import RequestPlan
 from test_shared_tier import _equal_seeds, _patience, weights
 
-from vllm_ascend_kvext.blending.segment_contexts import NUM_DOCUMENTS
+from vllm_ascend_kvext.blending.segment_contexts import FEW_DOCUMENTS, NUM_DOCUMENTS
 
 __all__ = ["_equal_seeds", "_patience", "weights"]
 
@@ -51,8 +51,15 @@ def store(engine: LearningEngine, *documents: tuple[int, ...], **more: Any) -> N
 
 
 def context_of(engine: LearningEngine, cache_salt: str | None = None) -> tuple[int, ...]:
-    sink = engine.side.segments.store.contexts.of(cache_salt, ())
-    return sink.token_ids[len(engine.sink_ids) :]
+    *_, longest = engine.side.segments.store.contexts.sinks(cache_salt, ())
+    return longest.token_ids[len(engine.sink_ids) :]
+
+
+def is_stored_everywhere(engine: LearningEngine, *documents: tuple[int, ...]) -> bool:
+    """Whether documents are stored alone, and behind both contexts."""
+    store = engine.side.segments.store
+    prefixes = [prefix for each in documents for prefix in store.prefixes(each, None)]
+    return len(prefixes) == 3 * len(documents) and not any(map(store.is_missing, prefixes))
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
@@ -69,17 +76,17 @@ def test_segments_are_stored_behind_the_first_documents(
         assert engine.counts.reused_tokens == 3 * (40 - HEAD_TOKENS)
 
 
-def test_the_context_is_computed_once() -> None:
+def test_contexts_are_computed_once() -> None:
     with choosing() as engine:
         store(engine, *FIRST)
-        sink_tokens = len(engine.sink_ids) + len(CONTEXT)
+        num_first = len(engine.sink_ids)
+        sinks_tokens = [num_first + 32 * FEW_DOCUMENTS, num_first + len(CONTEXT)]
         for number, document in enumerate(LATER):
             engine.store(document)
             computed_tokens = sum(engine.step_tokens() for _ in iter(engine.has_work, False))
-            if number:  # Alone, and behind the context.
-                alone = len(engine.sink_ids) + len(document)
-                behind = sink_tokens % FULL.unit_tokens + len(document)
-                assert computed_tokens == alone + behind
+            if number:  # Alone, and behind both contexts.
+                behind = [tokens % FULL.unit_tokens + len(document) for tokens in sinks_tokens]
+                assert computed_tokens == num_first + len(document) + sum(behind)
 
 
 def test_nothing_of_a_context_is_answered_to_a_client() -> None:
@@ -104,11 +111,27 @@ def test_documents_of_the_context_are_stored_once_more() -> None:
         assert not engine.learned
         engine.side.segments.learning.is_held = False
         engine.answer(LATER[0])
-        assert engine.learned == FIRST
+        assert engine.learned == [each for each in FIRST for _ in range(2)]
         engine.answer(*FIRST)
         assert engine.counts.reused_tokens == (1 + len(FIRST)) * (40 - HEAD_TOKENS)
+        assert is_stored_everywhere(engine, *FIRST)
+
+
+def test_behind_a_context_that_host_memory_has_lost_documents_are_stored_once_more() -> None:
+    """Once two requests would have reused them there."""
+    with choosing() as engine:
+        store(engine, *FIRST, *LATER)
         segments = engine.side.segments.store
-        assert not any(segments.is_missing(segments.prefix(each, None)) for each in FIRST)
+        for prefix in segments.prefixes(LATER[0], None, num_before=2)[:1]:
+            keys = {prefix.key_at(end) for end in range(1, prefix.num_tokens + 1)}
+            engine.tier.evict(lambda entry, keys=keys: entry.key in keys)
+            assert segments.is_missing(prefix)
+        num_learned = len(engine.learned)
+        for asked in range(3):
+            engine.answer(LATER[1], LATER[2], LATER[0])
+            engine.serve()
+            assert len(engine.learned) == num_learned + (asked > 0)
+        assert is_stored_everywhere(engine, LATER[0])
 
 
 def test_what_was_seen_once_is_learned_behind_the_context_that_came_meanwhile() -> None:
@@ -119,9 +142,8 @@ def test_what_was_seen_once_is_learned_behind_the_context_that_came_meanwhile() 
         store(engine, *FIRST)
         engine.side.segments.learning.is_held = False
         engine.answer(LATER[1])
-        assert LATER[0] in engine.learned
-        segments = engine.side.segments.store
-        assert not segments.is_missing(segments.prefix(LATER[0], None))
+        assert engine.learned.count(LATER[0]) == 3
+        assert is_stored_everywhere(engine, LATER[0])
 
 
 def test_each_salt_has_a_context_of_its_own() -> None:
@@ -159,8 +181,7 @@ def test_nobody_has_a_context_who_does_not_ask_for_one() -> None:
         assert context_of(engine) == () and not engine.own_plans
 
 
-def test_what_became_too_long_while_it_waited_is_learned_without_a_context() -> None:
-    """The context came meanwhile: behind it, the request would be longer than any may be."""
+def test_what_is_too_long_behind_a_context_is_learned_without_it() -> None:
     long = tuple(tokens(random.Random("long"), 350))
     with choosing(connector={"learn_segments": True}, max_model_len=448) as engine:
         engine.answer(long)
@@ -193,8 +214,7 @@ def test_what_was_taken_back_is_tried_again() -> None:
         assert not engine.own_ids
         engine.serve()
         engine.answer(LATER[1])
-        segments = engine.side.segments.store
-        assert not any(segments.is_missing(segments.prefix(each, None)) for each in FIRST)
+        assert is_stored_everywhere(engine, *FIRST)
 
 
 def test_engines_share_what_has_no_context(tmp_path: Path) -> None:

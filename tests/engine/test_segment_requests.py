@@ -221,7 +221,7 @@ def test_clients_store_what_it_computes(comes_first: bool) -> None:
             engine.store(document)
         engine.serve()
         store = engine.side.segments.store
-        assert not any(store.is_missing(store.prefix(document, None)) for document in documents)
+        assert not any(store.is_missing(*store.prefixes(document, None)) for document in documents)
         assert not engine.counts.refusals[BlendRefusal.ROOM]
         assert bool(engine.drops) is comes_first, "a client waits for blocks"
 

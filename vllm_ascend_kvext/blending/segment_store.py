@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from vllm_ascend_kvext.blending.segment_contexts import SegmentContexts, Sink
@@ -25,19 +25,13 @@ _ID_TYPE = "q"
 
 
 class SegmentPrefix:
-    """The tokens of a segment; a ``store.prefix.Prefix``, whose length is rounded up to a unit.
+    """The tokens of a segment behind a sink; a ``store.prefix.Prefix``.
 
-    ``without_context`` is the same segment, as it was stored before there was a context.
+    Its length is rounded up to a unit.
     """
 
-    def __init__(
-        self,
-        sink: Sink,
-        token_ids: Sequence[int],
-        unit_tokens: int,
-        without_context: SegmentPrefix | None = None,
-    ) -> None:
-        self.sink, self.without_context = sink, without_context
+    def __init__(self, sink: Sink, token_ids: Sequence[int], unit_tokens: int) -> None:
+        self.sink = sink
         self._keys: dict[int, bytes] = {}
         self._digest = hashlib.sha256(sink.space)
         self._digested_tokens = 0
@@ -48,7 +42,7 @@ class SegmentPrefix:
     @property
     def has_context(self) -> bool:
         """Whether it is stored behind a context."""
-        return self.without_context is not None
+        return self.sink.num_documents > 0
 
     @property
     def sink_tokens(self) -> int:
@@ -110,23 +104,23 @@ class SegmentStore:
         self._layout = layout
         self.contexts = contexts
 
-    def prefix(
-        self, token_ids: Sequence[int], cache_salt: str | None, sink: Sink | None = None
-    ) -> SegmentPrefix:
-        """The keys of a segment behind a sink, or as it is stored from now on."""
-        unit_tokens, before = self._tier.geometry.unit_tokens, None
-        sink = sink or self.contexts.of(cache_salt, token_ids)
-        if sink.token_ids != self.contexts.sink_ids:
-            first = self.contexts.without_context(cache_salt)
-            before = SegmentPrefix(first, token_ids, unit_tokens)
-        return SegmentPrefix(sink, token_ids, unit_tokens, before)
+    def prefix(self, token_ids: Sequence[int], sink: Sink) -> SegmentPrefix:
+        """The keys of a segment behind a sink."""
+        return SegmentPrefix(sink, token_ids, self._tier.geometry.unit_tokens)
 
-    def find(self, prefix: SegmentPrefix, first_tokens: int) -> list[Span]:
-        """The loaded spans of a segment that stands there, from its first token on, no gap."""
-        found = self._find(prefix, first_tokens)
-        if not found and prefix.without_context is not None:
-            found = self._find(prefix.without_context, first_tokens)
-        return found
+    def prefixes(
+        self, token_ids: Sequence[int], cache_salt: str | None, num_before: int = 0
+    ) -> list[SegmentPrefix]:
+        """A segment behind each sink that it may be stored behind: see `SegmentContexts.sinks`."""
+        sinks = self.contexts.sinks(cache_salt, token_ids, num_before)
+        return [self.prefix(token_ids, sink) for sink in sinks]
+
+    def find(self, prefixes: Iterable[SegmentPrefix], first_tokens: int) -> list[Span]:
+        """The loaded spans of a segment that stands there, from its first token on, no gap.
+
+        Of the first prefix of which something is stored.
+        """
+        return next(filter(None, (self._find(each, first_tokens) for each in prefixes)), [])
 
     def _find(self, prefix: SegmentPrefix, first_tokens: int) -> list[Span]:
         runs = self._tier.lookup(prefix).find_runs(prefix.num_tokens, 0)
@@ -146,13 +140,24 @@ class SegmentStore:
         """Whether some of a segment is neither stored nor on its way."""
         return bool(self._tier.lookup(prefix).missing_pieces(0, prefix.num_tokens))
 
-    def lacking(self, prefix: SegmentPrefix) -> list[tuple[SegmentPrefix, Piece]]:
+    def to_learn(self, prefixes: Sequence[SegmentPrefix]) -> SegmentPrefix:
+        """Which one of a segment is to be computed, if it is missing.
+
+        That is the first one. Where none is stored, it is the one without a context: when that is
+        stored, the others follow.
+        """
+        if all(map(self.is_missing, prefixes)):
+            return next(each for each in prefixes if not each.has_context)
+        return prefixes[0]
+
+    def lacking(self, prefixes: Sequence[SegmentPrefix]) -> list[tuple[SegmentPrefix, Piece]]:
         """Chunks of a segment that are not stored, those on their way among them.
 
         Behind which context others store, nobody knows: what engines share has none.
         """
-        if prefix.without_context is not None:
-            return self.lacking(prefix.without_context) if self.is_missing(prefix) else []
+        prefix = next(each for each in prefixes if not each.has_context)
+        if not all(self.is_missing(each) for each in prefixes if each.has_context):
+            return []
         index, chunk_tokens = self._tier.lookup(prefix).index, self._tier.geometry.chunk_tokens
         pieces = [
             Piece.rows(first, min(first + chunk_tokens, prefix.num_tokens))

@@ -33,6 +33,7 @@ _OPTIONS = {
     "blending": True,
     "store_policy": "never",
     "blend_selector": "heads",
+    "segment_context": False,
     "learn_segments": False,
 }
 """The connector's options that hold whatever the arguments say: what is asked stays what is
@@ -95,7 +96,6 @@ class _Engine:
             )
         self._side = side
         self._blending = side.segments
-        self._blending.store.contexts.max_context_tokens = 0  # It stores more than one has.
 
     @property
     def keys_are_checked(self) -> bool:

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -95,25 +96,31 @@ def line(row: Row) -> str:
     )
 
 
-QUESTION = "question, runs of "
+OF_RUNS = "runs of "
 
 
 def question(run_tokens: int, check_layer: int) -> Mode:
-    options = {
-        "blend_selector": "question",
-        "blend_head_tokens": 0,
-        "blend_ratio": 0.10,
-        "blend_check_layer": check_layer,
-    }
-    return Mode(f"{QUESTION}{run_tokens}", options=options)
+    """Without heads, and without a context."""
+    options = {"blend_head_tokens": 0, "blend_ratio": 0.10, "segment_context": False}
+    return _of_runs("question", run_tokens, {**options, "blend_check_layer": check_layer})
+
+
+def default(run_tokens: int, check_layer: int) -> Mode:
+    """What nobody asks for, but for the layer and the length of runs: documents are short."""
+    return _of_runs("default", run_tokens, {"blend_check_layer": check_layer})
+
+
+def _of_runs(name: str, run_tokens: int, options: Mapping[str, Any]) -> Mode:
+    return Mode(f"{name}, {OF_RUNS}{run_tokens}", options=options)
 
 
 def modes(variant: Variant, seed: int) -> tuple[Mode, ...]:
     """Those next to each other compute about as many tokens. A document has 15."""
-    of_four, of_eight = (question(number, CHECK_LAYERS[variant][seed]) for number in (4, 8))
+    layer = CHECK_LAYERS[variant][seed]
+    of_four, of_eight = (question(number, layer) for number in (4, 8))
     of_heads = heads("heads 4", 4)
     alone = FULL, PLAIN, of_heads, of_four, heads("heads 7", 7), of_eight
-    return (*alone, behind_context(of_heads), behind_context(of_four))
+    return (*alone, behind_context(of_heads), behind_context(of_four), default(4, layer))
 
 
 def serve(mode: Mode, variant: Variant, seed: int, num_questions: int) -> Row:
@@ -132,8 +139,8 @@ def serve(mode: Mode, variant: Variant, seed: int, num_questions: int) -> Row:
     starts = range(1, 1 + task.NUM_DOCUMENTS * task.DOCUMENT_TOKENS, task.DOCUMENT_TOKENS)
     segments = [[start, start + task.DOCUMENT_TOKENS] for start in starts]
     make_blending.MIN_REUSED_TOKENS = 1
-    if mode.name.startswith(QUESTION):
-        number, _, _ = mode.name.removeprefix(QUESTION).partition(",")
+    if OF_RUNS in mode.name:
+        number, _, _ = mode.name.partition(OF_RUNS)[2].partition(",")
         questions.CHOSEN_RUN_TOKENS = int(number)
     with tempfile.TemporaryDirectory() as folder:
         write_folder(variant, seed, Path(folder))

@@ -4,7 +4,7 @@
 The models are those of transformers; only their attention is replaced, by one that keeps keys and
 values by position and masks them itself. A blended prompt takes three passes::
 
-    each segment alone    sink, segment     at positions 0, 1, ...; its keys and values are kept
+    each segment behind   sink, segment     at positions 0, 1, ...; its keys and values are kept
     rotation              kept keys         turned back to position 0, and to where they are reused
     the prompt            what is computed  at its positions, in one pass: each token sees all that
                                             is reused or computed before it, within its window
@@ -41,12 +41,13 @@ class _Rows:
 class Reused(NamedTuple):
     """Tokens of a prompt whose keys and values are those of a ``segment`` computed alone.
 
-    The segment is given by its first and end token in the prompt.
+    The segment is given by its first and end token in the prompt. So many others stand before it.
     """
 
     first_tokens: int
     end_tokens: int
     segment: tuple[int, int]
+    num_before: int = 0
 
 
 class _Turns(NamedTuple):
@@ -57,15 +58,21 @@ class _Turns(NamedTuple):
 
 
 class Oracle:
-    """One model; prompts with what follows them have at most ``max_tokens``."""
+    """One model; prompts with what follows them have at most ``max_tokens``.
 
-    def __init__(self, folder: Path, sink_ids: Sequence[int], max_tokens: int) -> None:
+    A segment is computed behind the first of ``sinks`` with at least as many documents as stand
+    before it in the prompt, or the last. They ascend: pairs of a number of documents, and tokens.
+    """
+
+    def __init__(
+        self, folder: Path, sinks: Sequence[tuple[int, Sequence[int]]], max_tokens: int
+    ) -> None:
         AttentionInterface.register(_ATTENTION, _attend)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._model.set_attn_implementation(_ATTENTION)
-        self._sink_ids = list(sink_ids)
+        self._sinks = [(num_documents, list(sink_ids)) for num_documents, sink_ids in sinks]
         self._layers = [layer.self_attn for layer in self._model.model.layers]
-        self._alone: dict[tuple[int, ...], list[_Rows]] = {}
+        self._behind: dict[tuple[int, ...], list[_Rows]] = {}
         self._turns = self._read_turns(max_tokens)
 
     def log_probabilities(
@@ -102,9 +109,13 @@ class Oracle:
 
     def _place(self, rows: Sequence[_Rows], prompt: Sequence[int], reused: Reused) -> None:
         first, end = reused.segment
-        segment = self._compute_alone(tuple(prompt[first:end]))
+        sink_ids = next(
+            (tokens for number, tokens in self._sinks if number >= reused.num_before),
+            self._sinks[-1][1],
+        )
+        segment = self._compute_behind(sink_ids, prompt[first:end])
         new = torch.arange(reused.first_tokens, reused.end_tokens)
-        old = new - first + len(self._sink_ids)
+        old = new - first + len(sink_ids)
         for of_prompt, of_segment, turns in zip(rows, segment, self._turns, strict=True):
             of_prompt.keys[:, new] = _turned(
                 _turned(of_segment.keys[:, old], turns, old, is_back=True), turns, new
@@ -112,14 +123,14 @@ class Oracle:
             of_prompt.values[:, new] = of_segment.values[:, old]
             of_prompt.are_known[new] = True
 
-    def _compute_alone(self, token_ids: tuple[int, ...]) -> list[_Rows]:
-        """A segment behind the sink, from position 0 on."""
-        if token_ids not in self._alone:
-            all_ids = torch.tensor([*self._sink_ids, *token_ids])
-            rows = self._no_rows(len(all_ids))
-            self._compute(all_ids, torch.arange(len(all_ids)), rows)
-            self._alone[token_ids] = rows
-        return self._alone[token_ids]
+    def _compute_behind(self, sink_ids: Sequence[int], token_ids: Sequence[int]) -> list[_Rows]:
+        """A segment behind a sink, from position 0 on."""
+        key = (*sink_ids, *token_ids)
+        if key not in self._behind:
+            rows = self._no_rows(len(key))
+            self._compute(torch.tensor(key), torch.arange(len(key)), rows)
+            self._behind[key] = rows
+        return self._behind[key]
 
     def _no_rows(self, num_tokens: int) -> list[_Rows]:
         heads = self._model.config.num_key_value_heads

@@ -19,12 +19,12 @@ MAX_TOKENS = 1200
 def expected_reuse(answer: Answer, head_tokens: int, window_tokens: int = 0) -> list[Reused]:
     """What is to be reused behind the exact beginning; the missing document has its own length."""
     found = []
-    for first, end in answer.segments:
+    for num_before, (first, end) in enumerate(answer.segments):
         if end - first not in STORED_LENGTHS or end - first < 2 * head_tokens:
             continue
         begin = max(first + max(head_tokens, window_tokens - 1, 0), answer.exact_tokens)
         if end - begin >= MIN_TOKENS:
-            found.append(Reused(begin, end, (first, end)))
+            found.append(Reused(begin, end, (first, end), num_before))
     return found
 
 

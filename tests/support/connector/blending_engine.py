@@ -20,7 +20,6 @@ from support.connector.simulated_engine import SimulatedEngine
 from support.scheduler.options import EngineOptions
 from support.scheduler.token_stream import TokenStream
 from support.scheduler.workload import RequestPlan
-from vllm_ascend_kvext.blending.segment_store import SegmentPrefix
 from vllm_ascend_kvext.blending.token_rows import SegmentRows
 from vllm_ascend_kvext.connector.common.messages import ConnectorMetadata, LoadJob
 from vllm_ascend_kvext.connector.segments.blended_requests import Blending
@@ -140,13 +139,12 @@ class BlendingEngine(SimulatedEngine):
     def _sink_of(self, request_id: str, rows: SegmentRows) -> tuple[int, ...]:
         """What a segment was stored behind: a context, or nothing but the first tokens."""
         segments: Blending = self.side.segments
-        for segment, known in segments._states[request_id].known:
-            prefix: SegmentPrefix | None = known
-            while prefix is not None and segment.first_tokens <= rows.first_tokens:
+        for segment, prefixes in segments._states[request_id].known:
+            for prefix in prefixes:
                 begins = rows.shift_tokens + prefix.sink_tokens == segment.first_tokens
-                if begins and rows.end_tokens <= segment.end_tokens:
+                is_within = segment.first_tokens <= rows.first_tokens
+                if begins and is_within and rows.end_tokens <= segment.end_tokens:
                     return prefix.sink.token_ids
-                prefix = prefix.without_context
         raise AssertionError(f"{request_id}: {rows} are of none of its segments")
 
 

@@ -78,16 +78,15 @@ class ExactContents:
         self._streams[plan.request_id] = TokenStream((), plan.seed)
 
     def expect_segment(self, token_ids: tuple[int, ...], plan: RequestPlan) -> None:
-        """A segment may be stored, with or without the context that its salt has by now."""
-        prefix = self._engine.side.segments.store.prefix(token_ids, plan.cache_salt)
+        """A segment may be stored, with or without the contexts that its salt has by now."""
         unit_tokens = self._engine.tier.geometry.unit_tokens
-        while prefix is not None:
+        segments = self._engine.side.segments.store
+        for prefix in segments.prefixes(token_ids, plan.cache_salt):
             sink_ids = prefix.sink.token_ids
             digests = TokenStream([*sink_ids, *token_ids], plan.seed).digests[len(sink_ids) :]
             for boundary in range(unit_tokens, prefix.num_tokens + 1, unit_tokens):
                 key = prefix.key_at(boundary)
                 self._segments[key] = _Segment(token_ids, digests, len(sink_ids))
-            prefix = prefix.without_context
 
     def check(self, *, is_end: bool = False) -> None:
         """Look at everything.

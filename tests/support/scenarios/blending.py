@@ -30,6 +30,7 @@ from support.scenarios.engine import (
     STORED,
     Prompt,
     Tokens,
+    sampling_of,
     watch,
     wrong_bytes,
 )
@@ -72,13 +73,16 @@ class Engine(scenarios_engine.Engine):
         self.store([*(context if self.plan.get("has_context") else ()), *documents], STORED)
         learning = self.blending.learning
         while learning is not None and (learning.has_queue or learning.request_ids):
-            self.store([random_tokens(rng, 5)])  # What is learned is computed beside others.
-        self.note("sink", list(self.sink_ids))
+            # What is learned is computed beside others, in steps in which nobody waits.
+            self.llm.generate([Prompt(random_tokens(rng, 5)).inputs], sampling_of(4))
+            self.finish()
+        sinks = self.blending.store.contexts.sinks(None, ())
+        self.note("sinks", [(each.num_documents, list(each.token_ids)) for each in sinks])
 
     @property
     def sink_ids(self) -> tuple[int, ...]:
-        """What a document is stored behind that is none of the context."""
-        return self.blending.store.contexts.of(None, ()).token_ids
+        """What a document is stored behind if it comes first."""
+        return self.blending.store.contexts.sink_ids
 
     @contextmanager
     def with_heads(self, head_tokens: int) -> Iterator[None]:
@@ -130,7 +134,7 @@ class Engine(scenarios_engine.Engine):
 
     def _entries(self, document: Tokens) -> list[Any]:
         store = self.blending.store
-        return [placed.entry for placed in store.find(store.prefix(document, None), 0)]
+        return [placed.entry for placed in store.find(store.prefixes(document, None), 0)]
 
     def report(self) -> dict[str, Any]:
         self.finish()

@@ -128,7 +128,8 @@ def connector(**extra: Any) -> dict[str, Any]:
 
 def blending(**extra: Any) -> dict[str, Any]:
     """The same, with segments that may be reused approximately, and nothing else stored."""
-    return connector(**{"store_policy": "never", "blending": True, **extra})
+    options = {"store_policy": "never", "blending": True, "blend_selector": "heads"}
+    return connector(**{**options, **extra})
 
 
 class Reports(dict[str, Served]):

@@ -36,14 +36,14 @@ class SmallStore(SegmentStore):
         super().__init__(self.tier, LAYOUT, SegmentContexts(SINK, 0))
 
     def store(self, token_ids: Sequence[int], cache_salt: str | None = None) -> None:
-        prefix = self.prefix(token_ids, cache_salt)
+        (prefix,) = self.prefixes(token_ids, cache_salt)
         entries = self.begin_store(prefix)
         assert not isinstance(entries, Refusal)
         for entry in entries:
             self.finish_store(prefix, entry)
 
     def found_tokens(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
-        found = self.find(self.prefix(token_ids, cache_salt), 0)
+        found = self.find(self.prefixes(token_ids, cache_salt), 0)
         return found[-1].end_tokens if found else 0
 
 
@@ -92,8 +92,8 @@ def test_a_segment_begins_at_its_first_token() -> None:
 def test_what_is_there_is_not_stored_again() -> None:
     store = SmallStore()
     store.store(range(20))
-    assert store.begin_store(store.prefix(range(20), None)) == []
-    entries = store.begin_store(store.prefix(range(36), None))
+    assert store.begin_store(*store.prefixes(range(20), None)) == []
+    entries = store.begin_store(*store.prefixes(range(36), None))
     assert not isinstance(entries, Refusal)
     assert [entry.piece[1:] for entry in entries] == [(20, 32), (32, 36)]
     for entry in entries:
@@ -111,7 +111,7 @@ def test_what_is_found_is_what_was_stored(data: st.DataObject) -> None:
     for _ in range(30):
         tokens = [data.draw(st.integers(0, 1))] * data.draw(st.integers(0, 20))
         tokens += [2] * data.draw(lengths)
-        prefix = store.prefix(tokens, None)
+        (prefix,) = store.prefixes(tokens, None)
         if data.draw(st.booleans()):
             entries = store.begin_store(prefix)
             for entry in entries if not isinstance(entries, Refusal) else ():
@@ -119,7 +119,7 @@ def test_what_is_found_is_what_was_stored(data: st.DataObject) -> None:
                 contents[entry.number] = tuple(rows.token_ids)
                 store.finish_store(prefix, entry)
         position = 0
-        for placed in store.find(prefix, 0):
+        for placed in store.find([prefix], 0):
             assert placed.first_tokens == placed.entry_tokens == position
             assert isinstance(placed.entry.row_map, StoredTokens)
             first_row = rows_to_load(placed).first_row
@@ -131,6 +131,6 @@ def test_what_is_found_is_what_was_stored(data: st.DataObject) -> None:
 
 def test_without_room_nothing_is_stored() -> None:
     store = SmallStore(capacity_bytes=LAYOUT.num_bytes(CHUNK))
-    prefix = store.prefix(range(40), None)
+    (prefix,) = store.prefixes(range(40), None)
     assert isinstance(store.begin_store(prefix), Refusal)
     assert not store.tier._entries

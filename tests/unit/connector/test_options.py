@@ -42,9 +42,9 @@ TABLE: dict[str, tuple[str, list[tuple[Any, Any]], tuple[Any, ...]]] = {
     "state_policy": ("exact", [("skip", StatePolicy.SKIP)], ("lossy", "", False, 0, {})),
     "hole_reuse": ("true", list(FLAG.items()), NO_FLAG),
     "blending": ("false", list(FLAG.items()), NO_FLAG),
-    "blend_head_tokens": ("16", [(0, 0), (8, 8)], (-1, True, "16", 16.0)),
-    "blend_selector": ("heads", [("question", Selector.QUESTION)], ("head", "QUESTION", True, "")),
-    "blend_ratio": ("0.1", [(0, 0.0), (1, 1.0)], (-0.1, 1.1, True, "0.1", float("nan"), [0.1])),
+    "blend_selector": ("unset", [("question", Selector.QUESTION)], ("head", "QUESTION", True, "")),
+    "blend_head_tokens": ("unset", [(0, 0), (8, 8)], (-1, True, "16", 16.0)),
+    "blend_ratio": ("0.16", [(0, 0.0), (1, 1.0)], (-0.1, 1.1, True, "0.1", float("nan"), [0.1])),
     "blend_check_layer": ("unset", [(0, 0), (18, 18)], (-1, True, "1", 1.0)),
     "segment_separator": (
         "unset",
@@ -56,7 +56,7 @@ TABLE: dict[str, tuple[str, list[tuple[Any, Any]], tuple[Any, ...]]] = {
         [("Once upon a time.", "Once upon a time."), ([1, 2], (1, 2)), ([], ())],
         (1, "", [True], [-1], [1.0], {}),
     ),
-    "segment_context": ("false", list(FLAG.items()), NO_FLAG),
+    "segment_context": ("unset", list(FLAG.items()), NO_FLAG),
     "learn_segments": ("unset", list(FLAG.items()), NO_FLAG),
     "load_if_slower": ("false", list(FLAG.items()), NO_FLAG),
     "copy_cpus": (

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,23 +95,26 @@ def test_rows_of_one_entry_are_read_as_one() -> None:
     assert _joined(apart) == apart
 
 
+@pytest.mark.parametrize("selector", [None, Selector.QUESTION])
 @pytest.mark.parametrize("refusal", ["", "it is compiled. Serve with --enforce-eager."])
 def test_one_worker_that_cannot_compare_leaves_it_at_heads(
-    refusal: str, mocker: MockerFixture
+    refusal: str, selector: Selector | None, mocker: MockerFixture
 ) -> None:
     logger = mocker.patch.object(make_blending, "logger")
     layout = mocker.Mock(tokens_per_page={0: 4}, **{"window_pages.return_value": {}})
     engine = mocker.Mock(has_other_connectors=False, num_data_parallel=1, max_model_len=64)
     place = mocker.Mock(view=engine, layout=layout, computes_holes=True)
-    options = ConnectorOptions(blending=True, blend_selector=Selector.QUESTION)
+    options = ConnectorOptions(blending=True, blend_selector=selector)
     segments = SegmentLayout((64,))
     workers = [mocker.Mock(segments=segments, probe_refusal=each) for each in ("", refusal)]
     blending = make_blending.make_blending(place, options, NO_SEGMENT_TOKENS, workers)
-    warnings = [call.args[0] % call.args[1:] for call in logger.warning.mock_calls]
-    assert warnings == (
-        [f"KvextConnector: blend_selector is heads: worker 1: {refusal}"] if refusal else []
-    )
+    logged = [(call.args[0], call.args[1] % call.args[2:]) for call in logger.log.mock_calls]
+    level = logging.INFO if selector is None else logging.WARNING
+    message = f"KvextConnector: blend_selector is heads: worker 1: {refusal}"
+    assert logged == ([(level, message)] if refusal else [])
     assert isinstance(blending, Blending) and (blending.questions is None) == bool(refusal)
+    assert blending.options.head_tokens == (16 if refusal else 4)
+    assert (blending.learning is None) == bool(refusal), "a context is computed by itself"
 
 
 def test_the_first_pass_computes_what_is_in_no_segment_and_the_question() -> None:

@@ -164,18 +164,19 @@ class ConnectorOptions:
     in a prompt, with their keys rotated to the new positions. **Approximate**: a reused token has
     not seen what stands before its segment, and answers change. See `docs/blending.md`."""
 
-    blend_head_tokens: Annotated[int, _NATURAL_NUMBER] = 16
-    """With `blending`: so many first tokens of each reused segment are computed, and segments
-    shorter than twice that are computed whole. `0` reuses segments as they are."""
-
-    blend_selector: Annotated[Selector, _choice(Selector)] = Selector.HEADS
+    blend_selector: Annotated[Selector | None, _choice(Selector)] = None
     """With `blending`: which tokens of reused segments are computed. `heads`: the first
     `blend_head_tokens` of each. `question`: these, and behind them what the question attends to.
     What follows the last segment is computed once, at the price of one more step, only to find that
     out. On a CPU only, and only with `--enforce-eager`; elsewhere it is `heads`, and the log says
-    why."""
+    why. Unset: `question` where that can be."""
 
-    blend_ratio: Annotated[float, _RATIO] = 0.10
+    blend_head_tokens: Annotated[int | None, _NATURAL_NUMBER] = None
+    """With `blending`: so many first tokens of each reused segment are computed, and segments
+    shorter than twice that are computed whole. `0` reuses segments as they are. Unset: 4 where the
+    question chooses others, else 16."""
+
+    blend_ratio: Annotated[float, _RATIO] = 0.16
     """With `blend_selector=question`: this part of the tokens behind heads is computed, but no less
     than one run of each segment. `1.0` computes all of them."""
 
@@ -194,10 +195,11 @@ class ConnectorOptions:
     special tokens, and follows the model's token for the beginning of a sequence, if it has one; or
     a list of token ids. Unset: that token alone; `[]` is nothing. See `docs/blending.md`."""
 
-    segment_context: Annotated[bool, _FLAG] = False
-    """With `blending`. `true`: segments are computed behind the first eight documents, too, that
-    were stored under their `cache_salt`. Answers come nearer to those without reuse, and may be
-    taken from these documents; see `docs/blending.md`."""
+    segment_context: Annotated[bool | None, _FLAG] = None
+    """With `blending`. `true`: segments are computed behind two and behind eight of the first
+    documents, too, that were stored under their `cache_salt`. Answers come nearer to those without
+    reuse, and may be taken from these documents; see `docs/blending.md`. Unset: `true` where the
+    question chooses what is computed, which lets little of them through."""
 
     learn_segments: Annotated[bool | None, _FLAG] = None
     """With `blending`. `true`: a segment that two requests had, and that no client has stored, is

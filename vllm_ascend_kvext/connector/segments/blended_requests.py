@@ -55,7 +55,7 @@ class BlendOptions:
 
 class _KnownSegment(NamedTuple):
     segment: TokenRange
-    prefix: SegmentPrefix
+    prefixes: Sequence[SegmentPrefix]
 
 
 @dataclass(slots=True)
@@ -142,14 +142,18 @@ class Blending(SegmentStores):
             self._refuse(request.request_id, BlendRefusal.UNSUITED_REQUEST)
             return
         known = [
-            _KnownSegment(each, self.store.prefix(token_ids[slice(*each)], request.cache_salt))
-            for each in long_enough
+            _KnownSegment(
+                each, self.store.prefixes(token_ids[slice(*each)], request.cache_salt, num_before)
+            )
+            for num_before, each in enumerate(long_enough)
         ]
         self._states[request.request_id] = _State(known)
         if self.learning is not None:
-            runs = [(self._reusable(each, each.num_tokens), prefix) for each, prefix in known]
+            runs = [(self._reusable(each, each.num_tokens), prefixes) for each, prefixes in known]
             worth_storing = [
-                prefix for run, prefix in runs if run and run.num_tokens >= self.options.min_tokens
+                self.store.to_learn(prefixes)
+                for run, prefixes in runs
+                if run and run.num_tokens >= self.options.min_tokens
             ]
             self.learning.note_seen(worth_storing, request.cache_salt, request._block_hasher)
 
@@ -160,8 +164,8 @@ class Blending(SegmentStores):
         state = self._states.get(request_id)
         return [
             lacking
-            for _, prefix in (() if state is None else state.known)
-            for lacking in self.store.lacking(prefix)
+            for _, prefixes in (() if state is None else state.known)
+            for lacking in self.store.lacking(prefixes)
         ]
 
     def plan(self, request: Request, hit: Hit) -> LoadPlan | None:
@@ -183,10 +187,10 @@ class Blending(SegmentStores):
             return None
         found: list[Span] = []
         candidates: list[TokenRange] = []
-        for segment, prefix in state.known:
+        for segment, prefixes in state.known:
             if segment.end_tokens <= exact_tokens:
                 continue
-            spans = self.store.find(prefix, segment.first_tokens)
+            spans = self.store.find(prefixes, segment.first_tokens)
             stored_tokens = spans[-1].end_tokens - segment.first_tokens if spans else 0
             run = self._reusable(segment, stored_tokens)
             if run is not None:

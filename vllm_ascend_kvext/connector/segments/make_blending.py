@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from vllm_ascend_kvext.blending.segment_contexts import MAX_CONTEXT_SHARE, SegmentContexts
+from vllm_ascend_kvext.blending.segment_contexts import SegmentContexts
 from vllm_ascend_kvext.blending.segment_store import SegmentStore
 from vllm_ascend_kvext.connector.common.messages import WorkerLayout
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions, Selector
@@ -17,6 +17,9 @@ from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearnin
 from vllm_ascend_kvext.connector.segments.segment_tokens import SegmentTokens
 
 logger = logging.getLogger("vllm.ascend_kvext.blending")
+
+HEAD_TOKENS, HEAD_TOKENS_WITH_QUESTION = 16, 4
+"""The defaults of ``blend_head_tokens``: see docs/blending_contexts.md."""
 
 MIN_REUSED_TOKENS = 32
 """Fewer tokens of a segment are computed. Twice the default head: a segment has to be as long to be
@@ -35,23 +38,28 @@ def make_blending(
         logger.warning("KvextConnector: blending is off: %s.", refusal)
         return NoSegments()
     of_workers = [each.segments for each in workers if each.segments is not None]
-    has_context = options.segment_context
-    max_context_tokens = int(parts.view.max_model_len * MAX_CONTEXT_SHARE) if has_context else 0
+    questions = _make_questions(parts, options, workers)
+    # Where nothing but heads is computed, what a context says is answered by some models.
+    has_context = questions is not None
+    if options.segment_context is not None:
+        has_context = options.segment_context
     contexts = SegmentContexts[WantedSegment](
-        segment_tokens.sink_ids, max_context_tokens, MIN_REUSED_TOKENS
+        segment_tokens.sink_ids, parts.view.max_model_len if has_context else 0, MIN_REUSED_TOKENS
     )
     store = SegmentStore(parts.tier, of_workers[0], contexts)
     window_tokens = max(each.window_tokens for each in of_workers)
+    head_tokens = HEAD_TOKENS if questions is None else HEAD_TOKENS_WITH_QUESTION
+    if options.blend_head_tokens is not None:
+        head_tokens = options.blend_head_tokens
     blend_options = BlendOptions(
-        options.blend_head_tokens,
+        head_tokens,
         max(0, window_tokens - 1),
         MIN_REUSED_TOKENS,
         segment_tokens.separator_ids,
     )
-    questions = _make_questions(parts, options, workers)
     learning = None
     if options.learns_segments or has_context:
-        learning = _make_learning(parts, store, options.learns_segments)
+        learning = _make_learning(parts, store, options)
     logger.info(
         "KvextConnector: blending is on: segments are computed behind %d tokens%s, and reused "
         "without their first %d%s. It is approximate. Ask once whether it suits the "
@@ -81,11 +89,12 @@ def _why_no_blending(parts: SchedulerParts, workers: Sequence[WorkerLayout]) -> 
 
 
 def _make_learning(
-    parts: SchedulerParts, store: SegmentStore, learns_seen: bool
+    parts: SchedulerParts, store: SegmentStore, options: ConnectorOptions
 ) -> SegmentLearning | None:
-    view = parts.view
+    view, learns_seen = parts.view, options.learns_segments
     if view.num_data_parallel > 1:
-        logger.warning(
+        logger.log(
+            logging.WARNING if learns_seen or options.segment_context else logging.INFO,
             "KvextConnector: %s is off: the %d data-parallel engines of a mixture "
             "of experts take their steps together, and one of them would begin some alone. Let "
             "clients store segments, and set it to false.",
@@ -99,12 +108,14 @@ def _make_questions(
     parts: SchedulerParts, options: ConnectorOptions, workers: Sequence[WorkerLayout]
 ) -> Questions | None:
     """None if questions are not compared with segments."""
-    if options.blend_selector is not Selector.QUESTION:
+    if options.blend_selector is Selector.HEADS:
         return None
     for rank, worker in enumerate(workers):
         if worker.probe_refusal:
-            logger.warning(
-                "KvextConnector: blend_selector is heads: worker %d: %s", rank, worker.probe_refusal
+            logger.log(
+                logging.INFO if options.blend_selector is None else logging.WARNING,
+                "KvextConnector: blend_selector is heads: worker %d: %s",
+                *(rank, worker.probe_refusal),
             )
             return None
     return Questions(parts.view, options.blend_ratio, parts.counters.blending)

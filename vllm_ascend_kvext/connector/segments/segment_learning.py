@@ -61,7 +61,7 @@ class _Begun:
 class SegmentLearning:
     """The segments that one engine learns; none is begun while ``is_held``.
 
-    Unless it ``learns_seen``, only those that somebody enqueues.
+    Unless it ``learns_seen``, only those that somebody enqueues, and what contexts have lost.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class SegmentLearning:
         block_hasher: Callable[[Any], list[bytes]] | None,
     ) -> None:
         """A request has arrived that has segments which are worth storing."""
-        if self._has_stopped or not self._learns_seen:
+        if self._has_stopped:
             return
         of_request: set[bytes] = set()
         for prefix in prefixes:
             is_missing = self._store.is_missing(prefix)
             key = _key_of(prefix)
-            if key in of_request:
+            if key in of_request or not (prefix.has_context or self._learns_seen):
                 continue
             of_request.add(key)
             if not is_missing:
@@ -184,27 +184,17 @@ class SegmentLearning:
         self._has_stopped = True
         self.clear()
 
-    def _fitting(self, wanted: WantedSegment) -> WantedSegment | None:
-        """The same behind the context that its salt has by now, or none; None if it is too long."""
-        prefix: SegmentPrefix | None = self._store.prefix(
-            wanted.prefix.token_ids, wanted.cache_salt
-        )
-        while prefix is not None:
-            if prefix.sink_tokens + prefix.num_segment_tokens < self._max_model_len:
-                return wanted._replace(prefix=prefix)
-            prefix = prefix.without_context
-        return None
-
     def enqueue(self, wanted: WantedSegment, max_queued: int) -> None:
         """Have a segment computed, as soon as there is time, and unless too many wait."""
-        fitting = None if self._has_stopped else self._fitting(wanted)
-        if fitting is None or len(self._queue) >= max_queued:
+        prefix = wanted.prefix
+        is_too_long = prefix.sink_tokens + prefix.num_segment_tokens >= self._max_model_len
+        if self._has_stopped or is_too_long or len(self._queue) >= max_queued:
             self._counters.learning_drops += not self._has_stopped
-        elif self._store.is_missing(fitting.prefix):
-            key = _key_of(fitting.prefix)
+        elif self._store.is_missing(prefix):
+            key = _key_of(prefix)
             if key not in self._known:
                 self._known.add(key)
-                self._queue.append(fitting)
+                self._queue.append(wanted)
 
     def _settle(self, request_id: str, begun: _Begun) -> None:
         if begun.is_storing or not begun.is_computed:
@@ -215,7 +205,7 @@ class SegmentLearning:
         if begun.is_stored:
             return
         # What is stored without a context may not be seen twice again.
-        if wanted.prefix.without_context is not None and wanted.num_tries < MAX_TRIES:
+        if wanted.prefix.has_context and wanted.num_tries < MAX_TRIES:
             self.enqueue(wanted._replace(num_tries=wanted.num_tries + 1), MAX_QUEUED_DOCUMENTS)
         else:
             self._counters.learning_drops += 1

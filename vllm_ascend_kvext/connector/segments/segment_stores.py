@@ -226,15 +226,17 @@ class SegmentStores(NoSegments):
             self.learning.end_store(request_id, has_failed)
 
     def _note_document(self, wanted: WantedSegment) -> None:
-        """A document is stored; if its salt has a context, it is stored behind that, too.
+        """A document is stored; if its salt has contexts, it is stored behind them, too.
 
         Never by the client's own request: its answer would be one to the context.
         """
         prefix, cache_salt, *_ = wanted
-        if self.learning is not None and not prefix.has_context:
-            token_ids = prefix.token_ids
-            for document in self.store.contexts.add(token_ids, cache_salt, wanted):
-                self.learning.enqueue(document, MAX_QUEUED_DOCUMENTS)
+        if self.learning is None or prefix.has_context:
+            return
+        for document in self.store.contexts.add(prefix.token_ids, cache_salt, wanted):
+            for each in self.store.prefixes(document.prefix.token_ids, cache_salt):
+                if each.has_context:
+                    self.learning.enqueue(document._replace(prefix=each), MAX_QUEUED_DOCUMENTS)
 
     def _put(self, entry: Entry) -> None:
         """Let other engines have an entry, once keys were compared: they will not do that again."""
@@ -319,7 +321,7 @@ class SegmentStores(NoSegments):
             return BlendRefusal.TOO_LONG, None
         if before != sink_ids:
             _replace_first(request, len(before), sink_ids)
-        prefix = self.store.prefix(segment, request.cache_salt, sink)
+        prefix = self.store.prefix(segment, sink)
         return None, WantedSegment(prefix, request.cache_salt, request._block_hasher)
 
     def _pages(self, request_id: str, wanted: _Segment, num_tokens: int) -> Pages:

@@ -67,13 +67,3 @@ class CpuBackend:
         _custom_ops.cpu_attn_reshape_and_cache(
             keys, values, key_cache, value_cache, slots, instruction_set
         )
-
-    def slots_of_step(self, layer_name: str) -> torch.Tensor:
-        """The slots of the tokens that the layer is computing, in their order; within a forward.
-
-        dtype: int64, shape: [num_tokens].
-        """
-        from vllm.forward_context import get_forward_context
-
-        slots: torch.Tensor = get_forward_context().attn_metadata[layer_name].slot_mapping
-        return slots

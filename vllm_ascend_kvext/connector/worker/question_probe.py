@@ -63,12 +63,17 @@ def check_layer_of(
                 "--enforce-eager, or leave blend_selector out."
             )
     names = list(layers)
-    full = [place for place, name in enumerate(names) if not layers[name].window_tokens]
+    full = [
+        place
+        for place, name in enumerate(names)
+        # Latents are compared with what the attention makes of the queries.
+        if not layers[name].window_tokens and layers[name].has_values
+    ]
     if index is None:
         if not full:
             raise BlendingError(
-                "blend_selector=question: expected a layer with full attention, found windows in "
-                f"all {len(names)}. Leave blend_selector out."
+                "blend_selector=question: expected a layer with full attention and keys of its "
+                f"own, found windows or latents in all {len(names)}. Leave blend_selector out."
             )
         wanted = CHECK_DEPTH[0] * len(names) // CHECK_DEPTH[1]
         index = min(full, key=lambda place: abs(place - wanted))
@@ -141,7 +146,7 @@ class QuestionProbe:
         pages = self.pages
         plane = pages.planes[self._plane]
         tokens_per_page = pages.tokens_per_page[plane.group]
-        slots_of_step = self._slots_of_step().numpy()
+        slots_of_step = self._slots_of_step().cpu().numpy()
         order = np.argsort(slots_of_step, kind="stable")
         heads = queries.reshape(len(queries), -1, plane.head_elements)
         for job in self._jobs:
@@ -163,7 +168,7 @@ class QuestionProbe:
                 .view(torch_dtype(plane.dtype))
                 .reshape(len(slots), plane.num_heads, plane.head_elements)
             )
-            of_row = heads[torch.from_numpy(rows)]
+            of_row = heads[torch.from_numpy(rows).to(heads.device)].cpu()
             scores = attention_scores(of_row, keys, self._layer.scale).numpy()
             self._scores[job.row_id] = np.concatenate(
                 [scores[each.first_tokens : each.end_tokens] for each in job.scored]

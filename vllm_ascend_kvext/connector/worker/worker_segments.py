@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes of a worker's configuration and pages what moves tokens of segments, or says why it cannot.
 
-vLLM is not imported: its configuration is read by attributes.
+Of vLLM, only the context of a forward is imported, within one: its configuration is read by
+attributes.
 """
 
 from __future__ import annotations
@@ -104,10 +105,8 @@ class WorkerSegments:
         Raises:
             BlendingError: They cannot be compared.
         """
-        backend = _require_cpu(self._pools.device_types, self._backend)
         layer = check_layer_of(self._compilation, self._keys, check_layer)
-        slots_of_step = partial(backend.slots_of_step, layer.name)
-        return QuestionProbe(layer, self.pages, slots_of_step)
+        return QuestionProbe(layer, self.pages, partial(_slots_of_step, layer.name))
 
     def _staging(self, num_bytes: int) -> HostBuffer:
         """Mapped where the host memory is. Where it is pinned, torch rounds to powers of two."""
@@ -192,6 +191,17 @@ def placed_planes(name: str, keys: LayerKeys, group: LayoutGroup) -> list[Placed
         )
         for plane in found
     ]
+
+
+def _slots_of_step(layer_name: str) -> torch.Tensor:
+    """The slots of the tokens that a layer is computing, in their order; within a forward.
+
+    dtype: an integer, on the device of the pages, shape: [num_tokens].
+    """
+    from vllm.forward_context import get_forward_context
+
+    slots: torch.Tensor = get_forward_context().attn_metadata[layer_name].slot_mapping
+    return slots
 
 
 def _wait_for_npu() -> None:

@@ -172,7 +172,7 @@ class WorkerSide:
         except Exception as error:
             self._segment_refusal = _refusal_of(error)
             return
-        if self._options.blend_selector is Selector.QUESTION:
+        if self._options.blend_selector is not Selector.HEADS:
             try:
                 self._probe = segments.probe(self._options.blend_check_layer)
             except Exception as error:

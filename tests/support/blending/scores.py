@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of a first pass, beside those of plain torch; of the prompts of ``scenarios.question``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from support.blending.oracle import Oracle, Reused
+from support.blending.served import MIN_TOKENS
+from support.scenarios.question import MISSING, ORDERS, PROMPTS, STEP_TOKENS
+
+SCORE_TOLERANCE = 1e-3
+MAX_TOKENS = max(len(prompt.token_ids) for prompt in PROMPTS)
+
+
+def behind_heads(place: int, head_tokens: int) -> list[list[int]]:
+    """Stored tokens of a prompt that `heads` would reuse."""
+    return [
+        [first + head_tokens, end]
+        for (first, end), number in zip(PROMPTS[place].segments, ORDERS[place], strict=True)
+        if number != MISSING and end - first - head_tokens >= MIN_TOKENS
+    ]
+
+
+def score_errors(
+    oracle: Oracle, probe: Mapping[str, Any], place: int, head_tokens: int, check_layer: int
+) -> tuple[float, float]:
+    """The largest differences of a probe's scores from the oracle's, and from a control's.
+
+    Heads are not computed, and the end of a long question stands first. In the control, segments
+    are computed anew.
+    """
+    asked, reuse_ends = PROMPTS[place], behind_heads(place, head_tokens)[-1][1]
+    stored = [
+        [first, end]
+        for (first, end), number in zip(asked.segments, ORDERS[place], strict=True)
+        if number != MISSING and end <= reuse_ends
+    ]
+    assert probe["scored"] == stored
+    num_asked = min(len(asked.token_ids) - reuse_ends, STEP_TOKENS // 2)
+    prompt = [*asked.token_ids[:reuse_ends], *asked.token_ids[-num_asked:]]
+    is_scored = torch.zeros(len(prompt), dtype=torch.bool)
+    for first, end in stored:
+        is_scored[first:end] = True
+    reused = [Reused(first, end, (first, end)) for first, end in stored]
+    expected, computed = (
+        oracle.scores(prompt, each, num_asked, check_layer)[is_scored] for each in (reused, ())
+    )
+    assert float(expected.max()) > 0.5
+    scores = torch.tensor(probe["scores"])
+    return float((scores - expected).abs().max()), float((scores - computed).abs().max())
