@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.shared_tier.protocol import FORMAT_VERSION
+from vllm_ascend_kvext.shared_tier.backend import FORMAT_VERSION
 from vllm_ascend_kvext.store.entries import Kind, Piece
 
 Identity = Mapping[str, Any]

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend that the address of a shared tier names."""
 
-from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES
+from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, SharedTier
 from vllm_ascend_kvext.shared_tier.files import FilesTier
-from vllm_ascend_kvext.shared_tier.protocol import SharedTier
 
 
 def spare_bytes_of(url: str) -> int:

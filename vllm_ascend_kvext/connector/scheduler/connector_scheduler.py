@@ -9,6 +9,7 @@ It is made when the workers have registered their pages. In a step, vLLM calls
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
@@ -134,7 +135,7 @@ class ConnectorScheduler:
         self.counters = ConnectorCounters(
             tier=self.tier.counters, capacity_bytes=self.tier.capacity_bytes
         )
-        self._jobs = StoreJobs(self.references, len(workers))
+        self._jobs = StoreJobs(self.references, len(workers), itertools.count())
         parts = SchedulerParts(
             view,
             layout,
