@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator
 
 from vllm_ascend_kvext.errors import KvextError
-from vllm_ascend_kvext.shared_tier.backend import FORMAT_VERSION, Answer, SharedObject, SharedTier
-from vllm_ascend_kvext.shared_tier.names import differences
-from vllm_ascend_kvext.shared_tier.open import open_tier, spare_bytes_of
+from vllm_ascend_kvext.shared_tier import open_tier, spare_bytes_of
+from vllm_ascend_kvext.shared_tier.backend import Answer, SharedObject, SharedTier
+from vllm_ascend_kvext.shared_tier.names import FORMAT_VERSION, differences
 
 _CHECK = "status-check"
 _NO_LIMIT_BYTES = 1 << 62

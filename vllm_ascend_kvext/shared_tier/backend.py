@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_128
 
-logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
+from vllm_ascend_kvext.shared_tier.names import FORMAT_VERSION
 
-FORMAT_VERSION = 2
-"""Of objects and names: those of another version are not looked at."""
+logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
 
 SEAL_BYTES = 16
 _QUIET_S = 10.0  # After an error was logged, others are not for so long.
@@ -36,7 +35,7 @@ def seal_of(name: str, content: memoryview | bytes) -> bytes:
     """What is kept behind a content: XXH3 of it and its name. Shows damage; anybody can make it."""
     checksum = xxh3_128(content)
     checksum.update(sealed_text(name, len(content)))
-    return checksum.digest()
+    return bytes(checksum.digest())
 
 
 def is_sealed(name: str, value: memoryview | bytes) -> bool:
@@ -64,7 +63,7 @@ class SharedObject(NamedTuple):
     Attributes:
         number: Of the job, unique in the engine.
         name: That of the name space, a slash, and that of the piece: see ``names``.
-        num_bytes: Behind them the backend's ``spare_bytes_of`` are its own, see ``open``.
+        num_bytes: Behind them the backend's ``spare_bytes_of`` are its own, see ``shared_tier``.
         notes: Names without that of the name space; for puts.
     """
 
@@ -79,7 +78,6 @@ class SharedTier(abc.ABC):
     """A tier, as one rank of an engine uses it. Threads may share it.
 
     Calls take as long as they take, and raise nothing: threads make them for which nobody waits.
-    ``_put`` and ``_get`` of a backend may raise OSError.
 
     Attributes:
         num_get_threads: How many calls of ``get_into`` at once are faster than one.
@@ -105,9 +103,10 @@ class SharedTier(abc.ABC):
     def put(self, what: SharedObject) -> Answer:
         """Store an object. After anything but WHOLE, nobody can get any of its bytes."""
         try:
-            return self._put(what)
+            self._put(what)
         except OSError as error:
             return self._unreachable(error)
+        return Answer.WHOLE
 
     def get_into(self, what: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
         """Bring an object; ``on_bytes`` is told of bytes as they come.
@@ -124,10 +123,12 @@ class SharedTier(abc.ABC):
         return answer
 
     @abc.abstractmethod
-    def _put(self, what: SharedObject) -> Answer: ...
+    def _put(self, what: SharedObject) -> None:
+        """As `put`; raises OSError, as the next one."""
 
     @abc.abstractmethod
-    def _get(self, what: SharedObject, on_bytes: Callable[[int], None]) -> Answer: ...
+    def _get(self, what: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
+        """As `get_into`."""
 
     def _unreachable(self, error: OSError) -> Answer:
         """Of what comes often, not all is logged."""

@@ -30,14 +30,13 @@ from xxhash import xxh3_128
 
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.shared_tier.backend import (
-    FORMAT_VERSION,
     SEAL_BYTES,
     Answer,
     SharedObject,
     SharedTier,
     sealed_text,
 )
-from vllm_ascend_kvext.shared_tier.names import Identity, is_note, piece_of
+from vllm_ascend_kvext.shared_tier.names import FORMAT_VERSION, Identity, is_note, piece_of
 
 _ENGINE_FILE, VERSION_FOLDER = "engine.json", f"kvext{FORMAT_VERSION}"
 
@@ -52,8 +51,8 @@ _MAX_GET_THREADS = 4
 
 _FULL_SHARE, _LEFT_SHARE = 15 / 16, 7 / 8
 """Of the capacity: beyond the first, files are removed until the second is left."""
-_COUNTED_EVERY, _COUNTED_EVERY_S = 64, 10.0
-"""The folder is counted when such a part of the capacity was put, or so long ago."""
+_COUNTED_EVERY = 64
+"""The folder is counted when such a part of the capacity was put."""
 _UNFINISHED_S = 600.0
 """A file that nobody has renamed for so long belongs to a writer that was killed."""
 
@@ -104,32 +103,30 @@ class FilesTier(SharedTier):
         self.num_get_threads = min(_MAX_GET_THREADS, len(os.sched_getaffinity(0)))
         self._numbers = itertools.count()
         self._counting = threading.Lock()
-        self._put_bytes, self._next_count_s = self.capacity_bytes, 0.0
+        self._put_bytes = self.capacity_bytes  # So that it is counted at once.
 
     def exist(self, names: Sequence[str]) -> list[str]:
-        return [self._target(self._path(name)) for name in names]
+        return [self._existing(name) for name in names]
 
-    def _target(self, path: str) -> str:
-        name = os.path.basename(path)
+    def _existing(self, name: str) -> str:
+        path = self._path(name)
         with contextlib.suppress(OSError):
             if os.path.exists(path):  # For a link: what it leads to.
-                return os.path.basename(os.readlink(path)) if is_note(name) else name
+                return os.path.basename(os.readlink(path) if is_note(name) else path)
         return ""
 
     def forget(self, name: str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(self._path(name))
 
-    def _put(self, what: SharedObject) -> Answer:
+    def _put(self, what: SharedObject) -> None:
         path = self._path(what.name)
         if not os.path.exists(path):
-            if not self._make_room(what.num_bytes + _BLOCK_OF_DISK_BYTES):
-                return Answer.UNREACHABLE
+            self._make_room(what.num_bytes + _BLOCK_OF_DISK_BYTES)
             with self._renamed_to(path) as unfinished:
                 self._write(unfinished, what)
         for note in what.notes:
-            self._link(f"{os.path.dirname(what.name)}/{note}", path)
-        return Answer.WHOLE
+            self._link(f"{os.path.dirname(what.name)}/{note}", os.path.basename(path))
 
     @contextlib.contextmanager
     def _renamed_to(self, path: str) -> Iterator[str]:
@@ -155,17 +152,15 @@ class FilesTier(SharedTier):
         finally:
             os.close(file)
 
-    def _link(self, note: str, path: str) -> None:
+    def _link(self, note: str, name: str) -> None:
         """Let a note lead to an object, unless it leads to one that begins no later."""
-        link, name = self._path(note), os.path.basename(path)
-        target = os.path.join("..", "..", "objects", name[-2:], name)
+        link, target = self._path(note), os.path.join("..", "..", "objects", name[-2:], name)
         try:
             self._make_folders(os.path.dirname(link))
             os.symlink(target, link)
         except FileExistsError:
-            known = self._target(link)
-            first_tokens = piece_of(name).first_tokens
-            if not known or piece_of(known).first_tokens > first_tokens:
+            known = self._existing(note)
+            if not known or piece_of(known).first_tokens > piece_of(name).first_tokens:
                 with self._renamed_to(link) as unfinished:
                     os.symlink(target, unfinished)
 
@@ -201,7 +196,7 @@ class FilesTier(SharedTier):
     def _seal(self, what: SharedObject, checksum: xxh3_128) -> bytes:
         """As `seal_of`, of a content whose checksum has been taken block by block."""
         checksum.update(sealed_text(f"{self._rank}/{what.name}", what.num_bytes))
-        return checksum.digest()
+        return bytes(checksum.digest())
 
     def _blocks(self, what: SharedObject) -> Iterator[memoryview]:
         end_bytes = what.offset_bytes + what.num_bytes
@@ -238,19 +233,15 @@ class FilesTier(SharedTier):
         }
         return summary, found
 
-    def _make_room(self, num_bytes: int) -> bool:
-        """Whether so many bytes may be put; the oldest files are removed where room is short."""
+    def _make_room(self, num_bytes: int) -> None:
+        """Have so many bytes put: the oldest files are removed where room is short."""
         if num_bytes > self.capacity_bytes * _LEFT_SHARE:
-            return False
+            raise OSError(f"{num_bytes} bytes are too many for {self.capacity_bytes} in all")
         with self._counting:
             self._put_bytes += num_bytes
-            is_due = self._put_bytes * _COUNTED_EVERY >= self.capacity_bytes
-            if is_due or time.monotonic() > self._next_count_s:
-                began_s, self._put_bytes = time.monotonic(), num_bytes
+            if self._put_bytes * _COUNTED_EVERY >= self.capacity_bytes:
+                self._put_bytes = num_bytes
                 self._evict(num_bytes)
-                ended_s = time.monotonic()  # A slow file system is counted less often.
-                self._next_count_s = ended_s + max(_COUNTED_EVERY_S, 10 * (ended_s - began_s))
-        return True
 
     def _evict(self, num_bytes: int) -> None:
         files = sorted(files_below(self.root))

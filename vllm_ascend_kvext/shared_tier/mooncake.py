@@ -22,7 +22,6 @@ from typing import Any
 
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.shared_tier.backend import (
-    FORMAT_VERSION,
     SEAL_BYTES,
     Answer,
     SharedObject,
@@ -31,7 +30,13 @@ from vllm_ascend_kvext.shared_tier.backend import (
     logger,
     seal_of,
 )
-from vllm_ascend_kvext.shared_tier.names import Identity, is_note, namespace_of, piece_of
+from vllm_ascend_kvext.shared_tier.names import (
+    FORMAT_VERSION,
+    Identity,
+    is_note,
+    namespace_of,
+    piece_of,
+)
 
 _ROOT, _NUM_ENGINES = f"kvext{FORMAT_VERSION}", 1024
 # Of Mooncake: by default it tries for 90 s to find a master, and waits 30 s for servers that hang.
@@ -107,7 +112,7 @@ class MooncakeTier(SharedTier):
             there = set()
         return [each.rpartition("/")[2] * (self._prefix + each in there) for each in objects]
 
-    def _put(self, what: SharedObject) -> Answer:
+    def _put(self, what: SharedObject) -> None:
         key, place, address = self._place(what)
         if not self._there([key]):
             place[what.num_bytes :] = seal_of(key, place[: what.num_bytes])
@@ -117,7 +122,6 @@ class MooncakeTier(SharedTier):
         leads = zip(notes, self.exist(notes), strict=True)
         late = [n for n, lead in leads if not lead or piece_of(lead).first_tokens > first]
         self._write({self._prefix + note: what.name.encode() for note in late})
-        return Answer.WHOLE
 
     def _get(self, what: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
         (key, place, address), began_s = self._place(what), time.monotonic()

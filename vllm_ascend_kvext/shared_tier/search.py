@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_ascend_kvext.shared_tier.names import note_name, object_name, piece_of, segment_name
+from vllm_ascend_kvext.shared_tier.names import note_name, object_name, piece_of
 from vllm_ascend_kvext.store.entries import Piece
 from vllm_ascend_kvext.store.lookup import MAX_PIECES
 from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
@@ -129,7 +129,7 @@ def _search_tails(question: Question, exist: Exist, end_tokens: int) -> list[Fou
 def _search_segments(question: Question, exist: Exist) -> list[FoundObject]:
     wanted = []
     for prefix, piece in question.segments:
-        name = segment_name(piece, prefix.key_at(piece.end_tokens))
+        name = object_name(piece, prefix.key_at(piece.end_tokens), is_segment=True)
         wanted.append(FoundObject(name, piece, piece.end_tokens, prefix))
     names = exist([each.name for each in wanted]) if wanted else []
     return [each for each, name in zip(wanted, names, strict=True) if name]

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.mooncake import Servers
 
+from vllm_ascend_kvext.shared_tier import open_tier, spare_bytes_of
 from vllm_ascend_kvext.shared_tier.backend import (
     SEAL_BYTES,
     Answer,
@@ -22,7 +23,6 @@ from vllm_ascend_kvext.shared_tier.backend import (
     seal_of,
 )
 from vllm_ascend_kvext.shared_tier.names import namespace_of
-from vllm_ascend_kvext.shared_tier.open import open_tier, spare_bytes_of
 
 NUM_BYTES = 3 << 10
 NAME = f"R0-64-{'ab' * 16}"

@@ -22,11 +22,10 @@ from support.sample import IS_LONG
 
 from vllm_ascend_kvext.commands.shared_tier import describe
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.shared_tier import mooncake
+from vllm_ascend_kvext.shared_tier import mooncake, open_tier, spare_bytes_of
 from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Answer, SharedObject
 from vllm_ascend_kvext.shared_tier.mooncake import MooncakeTier
 from vllm_ascend_kvext.shared_tier.names import namespace_of
-from vllm_ascend_kvext.shared_tier.open import open_tier, spare_bytes_of
 from vllm_ascend_kvext.store.arena import ALIGNMENT_BYTES, Arena
 
 NUM_BYTES = 1 << 20

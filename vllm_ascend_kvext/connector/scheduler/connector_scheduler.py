@@ -118,7 +118,7 @@ class ConnectorScheduler:
             logger.warning("KvextConnector: hole_reuse is off: %s.", refusal)
         spare_bytes = 0
         if options.shared_tier:
-            from vllm_ascend_kvext.shared_tier.open import spare_bytes_of
+            from vllm_ascend_kvext.shared_tier import spare_bytes_of
 
             spare_bytes = spare_bytes_of(options.shared_tier)
         self.tier = HostTier(
@@ -211,11 +211,7 @@ class ConnectorScheduler:
         if self.segments.has_to_wait(request):
             return None
         state = self._states[request.request_id]
-        if (
-            self.shared is not None
-            and not self.segments.is_segment(request.request_id)
-            and self.shared.has_to_wait(request, state, num_computed_tokens)
-        ):
+        if self.shared is not None and self.shared.has_to_wait(request, state, num_computed_tokens):
             return None
         return self._loads.match(request, state, num_computed_tokens)
 

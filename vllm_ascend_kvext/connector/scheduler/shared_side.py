@@ -15,7 +15,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,14 +28,13 @@ from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadSt
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
 from vllm_ascend_kvext.layout.row_map import RowMap
-from vllm_ascend_kvext.shared_tier import names
+from vllm_ascend_kvext.shared_tier import names, open_tier
 from vllm_ascend_kvext.shared_tier.backend import SharedObject
-from vllm_ascend_kvext.shared_tier.open import open_tier
 from vllm_ascend_kvext.shared_tier.search import FoundObject, Question, search
 from vllm_ascend_kvext.shared_tier.thread import TierThread
 from vllm_ascend_kvext.store.counters import Refusal
 from vllm_ascend_kvext.store.entries import Entry, Kind, Load, Piece
-from vllm_ascend_kvext.store.prefix import HashedPrefix, Prefix
+from vllm_ascend_kvext.store.prefix import Prefix
 from vllm_ascend_kvext.store.store_policy import StorePolicy
 from vllm_ascend_kvext.token_range import TokenRange
 
@@ -156,6 +155,8 @@ class SharedSide:
         """Whether to look at a request later: something is asked, or got, for its prompt."""
         if self._is_off or request.lora_request or request.skip_reading_prefix_cache:
             return False  # vLLM knows an adapter by its name only.
+        if self._segments.is_segment(request.request_id):
+            return False
         known = state.shared
         if known is None:  # It is asked once.
             if self._num_asked >= MAX_ASKED:
@@ -211,9 +212,7 @@ class SharedSide:
                 self._await(known, index.present(Kind.TAILS, prefix.key_at(tails_tokens)))
         return Question(
             # Hashes that nobody changes while the thread reads them.
-            HashedPrefix(
-                tuple(prefix.hashes[: limit // prefix.tokens_per_hash]), prefix.tokens_per_hash
-            ),
+            replace(prefix, hashes=tuple(prefix.hashes[: limit // prefix.tokens_per_hash])),
             geometry,
             TokenRange(after, limit),
             tuple(missing),
@@ -283,8 +282,9 @@ class SharedSide:
             num_tokens = end_tokens - piece.first_tokens or end_tokens - after_tokens
             self._gets[entry] = _Get(num_bytes, num_tokens)
             self._await(known, entry)
-            on_end = partial(self._end_get, entry, contents, prefix, request)
-            self._new_gets.append(self._begin(name, entry, num_bytes, (), on_end))
+            number = self._jobs.begin((), partial(self._end_get, entry, contents, prefix, request))
+            name = f"{self._namespace}/{name}"
+            self._new_gets.append(SharedObject(number, name, entry.offset_bytes, num_bytes))
         result = "found" if known.gets else "paused" if is_paused else "absent"
         self._counters.shared_requests[result] += 1
 
@@ -315,33 +315,23 @@ class SharedSide:
         has_failed: bool,
     ) -> None:
         self._gets.pop(entry).is_awaited = False
+        self._last_change_s = self._clock()
         if has_failed:
             self._tier.abandon_store(entry)
         elif self._tier.finish_store(entry, contents):
             entry.is_shared = True
             self._counters.shared_tokens += entry.piece.end_tokens - entry.piece.first_tokens
             if isinstance(prefix, SegmentPrefix):
-                self._segments.trust_keys()
+                # An engine like this one has compared keys, and found nothing.
+                self._segments.note_key_checks(self._jobs.num_workers, "")
             else:
                 self._events.stored(entry, prefix, request)
 
     @property
     def has_transfers(self) -> bool:
         """Whether gets and puts are under way that do not hang: steps are made for these only."""
-        return bool(self._jobs) and self._clock() - self._last_change_s <= MAX_QUIET_S
-
-    def _begin(
-        self,
-        name: str,
-        entry: Entry,
-        num_bytes: int,
-        notes: tuple[str, ...],
-        on_end: Callable[[bool], None],
-    ) -> SharedObject:
-        self._last_change_s = self._clock()
-        number = self._jobs.begin((), on_end)
-        name = f"{self._namespace}/{name}"
-        return SharedObject(number, name, entry.offset_bytes, num_bytes, notes)
+        is_quiet = self._clock() - self._last_change_s > MAX_QUIET_S
+        return bool(self._new_gets or self._new_puts or (self._jobs and not is_quiet))
 
     def _check_patience(self) -> None:
         """Wait no longer for what does not come, or comes slower than it can be computed."""
@@ -400,20 +390,18 @@ class SharedSide:
         load = self._tier.pin(entry)
         if load is None:
             return
-        notes: tuple[str, ...] = ()
-        if isinstance(entry.row_map, StoredTokens):
-            name = names.segment_name(entry.piece, entry.key)
-        else:
-            name = names.object_name(entry.piece, entry.key)
-            if entry.piece.kind is Kind.ROWS:
-                notes = tuple(map(names.note_name, entry.keys))
-        on_end = partial(self._end_put, entry, load, num_bytes)
-        self._new_puts.append(self._begin(name, entry, num_bytes, notes, on_end))
+        is_segment = isinstance(entry.row_map, StoredTokens)
+        has_notes = entry.piece.kind is Kind.ROWS and not is_segment
+        notes = tuple(map(names.note_name, entry.keys)) if has_notes else ()
+        number = self._jobs.begin((), partial(self._end_put, entry, load, num_bytes))
+        name = f"{self._namespace}/{names.object_name(entry.piece, entry.key, is_segment)}"
+        self._new_puts.append(SharedObject(number, name, entry.offset_bytes, num_bytes, notes))
         self._put_bytes += num_bytes
         entry.is_shared = True
 
     def _end_put(self, entry: Entry, load: Load, num_bytes: int, has_failed: bool) -> None:
         self._put_bytes -= num_bytes
+        self._last_change_s = self._clock()
         if has_failed:
             entry.is_shared = False
             self._puts_paused_until_s = self._clock() + PAUSE_S
@@ -430,13 +418,14 @@ class SharedSide:
         self._num_asked = self._num_behind = 0
         jobs = tuple(self._new_gets), tuple(self._new_puts)
         self._new_gets, self._new_puts = [], []
+        if any(jobs):
+            self._last_change_s = self._clock()
         return jobs
 
     def note_results(self, results: WorkerOutput) -> None:
         """What the workers report of a step."""
         for number, num_workers in results.stores_ended.items():
             self._jobs.end(number, num_workers, number in results.failed_stores)
-            self._last_change_s = self._clock()
         if results.got_bytes:
             self._busy_bytes += results.got_bytes / self._jobs.num_workers
             self._last_bytes_s = self._last_change_s = self._clock()

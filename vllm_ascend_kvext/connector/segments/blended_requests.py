@@ -157,12 +157,8 @@ class Blending(SegmentStores):
         return self._blended(request_id) is None and not self.is_segment(request_id)
 
     def lacking(self, request_id: str) -> list[tuple[SegmentPrefix, Piece]]:
-        state = self._states.get(request_id)
-        return [
-            lacking
-            for _, prefix in (() if state is None else state.known)
-            for lacking in self.store.lacking(prefix)
-        ]
+        known = self._states.get(request_id, _State()).known
+        return [each for _, prefix in known for each in self.store.lacking(prefix)]
 
     def plan(self, request: Request, hit: Hit) -> LoadPlan | None:
         request_id = request.request_id
@@ -273,9 +269,6 @@ class Blending(SegmentStores):
         if blended is not None:
             blended.reused_tokens -= sum(run.num_tokens for run in runs)
         return runs
-
-    def trust_keys(self) -> None:
-        self.note_key_checks(self._key_checks_missing, "")
 
     def note_key_checks(self, num_workers: int, failure: str) -> None:
         if failure and not self.why_no_reuse:

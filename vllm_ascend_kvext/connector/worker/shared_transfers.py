@@ -15,8 +15,8 @@ from functools import partial
 from vllm_ascend_kvext.connector.common.messages import Direction, Traffic, WorkerOutput
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
+from vllm_ascend_kvext.shared_tier import open_tier
 from vllm_ascend_kvext.shared_tier.backend import Answer, SharedObject
-from vllm_ascend_kvext.shared_tier.open import open_tier
 from vllm_ascend_kvext.shared_tier.thread import TierThread
 
 MAX_CALL_S, MAX_FAILED_S = 5.0, 0.5
