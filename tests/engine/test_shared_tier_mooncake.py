@@ -197,7 +197,7 @@ def test_requests_go_on_whatever_becomes_of_a_server(
             record_property("wait_ms", wait_s * 1000)
             record_property("schedule_ms", schedule_s * 1000)
             began_s = time.monotonic()
-            while engine.side.shared is not None and engine.side.shared._num_under_way:
+            while engine.side.shared is not None and engine.side.shared._jobs:
                 engine.step()  # Until what hangs has ended: its place was kept.
                 time.sleep(0.01)
                 assert time.monotonic() - began_s < 200

@@ -104,6 +104,7 @@ def test_requires_neither_torch_nor_vllm_and_has_one_entry_point(wheel):
         "numpy",
         "packaging",
         "wrapt",
+        "xxhash",
     ]
     assert metadata["License-Expression"] == "Apache-2.0"
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from vllm_ascend_kvext.blending.segment_contexts import SegmentContexts, Sink
 from vllm_ascend_kvext.blending.token_rows import SegmentLayout, SegmentRows
 from vllm_ascend_kvext.holes.load_plan import Span
 from vllm_ascend_kvext.store.counters import Refusal
-from vllm_ascend_kvext.store.entries import Entry, Piece
+from vllm_ascend_kvext.store.entries import Entry, Kind, Piece
 from vllm_ascend_kvext.store.tier import HostTier
 
 _ID_TYPE = "q"
@@ -150,24 +150,19 @@ class SegmentStore:
             return next(each for each in prefixes if not each.has_context)
         return prefixes[0]
 
-    def lacking(self, prefixes: Sequence[SegmentPrefix]) -> list[tuple[SegmentPrefix, Piece]]:
+    def lacking(self, prefixes: Sequence[SegmentPrefix]) -> Iterator[tuple[SegmentPrefix, Piece]]:
         """Chunks of a segment that are not stored, those on their way among them.
 
         Behind which context others store, nobody knows: what engines share has none.
         """
         prefix = next(each for each in prefixes if not each.has_context)
         if not all(self.is_missing(each) for each in prefixes if each.has_context):
-            return []
+            return
         index, chunk_tokens = self._tier.lookup(prefix).index, self._tier.geometry.chunk_tokens
-        pieces = [
-            Piece.rows(first, min(first + chunk_tokens, prefix.num_tokens))
-            for first in range(0, prefix.num_tokens, chunk_tokens)
-        ]
-        return [
-            (prefix, each)
-            for each in pieces
-            if not index.stored(each.kind, prefix.key_at(each.end_tokens))
-        ]
+        for first in range(0, prefix.num_tokens, chunk_tokens):
+            end = min(first + chunk_tokens, prefix.num_tokens)
+            if not index.stored(Kind.ROWS, prefix.key_at(end)):
+                yield prefix, Piece.rows(first, end)
 
     def begin_store(self, prefix: SegmentPrefix) -> list[Entry] | Refusal:
         """Take places for what is missing of a segment: an entry for each piece, ascending.

@@ -28,6 +28,7 @@ _DISTRIBUTIONS = (
     "lmcache",
     "wrapt",
     "packaging",
+    "xxhash",
 )
 _ENTRY_POINT_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
 _SHOWN_VARIABLES = (

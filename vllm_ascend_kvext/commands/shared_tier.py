@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator
 
 from vllm_ascend_kvext.errors import KvextError
-from vllm_ascend_kvext.shared_tier.names import differences
-from vllm_ascend_kvext.shared_tier.open import open_tier, spare_bytes_of
-from vllm_ascend_kvext.shared_tier.protocol import FORMAT_VERSION, Answer, SharedObject, SharedTier
+from vllm_ascend_kvext.shared_tier import open_tier, spare_bytes_of
+from vllm_ascend_kvext.shared_tier.backend import Answer, SharedObject, SharedTier
+from vllm_ascend_kvext.shared_tier.names import FORMAT_VERSION, differences
 
 _CHECK = "status-check"
 _NO_LIMIT_BYTES = 1 << 62
@@ -26,8 +26,8 @@ def describe(url: str) -> tuple[bool, list[str]]:
     what = SharedObject(0, f"{_CHECK}/T0-{os.getpid()}-0{'0' * 31}", 0, 4096)
     tier.register(memoryview(bytearray(os.urandom(4096 + spare_bytes_of(url)))))
     began_s = time.perf_counter()
-    is_well = [*tier.put([what]), *tier.get_into([what], lambda _: None)] == [Answer.WHOLE] * 2
-    tier.forget([what.name])
+    is_well = tier.put(what) is tier.get_into(what, lambda _: None) is Answer.WHOLE
+    tier.forget(what.name)
     milliseconds = (time.perf_counter() - began_s) * 1000
     state = f"works (an object there and back: {milliseconds:.1f} ms)" if is_well else "FAILS"
     return is_well, [f"shared tier {url}, format {FORMAT_VERSION}: {state}", *_contents(tier)]

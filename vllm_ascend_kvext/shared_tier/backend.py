@@ -1,36 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What backends share: seals, which prove that bytes are those that were put, and warnings."""
+"""What a shared tier is asked, and what it answers, whoever keeps its objects.
+
+An object is the bytes of one entry of host memory. Nobody changes one: who puts a name that is
+there has nothing to do. *Notes* are further names that lead to it, one for each boundary within its
+rows: by them a prompt that parts from another in the middle of a chunk finds what they share.
+"""
 
 from __future__ import annotations
 
-import hashlib
+import abc
+import enum
 import logging
 import math
-import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from blake3 import blake3
+from xxhash import xxh3_128
 
-from vllm_ascend_kvext.shared_tier.protocol import FORMAT_VERSION, Answer, SharedObject, SharedTier
+from vllm_ascend_kvext.shared_tier.names import FORMAT_VERSION
 
 logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
 
-_HEAD, _MAGIC = struct.Struct("<8sIQ16s"), b"KVEXTOBJ"
-SEAL_BYTES = _HEAD.size + 32
+SEAL_BYTES = 16
 _QUIET_S = 10.0  # After an error was logged, others are not for so long.
 
 
-def head_of(name: str, num_bytes: int) -> bytes:
-    """Magic, version, length, and the hash of a name: a seal without its checksum."""
-    hashed = hashlib.blake2b(name.encode(), digest_size=16).digest()
-    return _HEAD.pack(_MAGIC, FORMAT_VERSION, num_bytes, hashed)
+def sealed_text(name: str, num_bytes: int) -> bytes:
+    """What a checksum covers behind the content of a name."""
+    return f"{name} {num_bytes} {FORMAT_VERSION}".encode()
 
 
 def seal_of(name: str, content: memoryview | bytes) -> bytes:
-    """A head, and BLAKE3 of the content and the head."""
-    head = head_of(name, len(content))
-    return bytes(head + blake3(content).update(head).digest())
+    """What is kept behind a content: XXH3 of it and its name. Shows damage; anybody can make it."""
+    checksum = xxh3_128(content)
+    checksum.update(sealed_text(name, len(content)))
+    return bytes(checksum.digest())
 
 
 def is_sealed(name: str, value: memoryview | bytes) -> bool:
@@ -38,25 +43,119 @@ def is_sealed(name: str, value: memoryview | bytes) -> bool:
     return value[-SEAL_BYTES:] == seal_of(name, value[:-SEAL_BYTES])
 
 
-class Answers:
-    """What calls for one object after the other come to. Of what comes often, not all is logged."""
+class Answer(enum.Enum):
+    """What has become of one object."""
 
-    def __init__(self, tier: SharedTier, url: str) -> None:
-        self._tier, self._url, self._logged_s = tier, url, -math.inf
+    WHOLE = "whole"
+    """Got and verified; or it is there."""
 
-    def of(self, call: Callable[..., Answer], each: SharedObject, *more: object) -> Answer:
-        """That of a call for an object, which may raise OSError; what is broken is removed."""
+    ABSENT = "absent"
+    BROKEN = "broken"
+    """Bytes, length or name are not those that were put. It is forgotten."""
+
+    UNREACHABLE = "unreachable"
+    """The tier does not work, or has no room."""
+
+
+class SharedObject(NamedTuple):
+    """One object, and where in the registered memory its bytes are, or are to be.
+
+    Attributes:
+        number: Of the job, unique in the engine.
+        name: That of the name space, a slash, and that of the piece: see ``names``.
+        num_bytes: Behind them the backend's ``spare_bytes_of`` are its own, see ``shared_tier``.
+        notes: Names without that of the name space; for puts.
+    """
+
+    number: int
+    name: str
+    offset_bytes: int
+    num_bytes: int
+    notes: tuple[str, ...] = ()
+
+
+class SharedTier(abc.ABC):
+    """A tier, as one rank of an engine uses it. Threads may share it.
+
+    Calls take as long as they take, and raise nothing: threads make them for which nobody waits.
+
+    Attributes:
+        num_get_threads: How many calls of ``get_into`` at once are faster than one.
+    """
+
+    num_get_threads = 1
+
+    def __init__(self, url: str) -> None:
+        self._url, self._logged_s = url, -math.inf
+        self._memory = memoryview(b"")
+
+    def register(self, memory: memoryview) -> None:
+        """Objects are read from, and written to, this memory; dtype: uint8. Called once."""
+        self._memory = memory
+
+    @abc.abstractmethod
+    def exist(self, names: Sequence[str]) -> list[str]:
+        """For each object or note, the name of the object without that of the name space.
+
+        Empty if there is none. No proof: it may be gone, or broken, when it is wanted.
+        """
+
+    def put(self, what: SharedObject) -> Answer:
+        """Store an object. After anything but WHOLE, nobody can get any of its bytes."""
         try:
-            answer = call(each, *more)
+            self._put(what)
         except OSError as error:
-            return self.unreachable(error)
+            return self._unreachable(error)
+        return Answer.WHOLE
+
+    def get_into(self, what: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
+        """Bring an object; ``on_bytes`` is told of bytes as they come.
+
+        After anything but WHOLE, its place holds anything.
+        """
+        try:
+            answer = self._get(what, on_bytes)
+        except OSError as error:
+            return self._unreachable(error)
         if answer is Answer.BROKEN:
-            self._tier.forget([each.name])
-            logger.warning("Shared tier %s: %s is broken, and is removed.", self._url, each.name)
+            self.forget(what.name)
+            logger.warning("Shared tier %s: %s is broken, and is removed.", self._url, what.name)
         return answer
 
-    def unreachable(self, error: object) -> Answer:
+    @abc.abstractmethod
+    def _put(self, what: SharedObject) -> None:
+        """As `put`; raises OSError, as the next one."""
+
+    @abc.abstractmethod
+    def _get(self, what: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
+        """As `get_into`."""
+
+    def _unreachable(self, error: OSError) -> Answer:
+        """Of what comes often, not all is logged."""
         if time.monotonic() - self._logged_s > _QUIET_S:
             self._logged_s = time.monotonic()
             logger.warning("Shared tier %s: %s. What is lacking is computed.", self._url, error)
         return Answer.UNREACHABLE
+
+    @abc.abstractmethod
+    def forget(self, name: str) -> None:
+        """Remove an object, if it is there."""
+
+    @abc.abstractmethod
+    def engines(self) -> dict[str, Mapping[str, Any]]:
+        """The identities of engines that were introduced, as far as they are known; by name space.
+
+        This one and the next may be called while an engine starts.
+        """
+
+    @abc.abstractmethod
+    def introduce(self, namespace: str, identity: Mapping[str, Any]) -> None:
+        """Say to others what a name space stands for: for people, nothing depends on it."""
+
+    @abc.abstractmethod
+    def describe(self) -> tuple[str, Mapping[str, str]]:
+        """How full it is, and what is held of each name space, the largest first; for people."""
+
+    def close(self) -> None:
+        """Nothing is called any more."""
+        self._memory = memoryview(b"")

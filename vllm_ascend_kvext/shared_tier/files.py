@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A shared tier in a folder: of one machine, or of a file system that several machines mount.
 
-    <folder>/kvext1/<name space>/engine.json          what its engines have in common
-    <folder>/kvext1/<name space>/r0/objects/<xx>/     objects of rank 0, one file each
-    <folder>/kvext1/<name space>/r0/notes/<xx>/       notes: symbolic links to objects
+    <folder>/kvext2/<name space>/engine.json          what its engines have in common
+    <folder>/kvext2/<name space>/r0/objects/<xx>/     objects of rank 0, one file each
+    <folder>/kvext2/<name space>/r0/notes/<xx>/       notes: symbolic links to objects
 
 No server, no lock, no index. A file is written under another name and renamed: it is there as a
 whole or not at all, whoever is killed meanwhile. It ends with a seal, for nothing is flushed: a
@@ -15,6 +15,7 @@ few more.
 from __future__ import annotations
 
 import contextlib
+import glob
 import itertools
 import json
 import os
@@ -25,12 +26,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from blake3 import blake3
+from xxhash import xxh3_128
 
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Answers, head_of
-from vllm_ascend_kvext.shared_tier.names import Identity, is_note, piece_of
-from vllm_ascend_kvext.shared_tier.protocol import FORMAT_VERSION, Answer, SharedObject
+from vllm_ascend_kvext.shared_tier.backend import (
+    SEAL_BYTES,
+    Answer,
+    SharedObject,
+    SharedTier,
+    sealed_text,
+)
+from vllm_ascend_kvext.shared_tier.names import FORMAT_VERSION, Identity, is_note, piece_of
 
 _ENGINE_FILE, VERSION_FOLDER = "engine.json", f"kvext{FORMAT_VERSION}"
 
@@ -41,17 +47,17 @@ _BLOCK_OF_DISK_BYTES = 1 << 12
 """Up to so much more than its bytes a file takes, most likely."""
 
 _MAX_GET_THREADS = 4
-"""One reads from a disk, or hashes, what it can: 2 to 6 GB/s."""
+"""One reads from a disk what it can: 2 to 6 GB/s."""
 
 _FULL_SHARE, _LEFT_SHARE = 15 / 16, 7 / 8
 """Of the capacity: beyond the first, files are removed until the second is left."""
-_COUNTED_EVERY, _COUNTED_EVERY_S = 64, 10.0
-"""The folder is counted when such a part of the capacity was put, or so long ago."""
+_COUNTED_EVERY = 64
+"""The folder is counted when such a part of the capacity was put."""
 _UNFINISHED_S = 600.0
 """A file that nobody has renamed for so long belongs to a writer that was killed."""
 
 
-class FilesTier:
+class FilesTier(SharedTier):
     """The objects of one rank; see `SharedTier`.
 
     Args:
@@ -69,6 +75,7 @@ class FilesTier:
         if not url.startswith("file:///"):
             raise SettingsError(f"shared_tier: expected file:///path of a folder, found {url!r}.")
         self._folder = os.path.normpath(url.removeprefix("file://"))
+        super().__init__(self._folder)
         self.root = os.path.join(self._folder, VERSION_FOLDER)
         self._rank = f"r{rank}"
         try:
@@ -94,46 +101,32 @@ class FilesTier:
             )
         self.capacity_bytes = capacity_bytes or space.f_blocks * space.f_frsize // 2
         self.num_get_threads = min(_MAX_GET_THREADS, len(os.sched_getaffinity(0)))
-        self._memory = memoryview(b"")
         self._numbers = itertools.count()
         self._counting = threading.Lock()
-        self._put_bytes, self._next_count_s = self.capacity_bytes, 0.0
-        self._answers = Answers(self, self._folder)
-
-    def register(self, memory: memoryview) -> None:
-        self._memory = memory
-
-    def close(self) -> None:
-        self._memory = memoryview(b"")
+        self._put_bytes = self.capacity_bytes  # So that it is counted at once.
 
     def exist(self, names: Sequence[str]) -> list[str]:
-        return [self._target(self._path(name)) for name in names]
+        return [self._existing(name) for name in names]
 
-    def _target(self, path: str) -> str:
-        name = os.path.basename(path)
+    def _existing(self, name: str) -> str:
+        path = self._path(name)
         with contextlib.suppress(OSError):
             if os.path.exists(path):  # For a link: what it leads to.
-                return os.path.basename(os.readlink(path)) if is_note(name) else name
+                return os.path.basename(os.readlink(path) if is_note(name) else path)
         return ""
 
-    def forget(self, names: Sequence[str]) -> None:
-        for name in names:
-            with contextlib.suppress(OSError):
-                os.unlink(self._path(name))
+    def forget(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self._path(name))
 
-    def put(self, objects: Sequence[SharedObject]) -> list[Answer]:
-        return [self._answers.of(self._put, each) for each in objects]
-
-    def _put(self, each: SharedObject) -> Answer:
-        path = self._path(each.name)
+    def _put(self, what: SharedObject) -> None:
+        path = self._path(what.name)
         if not os.path.exists(path):
-            if not self._make_room(each.num_bytes + _BLOCK_OF_DISK_BYTES):
-                return Answer.UNREACHABLE
+            self._make_room(what.num_bytes + _BLOCK_OF_DISK_BYTES)
             with self._renamed_to(path) as unfinished:
-                self._write(unfinished, each)
-        for note in each.notes:
-            self._link(f"{os.path.dirname(each.name)}/{note}", path)
-        return Answer.WHOLE
+                self._write(unfinished, what)
+        for note in what.notes:
+            self._link(f"{os.path.dirname(what.name)}/{note}", os.path.basename(path))
 
     @contextlib.contextmanager
     def _renamed_to(self, path: str) -> Iterator[str]:
@@ -148,44 +141,37 @@ class FilesTier:
                 os.unlink(unfinished)
             raise
 
-    def _write(self, path: str, each: SharedObject) -> None:
+    def _write(self, path: str, what: SharedObject) -> None:
         file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         try:
-            checksum = blake3()
-            for block in (*self._blocks(each), memoryview(self._head(each))):
+            checksum = xxh3_128()
+            for block in self._blocks(what):
                 checksum.update(block)
                 _write_all(file, block)
-            _write_all(file, memoryview(checksum.digest()))
+            _write_all(file, memoryview(self._seal(what, checksum)))
         finally:
             os.close(file)
 
-    def _link(self, note: str, path: str) -> None:
+    def _link(self, note: str, name: str) -> None:
         """Let a note lead to an object, unless it leads to one that begins no later."""
-        link, name = self._path(note), os.path.basename(path)
-        target = os.path.join("..", "..", "objects", name[-2:], name)
+        link, target = self._path(note), os.path.join("..", "..", "objects", name[-2:], name)
         try:
             self._make_folders(os.path.dirname(link))
             os.symlink(target, link)
         except FileExistsError:
-            known = self._target(link)
-            first_tokens = piece_of(name).first_tokens
-            if not known or piece_of(known).first_tokens > first_tokens:
+            known = self._existing(note)
+            if not known or piece_of(known).first_tokens > piece_of(name).first_tokens:
                 with self._renamed_to(link) as unfinished:
                     os.symlink(target, unfinished)
 
-    def get_into(
-        self, objects: Sequence[SharedObject], on_bytes: Callable[[int], None]
-    ) -> list[Answer]:
-        return [self._answers.of(self._get, each, on_bytes) for each in objects]
-
-    def _get(self, each: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
+    def _get(self, what: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
         try:
-            file = os.open(self._path(each.name), os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(self._path(what.name), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return Answer.ABSENT
         try:
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # Read ahead twice as far.
-            if not self._read(file, each, on_bytes):
+            if not self._read(file, what, on_bytes):
                 return Answer.BROKEN
             with contextlib.suppress(OSError):
                 os.utime(file)
@@ -193,10 +179,10 @@ class FilesTier:
         finally:
             os.close(file)
 
-    def _read(self, file: int, each: SharedObject, on_bytes: Callable[[int], None]) -> bool:
+    def _read(self, file: int, what: SharedObject, on_bytes: Callable[[int], None]) -> bool:
         """Whether all of a file is as it was written."""
-        checksum = blake3()
-        for block in self._blocks(each):
+        checksum = xxh3_128()
+        for block in self._blocks(what):
             left = block
             while left:
                 num_bytes = os.readv(file, [left])
@@ -205,16 +191,16 @@ class FilesTier:
                 left = left[num_bytes:]
             checksum.update(block)
             on_bytes(len(block))
-        head = self._head(each)
-        checksum.update(head)
-        return bool(os.read(file, SEAL_BYTES + 1) == head + checksum.digest())
+        return os.read(file, SEAL_BYTES + 1) == self._seal(what, checksum)
 
-    def _head(self, each: SharedObject) -> bytes:
-        return head_of(f"{self._rank}/{each.name}", each.num_bytes)
+    def _seal(self, what: SharedObject, checksum: xxh3_128) -> bytes:
+        """As `seal_of`, of a content whose checksum has been taken block by block."""
+        checksum.update(sealed_text(f"{self._rank}/{what.name}", what.num_bytes))
+        return bytes(checksum.digest())
 
-    def _blocks(self, each: SharedObject) -> Iterator[memoryview]:
-        end_bytes = each.offset_bytes + each.num_bytes
-        for first in range(each.offset_bytes, end_bytes, _BLOCK_BYTES):
+    def _blocks(self, what: SharedObject) -> Iterator[memoryview]:
+        end_bytes = what.offset_bytes + what.num_bytes
+        for first in range(what.offset_bytes, end_bytes, _BLOCK_BYTES):
             yield self._memory[first : min(first + _BLOCK_BYTES, end_bytes)]
 
     def engines(self) -> dict[str, Identity]:
@@ -247,19 +233,15 @@ class FilesTier:
         }
         return summary, found
 
-    def _make_room(self, num_bytes: int) -> bool:
-        """Whether so many bytes may be put; the oldest files are removed where room is short."""
+    def _make_room(self, num_bytes: int) -> None:
+        """Have so many bytes put: the oldest files are removed where room is short."""
         if num_bytes > self.capacity_bytes * _LEFT_SHARE:
-            return False
+            raise OSError(f"{num_bytes} bytes are too many for {self.capacity_bytes} in all")
         with self._counting:
             self._put_bytes += num_bytes
-            is_due = self._put_bytes * _COUNTED_EVERY >= self.capacity_bytes
-            if is_due or time.monotonic() > self._next_count_s:
-                began_s, self._put_bytes = time.monotonic(), num_bytes
+            if self._put_bytes * _COUNTED_EVERY >= self.capacity_bytes:
+                self._put_bytes = num_bytes
                 self._evict(num_bytes)
-                ended_s = time.monotonic()  # A slow file system is counted less often.
-                self._next_count_s = ended_s + max(_COUNTED_EVERY_S, 10 * (ended_s - began_s))
-        return True
 
     def _evict(self, num_bytes: int) -> None:
         files = sorted(files_below(self.root))
@@ -273,10 +255,10 @@ class FilesTier:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
                 total_bytes -= taken_bytes
-        for link in _entries(self.root, "notes") if is_full else ():
-            if not os.path.exists(link.path):  # What it led to is gone.
+        for link in _paths_below(self.root, "notes") if is_full else ():
+            if not os.path.exists(link):  # What it led to is gone.
                 with contextlib.suppress(OSError):
-                    os.unlink(link.path)
+                    os.unlink(link)
 
     def _make_folders(self, path: str) -> None:
         """Make a folder, and those before it up to that of the tier; all for their owner only."""
@@ -294,20 +276,15 @@ class FilesTier:
 
 def files_below(root: str) -> Iterator[tuple[float, int, str]]:
     """When each file of an object was used, the bytes that it takes, and its path."""
-    for entry in _entries(root, "objects"):
+    for path in _paths_below(root, "objects"):
         with contextlib.suppress(OSError):
-            found = entry.stat(follow_symlinks=False)
-            yield found.st_mtime, max(found.st_size, found.st_blocks * 512), entry.path
+            found = os.lstat(path)
+            yield found.st_mtime, max(found.st_size, found.st_blocks * 512), path
 
 
-def _entries(path: str, *kinds: str, depth: int = 4) -> Iterator[os.DirEntry[str]]:
-    """What lies in name space, rank, kind and shard; what vanishes meanwhile is left out."""
-    with contextlib.suppress(OSError), os.scandir(path) as entries:
-        for entry in entries:
-            if not depth:
-                yield entry
-            elif depth != 2 or entry.name in kinds:
-                yield from _entries(entry.path, *kinds, depth=depth - 1)
+def _paths_below(root: str, kind: str) -> Iterator[str]:
+    """Of all name spaces, ranks and shards; what vanishes meanwhile is left out."""
+    return glob.iglob(f"{glob.escape(root)}/*/*/{kind}/*/*")
 
 
 def _write_all(file: int, left: memoryview) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A shared tier in Mooncake Store: a master knows where objects are, `mooncake_client`s hold them.
 
-    kvext1/r0/<name space>/<object>    an entry of rank 0, moved with its seal and without a copy
-    kvext1/r0/<name space>/<note>      the name of an object, sealed
-    kvext1/engine-<number>             what engines of a name space have in common, sealed
+    kvext2/r0/<name space>/<object>    an entry of rank 0, moved with its seal and without a copy
+    kvext2/r0/<name space>/<note>      the name of an object, sealed
+    kvext2/engine-<number>             what engines of a name space have in common, sealed
 
 What is put first stays.
 """
@@ -23,13 +23,20 @@ from typing import Any
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.shared_tier.backend import (
     SEAL_BYTES,
-    Answers,
+    Answer,
+    SharedObject,
+    SharedTier,
     is_sealed,
     logger,
     seal_of,
 )
-from vllm_ascend_kvext.shared_tier.names import Identity, is_note, namespace_of, piece_of
-from vllm_ascend_kvext.shared_tier.protocol import FORMAT_VERSION, Answer, SharedObject
+from vllm_ascend_kvext.shared_tier.names import (
+    FORMAT_VERSION,
+    Identity,
+    is_note,
+    namespace_of,
+    piece_of,
+)
 
 _ROOT, _NUM_ENGINES = f"kvext{FORMAT_VERSION}", 1024
 # Of Mooncake: by default it tries for 90 s to find a master, and waits 30 s for servers that hang.
@@ -43,7 +50,7 @@ _MEANINGS |= dict.fromkeys((-900, -901), "the master does not answer")
 _GIVEN_UP_S = 50.0  # After 60 s Mooncake gives up a transfer, and does not stop it.
 
 
-class MooncakeTier:
+class MooncakeTier(SharedTier):
     """The objects of one rank; see `SharedTier`. It gives Mooncake no memory.
 
     Args:
@@ -53,10 +60,9 @@ class MooncakeTier:
         SettingsError: If there is no master, or Mooncake's package is not installed.
     """
 
-    num_get_threads = 1  # One call has all that the network gives.
-
     def __init__(self, url: str, rank: int) -> None:
-        self._prefix, self._answers = f"{_ROOT}/r{rank}/", Answers(self, url)
+        super().__init__(url)
+        self._prefix = f"{_ROOT}/r{rank}/"
         for name, value in _VARIABLES.items():
             os.environ.setdefault(name, value)
         network = os.environ.get("MOONCAKE_PROTOCOL", "tcp"), os.environ.get("MOONCAKE_DEVICE", "")
@@ -81,7 +87,8 @@ class MooncakeTier:
         self._pinned.with_hard_pin = True
 
     def register(self, memory: memoryview) -> None:
-        self._memory, self._address = memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        super().register(memory)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         code = self._store.register_buffer(self._address, len(memory))
         if code:
             raise SettingsError(
@@ -101,48 +108,39 @@ class MooncakeTier:
         try:
             there = self._there([self._prefix + name for name in objects if name])
         except OSError as error:
-            self._answers.unreachable(error)
+            self._unreachable(error)
             there = set()
         return [each.rpartition("/")[2] * (self._prefix + each in there) for each in objects]
 
-    def put(self, objects: Sequence[SharedObject]) -> list[Answer]:
-        return [self._answers.of(self._put, each) for each in objects]
-
-    def _put(self, each: SharedObject) -> Answer:
-        key, place, addresses, sizes = self._place(each)
+    def _put(self, what: SharedObject) -> None:
+        key, place, address = self._place(what)
         if not self._there([key]):
-            place[each.num_bytes :] = seal_of(key, place[: each.num_bytes])
-            _checked(self._store.batch_put_from([key], addresses, sizes), _OF_PUTS)
-        namespace, _, own = each.name.rpartition("/")
-        notes, first = [f"{namespace}/{note}" for note in each.notes], piece_of(own).first_tokens
+            place[what.num_bytes :] = seal_of(key, place[: what.num_bytes])
+            _checked(self._store.batch_put_from([key], [address], [len(place)]), _OF_PUTS)
+        namespace, _, own = what.name.rpartition("/")
+        notes, first = [f"{namespace}/{note}" for note in what.notes], piece_of(own).first_tokens
         leads = zip(notes, self.exist(notes), strict=True)
         late = [n for n, lead in leads if not lead or piece_of(lead).first_tokens > first]
-        self._write({self._prefix + note: each.name.encode() for note in late})
-        return Answer.WHOLE
+        self._write({self._prefix + note: what.name.encode() for note in late})
 
-    def get_into(
-        self, objects: Sequence[SharedObject], on_bytes: Callable[[int], None]
-    ) -> list[Answer]:
-        return [self._answers.of(self._get, each, on_bytes) for each in objects]
-
-    def _get(self, each: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
-        (key, place, addresses, sizes), began_s = self._place(each), time.monotonic()
-        codes = self._store.batch_get_into([key], addresses, sizes)
-        if codes == sizes:
-            on_bytes(each.num_bytes)
+    def _get(self, what: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
+        (key, place, address), began_s = self._place(what), time.monotonic()
+        codes = self._store.batch_get_into([key], [address], [len(place)])
+        if codes == [len(place)]:
+            on_bytes(what.num_bytes)
             if is_sealed(key, place):
                 return Answer.WHOLE
         elif time.monotonic() - began_s > _GIVEN_UP_S:
             logger.error(
                 "Shared tier: Mooncake has given up %s, and may go on writing it into host memory: "
                 "its place is nobody's any more. Nothing is got until this engine starts again.",
-                each.name,
+                what.name,
             )
             threading.Event().wait()  # For ever: who is answered has the place reused.
         return Answer.BROKEN if _ABSENT.isdisjoint(_checked(codes)) else Answer.ABSENT
 
-    def forget(self, names: Sequence[str]) -> None:
-        self._store.batch_remove([self._prefix + name for name in names], True)
+    def forget(self, name: str) -> None:
+        self._store.batch_remove([self._prefix + name], True)
 
     def engines(self) -> dict[str, Identity]:
         keys = [f"{_ROOT}/engine-{number}" for number in range(_NUM_ENGINES)]
@@ -159,10 +157,10 @@ class MooncakeTier:
     def describe(self) -> tuple[str, Mapping[str, str]]:
         return "how full it is, only its master's metrics say (port 9003 by default)", {}
 
-    def _place(self, each: SharedObject) -> tuple[str, memoryview, list[int], list[int]]:
-        """The key of an object; its place, seal included; the address and the size of that."""
-        place = self._memory[each.offset_bytes :][: each.num_bytes + SEAL_BYTES]
-        return self._prefix + each.name, place, [self._address + each.offset_bytes], [len(place)]
+    def _place(self, what: SharedObject) -> tuple[str, memoryview, int]:
+        """The key of an object; its place, seal included; the address of that."""
+        place = self._memory[what.offset_bytes :][: what.num_bytes + SEAL_BYTES]
+        return self._prefix + what.name, place, self._address + what.offset_bytes
 
     def _there(self, keys: list[str]) -> set[str]:
         codes = _checked(self._store.batch_is_exist(keys) if keys else [])

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.shared_tier.protocol import FORMAT_VERSION
 from vllm_ascend_kvext.store.entries import Kind, Piece
 
 Identity = Mapping[str, Any]
 """Plain data, by part."""
+
+FORMAT_VERSION = 2
+"""Of objects and names: those of another version are not looked at."""
 
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SAMPLE_BYTES, _SAMPLES_OF_TENSOR, _SAMPLES_OF_FILE = 256, 8, 4096
@@ -52,15 +54,10 @@ def is_note(name: str) -> bool:
     return name.rpartition("/")[2].startswith("N")
 
 
-def object_name(piece: Piece, key: bytes) -> str:
-    """The name of a piece that ends with a key."""
-    kind = "T" if piece.kind is Kind.TAILS else "R"
+def object_name(piece: Piece, key: bytes, is_segment: bool = False) -> str:
+    """The name of a piece that ends with a key; those of segments are no hashes of prompts."""
+    kind = "S" if is_segment else "T" if piece.kind is Kind.TAILS else "R"
     return f"{kind}{piece.first_tokens}-{piece.end_tokens}-{key.hex()[:32]}"
-
-
-def segment_name(piece: Piece, key: bytes) -> str:
-    """The same for a segment, whose keys are no hashes of prompts: see ``blending``."""
-    return f"S{object_name(piece, key)[1:]}"
 
 
 def piece_of(name: str) -> Piece:

@@ -36,6 +36,7 @@ class Question:
         missing: Chunks in there, as far as the prompt has them, whose rows host memory lacks.
         tails_tokens: The last boundary at which host memory has tails; 0 if there is none.
         goes_on_behind_holes: Whether rows are of use behind others that nobody has.
+        segments: What host memory lacks of segments that might be reused.
     """
 
     prefix: Prefix
@@ -44,23 +45,23 @@ class Question:
     missing: tuple[TokenRange, ...]
     tails_tokens: int
     goes_on_behind_holes: bool
+    segments: Sequence[tuple[Prefix, Piece]]
 
-
-def existing(wanted: Sequence[FoundObject], exist: Exist) -> list[FoundObject]:
-    """Those of some objects that are there."""
-    names = exist([each.name for each in wanted]) if wanted else []
-    return [each for each, name in zip(wanted, names, strict=True) if name]
+    def __bool__(self) -> bool:
+        """Whether there is anything to ask."""
+        return bool(self.missing or self.tails_tokens < self.tokens.end_tokens or self.segments)
 
 
 def search(question: Question, exist: Exist) -> list[FoundObject]:
-    """What to get, in the order in which it is wanted: rows ascending, then tails."""
+    """What to get, in the order in which it is wanted: rows ascending, tails, then segments."""
     rows = _search_rows(question, exist) if question.missing else []
     end_tokens = _rows_end(question, rows)
     tails: list[FoundObject] = []
     if question.geometry.needs_tails:
         tails = _search_tails(question, exist, end_tokens)
         end_tokens = tails[0].end_tokens if tails else question.tails_tokens
-    return [*(each for each in rows if each.piece.first_tokens < end_tokens), *tails]
+    of_use = [each for each in rows if each.piece.first_tokens < end_tokens]
+    return [*of_use, *tails, *_search_segments(question, exist)]
 
 
 def _search_rows(question: Question, exist: Exist) -> list[FoundObject]:
@@ -123,3 +124,12 @@ def _search_tails(question: Question, exist: Exist, end_tokens: int) -> list[Fou
             if name:
                 return [FoundObject(name, Piece.tails(boundary), boundary, question.prefix)]
     return []
+
+
+def _search_segments(question: Question, exist: Exist) -> list[FoundObject]:
+    wanted = []
+    for prefix, piece in question.segments:
+        name = object_name(piece, prefix.key_at(piece.end_tokens), is_segment=True)
+        wanted.append(FoundObject(name, piece, piece.end_tokens, prefix))
+    names = exist([each.name for each in wanted]) if wanted else []
+    return [each for each, name in zip(wanted, names, strict=True) if name]

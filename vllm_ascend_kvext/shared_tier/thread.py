@@ -18,22 +18,17 @@ class TierThread:
 
     def __init__(self, name: str, on_start: Call = lambda: None, num_threads: int = 1) -> None:
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._serve, args=[on_start], name=name, daemon=True)
-            for _ in range(num_threads)
-        ]
+        self._num_threads = num_threads
+        for _ in range(num_threads):
+            threading.Thread(target=self._serve, args=[on_start], name=name, daemon=True).start()
 
     def submit(self, call: Call) -> None:
-        """Make a call some time later. The first ones start a thread each."""
+        """Make a call some time later."""
         self._calls.put(call)
-        for thread in self._threads:
-            if thread.ident is None:
-                thread.start()
-                break
 
     def close(self) -> None:
         """End the threads behind what was submitted; does not wait for them."""
-        for _ in self._threads:
+        for _ in range(self._num_threads):
             self._calls.put(None)
 
     def _serve(self, call: Call | None) -> None:

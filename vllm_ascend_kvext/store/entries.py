@@ -72,6 +72,7 @@ class Entry:
         is_being_written: Whether its store has not ended, wanted or not.
         num_pins: Loads in progress.
         num_leading_keys: How many of the keys lead to it, and not to a longer entry.
+        is_shared: Whether a shared tier has it, too, or is being given it; callers write it.
     """
 
     number: int
@@ -87,6 +88,7 @@ class Entry:
     num_pins: int = 0
     row_map: Any = None
     num_leading_keys: int = 0
+    is_shared: bool = False
 
     @property
     def key(self) -> bytes:

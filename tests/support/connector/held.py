@@ -67,7 +67,7 @@ def held_by(side: ConnectorScheduler) -> Held:
         hole_ids=frozenset(parked),
         loaded_hole_ids=frozenset(each for each, hole in parked.items() if hole.is_loaded),
         num_planned_stores=side._stores.num_planned + len(side._swaps),
-        num_stores=len(side._jobs) + side._jobs.num_shared,
+        num_stores=len(side._jobs) + (len(side.shared._jobs) if side.shared else 0),
         num_referenced_blocks=side.references.num_references,
         num_awaited_blocks=num_awaited_blocks,
         num_begun_segments=num_begun_segments,

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vllm_ascend_kvext.shared_tier.backend import Answer, SharedObject
 from vllm_ascend_kvext.shared_tier.files import FilesTier
-from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
 
 
 def objects(folder: Path) -> list[Path]:
-    return sorted(folder.glob("kvext1/*/r*/objects/*/*"))
+    return sorted(folder.glob("kvext2/*/r*/objects/*/*"))
 
 
 def forge(folder: Path, path: Path, content: bytes) -> None:
@@ -20,4 +20,4 @@ def forge(folder: Path, path: Path, content: bytes) -> None:
     tier = FilesTier(f"file://{folder}", None, rank)
     tier.register(memoryview(bytearray(content)))
     what = SharedObject(0, f"{namespace}/{path.name}", 0, len(content))
-    assert tier.put([what]) == [Answer.WHOLE]
+    assert tier.put(what) is Answer.WHOLE

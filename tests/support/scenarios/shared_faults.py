@@ -171,7 +171,7 @@ def stuck(engine: Engine) -> None:
             time.sleep(1000)
         return exist(tier, names)
 
-    assert objects_of(folder / "kvext1")
+    assert objects_of(folder / "kvext2")
     FilesTier._read = read_and_hang  # type: ignore[method-assign]
     FilesTier.exist = exist_and_hang  # type: ignore[method-assign]
     for name in FAULTS:
@@ -271,7 +271,7 @@ def faults(engine: Engine) -> None:
     from vllm_ascend_kvext.connector.scheduler import shared_side
 
     patience_s = {name: getattr(shared_side, name) for name in PATIENCE_S}
-    root = Path(engine.plan["folder"]) / "kvext1"
+    root = Path(engine.plan["folder"]) / "kvext2"
     kept = root.with_name("kept")
     shutil.copytree(root, kept, symlinks=True)
     stream, shared = _Stream(engine), engine.side.shared

@@ -19,8 +19,8 @@ from vllm_ascend_kvext.connector.common.options import parse_options
 from vllm_ascend_kvext.connector.worker import shared_transfers
 from vllm_ascend_kvext.connector.worker.shared_transfers import SharedTransfers
 from vllm_ascend_kvext.shared_tier import files
+from vllm_ascend_kvext.shared_tier.backend import Answer, SharedObject
 from vllm_ascend_kvext.shared_tier.files import FilesTier
-from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
 
 NUM_BYTES = 3 << 20
 WHAT = SharedObject(1, f"engine/R0-64-{'a' * 32}", 64, NUM_BYTES)
@@ -56,10 +56,10 @@ def hold_gets(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> list[in
     """Let gets wait; the numbers of those that have begun."""
     begun: list[int] = []
 
-    def get_into(tier: FilesTier, objects: Sequence[SharedObject], on_bytes: Any) -> list[Answer]:
-        begun.extend(each.number for each in objects)
+    def get_into(tier: FilesTier, what: SharedObject, on_bytes: Any) -> Answer:
+        begun.append(what.number)
         gate.wait(20)
-        return [Answer.WHOLE]
+        return Answer.WHOLE
 
     monkeypatch.setattr(FilesTier, "get_into", get_into)
     return begun
@@ -84,8 +84,8 @@ def test_ranks_with_the_same_kv_put_it_once(make: Callable[..., Worker], tmp_pat
     for worker in workers:
         worker.run(puts=whats)
         assert 0 < worker.results.traffic["put"].transfers < len(whats)
-    assert len(list(tmp_path.glob("kvext1/*/r0/objects/*/*"))) == len(whats)
-    assert not list(tmp_path.glob("kvext1/*/r1"))
+    assert len(list(tmp_path.glob("kvext2/*/r0/objects/*/*"))) == len(whats)
+    assert not list(tmp_path.glob("kvext2/*/r1"))
     assert sum(worker.results.traffic["put"].num_bytes for worker in workers) == 16 * 4096
     for worker in workers:
         worker.run(gets=[each._replace(number=100 + each.number) for each in whats])
@@ -97,7 +97,7 @@ def test_each_failure_is_told_by_its_kind(
 ) -> None:
     worker = make()
     worker.run(gets=[WHAT])
-    monkeypatch.setattr(FilesTier, "put", lambda *_: [Answer.UNREACHABLE])
+    monkeypatch.setattr(FilesTier, "put", lambda *_: Answer.UNREACHABLE)
     worker.run(puts=[WHAT._replace(number=2)])
     monkeypatch.setattr(FilesTier, "put", lambda *_: 1 / 0)
     worker.run(puts=[WHAT._replace(number=3)])
@@ -111,7 +111,7 @@ def test_reports_of_workers_are_joined() -> None:
     for results in (joined, other):
         results.stores_ended[1] = 1
         results.got_bytes = 10
-        results.shared_failures = {"get_absent": 1}
+        results.shared_failures["get_absent"] = 1
     joined.add(other)
     assert (joined.stores_ended, joined.got_bytes) == ({1: 2}, 20)
     assert joined.shared_failures == {"get_absent": 2}
@@ -129,7 +129,7 @@ def test_what_has_waited_too_long_is_not_begun(
     monkeypatch.setattr(shared_transfers, "MAX_CALL_S", 0.0)
     worker.transfers.submit([WHAT._replace(number=3)], [])
     gate.set()
-    monkeypatch.setattr(FilesTier, "put", lambda *_: [Answer.WHOLE])
+    monkeypatch.setattr(FilesTier, "put", lambda *_: Answer.WHOLE)
     worker.run(puts=[WHAT._replace(number=4)])
     until(lambda: not worker.transfers.wait_for_end(0.01), "the end")
     worker.results.add(worker.transfers.take_output())
@@ -143,10 +143,10 @@ def test_what_was_queued_behind_a_slow_failure_is_not_begun(
     """Each would fail as slowly, and keep its place until then."""
     worker, gate, begun = make(), threading.Event(), []
 
-    def put(tier: FilesTier, objects: Sequence[SharedObject]) -> list[Answer]:
-        begun.extend(each.number for each in objects)
+    def put(tier: FilesTier, what: SharedObject) -> Answer:
+        begun.append(what.number)
         gate.wait(20)
-        return [Answer.UNREACHABLE]
+        return Answer.UNREACHABLE
 
     monkeypatch.setattr(FilesTier, "put", put)
     monkeypatch.setattr(shared_transfers, "MAX_FAILED_S", 0.0)
@@ -166,10 +166,10 @@ def test_a_tier_is_closed_unless_it_is_at_a_call(
     monkeypatch.setattr(FilesTier, "close", lambda tier: closed.append(tier))
     worker, gate, begun = make(), threading.Event(), threading.Event()
 
-    def put(tier: FilesTier, objects: Sequence[SharedObject]) -> list[Answer]:
+    def put(tier: FilesTier, what: SharedObject) -> Answer:
         begun.set()
         gate.wait(20)
-        return [Answer.WHOLE]
+        return Answer.WHOLE
 
     monkeypatch.setattr(FilesTier, "put", put)
     worker.transfers.submit([], [WHAT])
@@ -202,7 +202,9 @@ def test_gets_do_not_wait_for_puts(
 ) -> None:
     worker, gate = make(), threading.Event()
     worker.run(puts=[WHAT])
-    monkeypatch.setattr(FilesTier, "put", lambda *_: [Answer.WHOLE] if gate.wait(20) else [])
+    monkeypatch.setattr(
+        FilesTier, "put", lambda *_: Answer.WHOLE if gate.wait(20) else Answer.ABSENT
+    )
     worker.transfers.submit([], [WHAT._replace(number=2)])
     worker.run(gets=[WHAT._replace(number=3)])
     assert 2 not in worker.results.stores_ended

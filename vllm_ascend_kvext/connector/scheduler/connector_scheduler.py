@@ -9,6 +9,7 @@ It is made when the workers have registered their pages. In a step, vLLM calls
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
@@ -117,7 +118,7 @@ class ConnectorScheduler:
             logger.warning("KvextConnector: hole_reuse is off: %s.", refusal)
         spare_bytes = 0
         if options.shared_tier:
-            from vllm_ascend_kvext.shared_tier.open import spare_bytes_of
+            from vllm_ascend_kvext.shared_tier import spare_bytes_of
 
             spare_bytes = spare_bytes_of(options.shared_tier)
         self.tier = HostTier(
@@ -134,7 +135,7 @@ class ConnectorScheduler:
         self.counters = ConnectorCounters(
             tier=self.tier.counters, capacity_bytes=self.tier.capacity_bytes
         )
-        self._jobs = StoreJobs(self.references, len(workers))
+        self._jobs = StoreJobs(self.references, len(workers), itertools.count())
         parts = SchedulerParts(
             view,
             layout,
@@ -210,11 +211,7 @@ class ConnectorScheduler:
         if self.segments.has_to_wait(request):
             return None
         state = self._states[request.request_id]
-        if (
-            self.shared is not None
-            and not self.segments.is_segment(request.request_id)
-            and self.shared.has_to_wait(request, state, num_computed_tokens)
-        ):
+        if self.shared is not None and self.shared.has_to_wait(request, state, num_computed_tokens):
             return None
         return self._loads.match(request, state, num_computed_tokens)
 

@@ -15,26 +15,26 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, StoredTokens
 from vllm_ascend_kvext.connector.common.messages import WorkerOutput
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.common.scheduler_view import Request
+from vllm_ascend_kvext.connector.common.store_jobs import StoreJobs
 from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadState
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
 from vllm_ascend_kvext.layout.row_map import RowMap
-from vllm_ascend_kvext.shared_tier import names
-from vllm_ascend_kvext.shared_tier.open import open_tier
-from vllm_ascend_kvext.shared_tier.protocol import SharedObject
-from vllm_ascend_kvext.shared_tier.search import FoundObject, Question, existing, search
+from vllm_ascend_kvext.shared_tier import names, open_tier
+from vllm_ascend_kvext.shared_tier.backend import SharedObject
+from vllm_ascend_kvext.shared_tier.search import FoundObject, Question, search
 from vllm_ascend_kvext.shared_tier.thread import TierThread
 from vllm_ascend_kvext.store.counters import Refusal
 from vllm_ascend_kvext.store.entries import Entry, Kind, Load, Piece
-from vllm_ascend_kvext.store.prefix import HashedPrefix, Prefix
+from vllm_ascend_kvext.store.prefix import Prefix
 from vllm_ascend_kvext.store.store_policy import StorePolicy
 from vllm_ascend_kvext.token_range import TokenRange
 
@@ -58,32 +58,31 @@ _IDLE_WAIT_S = 0.001  # So long a step that computes nothing waits for an answer
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
-    """A question, also for segments, and what it found once it ``is_answered``."""
+class _Get:
+    """What an object that is being got takes, and how many tokens it saves.
 
-    question: Question | None
-    segments: Sequence[FoundObject]
-    asked_s: float
-    is_dropped: bool = False  # Nobody waits for the answer any more.
-    began_s: float | None = None
-    seconds: float = 0.0
-    found: Sequence[FoundObject] = ()
-    is_answered: threading.Event = field(default_factory=threading.Event)
-
-
-@dataclass(slots=True)
-class SharedRequest:
-    """What was asked for one request, and the numbers of the gets that it waits for."""
-
-    asked: _Asked | None = None
-    awaited: set[int] = field(default_factory=set)
-
-
-class _Get(NamedTuple):
-    """What an object that is waited for takes, and what it saves."""
+    ``is_awaited`` until it has ended, or requests wait for it no longer.
+    """
 
     num_bytes: int
     num_tokens: int
+    is_awaited: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class SharedRequest:
+    """What was asked for one request, and what it waits for.
+
+    Attributes:
+        question: None if it waits for no answer, or not any more.
+        found: The answer, once it ``is_answered``; the thread writes it.
+    """
+
+    question: Question | None = None
+    asked_s: float = 0.0
+    found: Sequence[FoundObject] = ()
+    is_answered: threading.Event = field(default_factory=threading.Event)
+    gets: list[_Get] = field(default_factory=list)
 
 
 class SharedSide:
@@ -118,24 +117,20 @@ class SharedSide:
         self._shared = open_tier(options.shared_tier, options.shared_tier_bytes, rank=0)
         self._introduce(options.shared_tier, identity)
         self._thread = TierThread("kvext-shared-lookups")
-        self._running: _Asked | None = None  # Written by the thread.
-        self._last_asked: _Asked | None = None
+        self._began_s: float | None = None  # A question that the thread is at; it writes this.
+        self._last_asked: SharedRequest | None = None
         self._num_asked = self._num_behind = 0  # In this step.
-        self._gets: list[SharedObject] = []
-        self._puts: list[SharedObject] = []
-        self._awaited: dict[int, _Get] = {}  # By number.
-        self._overdue: set[int] = set()  # Nobody waits for them any more.
-        self._get_bytes = 0
-        self._number_of: dict[Entry, int] = {}  # Of entries that are being got.
+        self._jobs = StoreJobs(parts.references, parts.jobs.num_workers, parts.jobs.numbers)
+        self._last_change_s = 0.0  # Of these.
+        self._new_gets: list[SharedObject] = []  # Of the next step.
+        self._new_puts: list[SharedObject] = []
+        self._gets: dict[Entry, _Get] = {}  # By the entry that they fill.
         # Since when something is awaited without a break, and what has come since.
         self._busy_since_s = self._last_bytes_s = 0.0
         self._busy_bytes = 0.0
         self._num_silent = 0  # Steps since that brought nothing.
         self._paused_until_s = self._puts_paused_until_s = -PAUSE_S
         self._put_bytes = 0
-        self._num_under_way = 0
-        self._last_change_s = 0.0  # Of those under way.
-        self._is_put: set[int] = set()  # Entries that are there, or on their way, by number.
         self._is_off = False
 
     def _introduce(self, url: str, identity: names.Identity) -> None:
@@ -160,6 +155,8 @@ class SharedSide:
         """Whether to look at a request later: something is asked, or got, for its prompt."""
         if self._is_off or request.lora_request or request.skip_reading_prefix_cache:
             return False  # vLLM knows an adapter by its name only.
+        if self._segments.is_segment(request.request_id):
+            return False
         known = state.shared
         if known is None:  # It is asked once.
             if self._num_asked >= MAX_ASKED:
@@ -167,98 +164,86 @@ class SharedSide:
                 return self._num_behind <= MAX_BEHIND
             known = state.shared = SharedRequest()
             self._ask(request, known, num_computed_tokens)
-        if known.asked is not None:
-            if known.asked.is_answered.is_set():
-                self._counters.shared_lookup_seconds += known.asked.seconds
-                self._begin_gets(request, known, known.asked)
-            elif self._is_late():
+        if known.question is not None:
+            is_late = self._is_late()
+            if known.is_answered.is_set():
+                self._begin_gets(request, known, known.question)
+            elif is_late or self._clock() - known.asked_s > MAX_QUEUED_S:
                 self._counters.shared_requests["late"] += 1
-                self._pause("an answer takes too long")
-            elif self._clock() - known.asked.asked_s > MAX_QUEUED_S:
-                self._counters.shared_requests["late"] += 1
-                known.asked.is_dropped = True
+                if is_late:
+                    self._pause("an answer takes too long")
             else:
                 return True
-            known.asked = None
-        return not known.awaited.isdisjoint(self._awaited)
+            known.question = None
+        return any(each.is_awaited for each in known.gets)
 
     def _ask(self, request: Request, known: SharedRequest, num_computed_tokens: int) -> None:
         question = self._question(request, known, num_computed_tokens)
-        segments = [
-            FoundObject(
-                names.segment_name(piece, prefix.key_at(piece.end_tokens)),
-                *(piece, piece.end_tokens, prefix),
-            )
-            for prefix, piece in self._segments.lacking(request.request_id)
-        ]
-        if question is None and not segments:
+        if not question:
             return
         # While something hangs, its place is lost: there are to be no more of these.
-        if self._clock() < self._paused_until_s or self._is_late() or self._overdue:
+        is_hanging = self._is_late() or not all(each.is_awaited for each in self._gets.values())
+        if is_hanging or self._clock() < self._paused_until_s:
             self._counters.shared_requests["paused"] += 1
             return
-        known.asked = self._last_asked = _Asked(question, segments, self._clock())
+        known.question, known.asked_s, self._last_asked = question, self._clock(), known
         self._num_asked += 1
-        self._thread.submit(partial(self._answer, known.asked))
+        self._thread.submit(partial(self._answer, known))
 
-    def _question(self, request: Request, known: SharedRequest, after: int) -> Question | None:
-        """What to ask; None if there is nothing to get. Notes gets of others that are of use."""
+    def _question(self, request: Request, known: SharedRequest, after: int) -> Question:
+        """What to ask. Notes gets of others that are of use."""
         geometry, prefix = self._geometry, self._parts.view.prefix(request)
-        limit = geometry.floor(min(request.num_tokens - 1, prefix.num_tokens))
-        if limit <= after:
-            return None
+        limit = max(after, geometry.floor(min(request.num_tokens - 1, prefix.num_tokens)))
         index = self._tier.lookup(prefix).index
-        chunk_tokens, unit_tokens = geometry.chunk_tokens, geometry.unit_tokens
         missing: list[TokenRange] = []
         tails_tokens = limit
-        if geometry.needs_rows:
-            for end in range(geometry.chunk_end(after), limit + chunk_tokens, chunk_tokens):
-                chunk = TokenRange(max(after, end - chunk_tokens), min(end, limit))
+        if geometry.needs_rows and limit > after:
+            for first in (after, *range(geometry.chunk_end(after), limit, geometry.chunk_tokens)):
+                chunk = TokenRange(first, min(geometry.chunk_end(first), limit))
                 entry = index.present(Kind.ROWS, prefix.key_at(chunk.end_tokens))
                 self._await(known, entry)
                 missing += [] if entry else [chunk]
-        if geometry.needs_tails:
+        if geometry.needs_tails and limit > after:
+            unit_tokens = geometry.unit_tokens
             boundaries = range(geometry.floor(after) + unit_tokens, limit + 1, unit_tokens)
             num_before = index.upto_present(Kind.TAILS, prefix.keys_at(boundaries))
             tails_tokens = boundaries[num_before - 1] if num_before else 0
             if num_before:
                 self._await(known, index.present(Kind.TAILS, prefix.key_at(tails_tokens)))
-        if not missing and tails_tokens == limit:
-            return None
-        # Hashes that nobody changes while the thread reads them.
-        hashes = tuple(prefix.hashes[: limit // prefix.tokens_per_hash])
-        prefix = HashedPrefix(hashes, prefix.tokens_per_hash)
-        goes_on = self._parts.computes_holes
-        tokens = TokenRange(after, limit)
-        return Question(prefix, geometry, tokens, tuple(missing), tails_tokens, goes_on)
+        return Question(
+            # Hashes that nobody changes while the thread reads them.
+            replace(prefix, hashes=tuple(prefix.hashes[: limit // prefix.tokens_per_hash])),
+            geometry,
+            TokenRange(after, limit),
+            tuple(missing),
+            tails_tokens,
+            self._parts.computes_holes,
+            self._segments.lacking(request.request_id),
+        )
 
     def _await(self, known: SharedRequest, entry: Entry | None) -> None:
         """Have a request wait for an entry, if it is being got."""
-        if entry is not None and entry in self._number_of:
-            known.awaited.add(self._number_of[entry])
+        if entry in self._gets:
+            known.gets.append(self._gets[entry])
 
-    def _answer(self, asked: _Asked) -> None:
+    def _answer(self, known: SharedRequest) -> None:
         """On the thread. How long it takes counts from here: many at once are not a slow tier."""
-        if asked.is_dropped:
-            asked.is_answered.set()
-            return
-        asked.began_s = began_s = self._clock()
-        self._running = asked
+        began_s = self._began_s = self._clock()
         try:
-            found = [] if asked.question is None else search(asked.question, self._exist)
-            asked.found = [*found, *existing(asked.segments, self._exist)]
+            question = known.question
+            if question is not None:  # Somebody waits for it still.
+                known.found = search(question, self._exist)
         finally:
-            asked.seconds = self._clock() - began_s
-            self._running = None
-            asked.is_answered.set()
+            self._counters.shared_lookup_seconds += self._clock() - began_s
+            self._began_s = None
+            known.is_answered.set()
 
     def _exist(self, asked: Sequence[str]) -> list[str]:
         return self._shared.exist([f"{self._namespace}/{name}" for name in asked])
 
     def _is_late(self) -> bool:
         """Whether the thread is at a question for too long: all behind it would wait, too."""
-        running = self._running
-        began_s = None if running is None else running.began_s
+        began_s = self._began_s
         return began_s is not None and self._clock() - began_s > MAX_LOOKUP_S
 
     def _pause(self, why: str) -> None:
@@ -269,14 +254,17 @@ class SharedSide:
 
     # Getting.
 
-    def _begin_gets(self, request: Request, known: SharedRequest, asked: _Asked) -> None:
+    def _begin_gets(self, request: Request, known: SharedRequest, question: Question) -> None:
         """Take places in host memory for what was found, and have the workers fill them."""
         use = self._tier.next_use()
-        after_tokens = 0 if asked.question is None else asked.question.tokens.first_tokens
+        after_tokens = question.tokens.first_tokens
+        left_bytes = self._tier.capacity_bytes * MAX_GET_SHARE
+        left_bytes -= sum(each.num_bytes for each in self._gets.values())
         is_paused = self._clock() < self._paused_until_s
-        for name, piece, end_tokens, prefix in () if is_paused else asked.found:
-            num_bytes, contents = self._contents(prefix, piece, end_tokens)
-            if self._get_bytes + num_bytes > self._tier.capacity_bytes * MAX_GET_SHARE:
+        for name, piece, end_tokens, prefix in () if is_paused else known.found:
+            contents = self._contents(prefix, piece, end_tokens)
+            num_bytes = self._num_bytes(piece, contents)
+            if num_bytes > left_bytes:
                 break
             shared_piece = piece._replace(end_tokens=end_tokens)
             entry = self._tier.begin_store(prefix, shared_piece, num_bytes, use)
@@ -286,57 +274,56 @@ class SharedSide:
                 if entry in (Refusal.ALREADY_STORED, Refusal.BEING_STORED):
                     continue
                 break  # What lies behind is of less use without it.
-            number = self._begin(
-                partial(self._end_get, entry, num_bytes, contents, prefix, request)
-            )
-            what = SharedObject(number, f"{self._namespace}/{name}", entry.offset_bytes, num_bytes)
-            self._gets.append(what)
-            self._get_bytes += num_bytes
-            if not self._awaited:
+            left_bytes -= num_bytes
+            if not any(each.is_awaited for each in self._gets.values()):
                 self._busy_since_s = self._last_bytes_s = self._clock()
                 self._busy_bytes = self._num_silent = 0
             # Without its tails, rows are of no use.
             num_tokens = end_tokens - piece.first_tokens or end_tokens - after_tokens
-            self._awaited[number] = _Get(num_bytes, num_tokens)
-            self._number_of[entry] = number
-            known.awaited.add(number)
-        result = "found" if known.awaited else "paused" if is_paused else "absent"
+            self._gets[entry] = _Get(num_bytes, num_tokens)
+            self._await(known, entry)
+            number = self._jobs.begin((), partial(self._end_get, entry, contents, prefix, request))
+            name = f"{self._namespace}/{name}"
+            self._new_gets.append(SharedObject(number, name, entry.offset_bytes, num_bytes))
+        result = "found" if known.gets else "paused" if is_paused else "absent"
         self._counters.shared_requests[result] += 1
 
-    def _contents(
-        self, prefix: Prefix, piece: Piece, end_tokens: int
-    ) -> tuple[int, RowMap | StoredTokens]:
-        """The bytes of an object, and what its entry holds of a prefix."""
+    def _contents(self, prefix: Prefix, piece: Piece, end_tokens: int) -> RowMap | StoredTokens:
+        """What the entry of an object holds of a prefix."""
         if isinstance(prefix, SegmentPrefix):
             assert self._segments.store is not None
-            stored = self._segments.store.contents(prefix, piece)
-            return self._segments.store.num_bytes(stored), stored
+            return self._segments.store.contents(prefix, piece)
         layout = self._parts.layout
         row_map = layout.row_map(piece)
         if end_tokens < piece.end_tokens:  # Rows behind are of another prompt.
             row_map = layout.rows_within(row_map, piece.first_tokens, end_tokens)
-        return layout.num_bytes(piece), row_map
+        return row_map
+
+    def _num_bytes(self, piece: Piece, contents: RowMap | StoredTokens) -> int:
+        """Of the object of a piece."""
+        if isinstance(contents, StoredTokens):
+            assert self._segments.store is not None
+            return self._segments.store.num_bytes(contents)
+        return self._parts.layout.num_bytes(piece)
 
     def _end_get(
         self,
         entry: Entry,
-        num_bytes: int,
         contents: RowMap | StoredTokens,
         prefix: Prefix,
         request: Request,
         has_failed: bool,
     ) -> None:
-        number = self._number_of.pop(entry)
-        self._awaited.pop(number, None)
-        self._overdue.discard(number)
-        self._get_bytes -= num_bytes
+        self._gets.pop(entry).is_awaited = False
+        self._last_change_s = self._clock()
         if has_failed:
             self._tier.abandon_store(entry)
         elif self._tier.finish_store(entry, contents):
-            self._is_put.add(entry.number)
+            entry.is_shared = True
             self._counters.shared_tokens += entry.piece.end_tokens - entry.piece.first_tokens
             if isinstance(prefix, SegmentPrefix):
-                self._segments.trust_keys()
+                # An engine like this one has compared keys, and found nothing.
+                self._segments.note_key_checks(self._jobs.num_workers, "")
             else:
                 self._events.stored(entry, prefix, request)
 
@@ -344,23 +331,11 @@ class SharedSide:
     def has_transfers(self) -> bool:
         """Whether gets and puts are under way that do not hang: steps are made for these only."""
         is_quiet = self._clock() - self._last_change_s > MAX_QUIET_S
-        return self._num_under_way > 0 and not is_quiet
-
-    def _begin(self, on_end: Callable[[bool], None]) -> int:
-        """The number of a get or put, whose end is then told."""
-
-        def end(has_failed: bool) -> None:
-            self._num_under_way -= 1
-            self._last_change_s = self._clock()
-            on_end(has_failed)
-
-        self._num_under_way += 1
-        self._last_change_s = self._clock()
-        return self._parts.jobs.begin((), end, is_shared=True)
+        return bool(self._new_gets or self._new_puts or (self._jobs and not is_quiet))
 
     def _check_patience(self) -> None:
         """Wait no longer for what does not come, or comes slower than it can be computed."""
-        left = self._awaited.values()
+        left = [each for each in self._gets.values() if each.is_awaited]
         if not left:
             return
         now_s = self._clock()
@@ -377,8 +352,8 @@ class SharedSide:
         is_slow = busy_s > MAX_STALL_S and left_s > affordable_s + MAX_STALL_S
         if has_stalled or (self._busy_bytes and is_slow):
             self._counters.shared_requests["given_up"] += 1
-            self._overdue.update(self._awaited)
-            self._awaited.clear()  # What comes all the same is for later requests.
+            for each in left:
+                each.is_awaited = False  # What comes all the same is for later requests.
             self._pause("what it has does not come" if has_stalled else "computing is faster")
 
     # Putting.
@@ -402,25 +377,11 @@ class SharedSide:
         if self._puts_all and not request.lora_request:
             self.put(entry)
 
-    def note_removed(self, entry: Entry) -> None:
-        """An entry is not in host memory any more."""
-        self._is_put.discard(entry.number)
-
     def put(self, entry: Entry) -> None:
         """Have an entry put, unless it was, or too much is on its way."""
-        if self._is_off or entry.number in self._is_put:
+        if self._is_off or entry.is_shared:
             return
-        stored = entry.row_map
-        notes: tuple[str, ...] = ()
-        if isinstance(stored, StoredTokens):
-            assert self._segments.store is not None
-            num_bytes = self._segments.store.num_bytes(stored)
-            name = names.segment_name(entry.piece, entry.key)
-        else:
-            num_bytes = self._parts.layout.num_bytes(entry.piece)
-            name = names.object_name(entry.piece, entry.key)
-            if entry.piece.kind is Kind.ROWS:
-                notes = tuple(map(names.note_name, entry.keys))
+        num_bytes = self._num_bytes(entry.piece, entry.row_map)
         max_bytes = max(num_bytes, self._tier.capacity_bytes * MAX_PUT_SHARE)
         is_busy = self._put_bytes + num_bytes > max_bytes
         if is_busy or self._clock() < self._puts_paused_until_s:
@@ -429,16 +390,20 @@ class SharedSide:
         load = self._tier.pin(entry)
         if load is None:
             return
-        number = self._begin(partial(self._end_put, entry, load, num_bytes))
-        name = f"{self._namespace}/{name}"
-        self._puts.append(SharedObject(number, name, entry.offset_bytes, num_bytes, notes))
+        is_segment = isinstance(entry.row_map, StoredTokens)
+        has_notes = entry.piece.kind is Kind.ROWS and not is_segment
+        notes = tuple(map(names.note_name, entry.keys)) if has_notes else ()
+        number = self._jobs.begin((), partial(self._end_put, entry, load, num_bytes))
+        name = f"{self._namespace}/{names.object_name(entry.piece, entry.key, is_segment)}"
+        self._new_puts.append(SharedObject(number, name, entry.offset_bytes, num_bytes, notes))
         self._put_bytes += num_bytes
-        self._is_put.add(entry.number)
+        entry.is_shared = True
 
     def _end_put(self, entry: Entry, load: Load, num_bytes: int, has_failed: bool) -> None:
         self._put_bytes -= num_bytes
+        self._last_change_s = self._clock()
         if has_failed:
-            self._is_put.discard(entry.number)
+            entry.is_shared = False
             self._puts_paused_until_s = self._clock() + PAUSE_S
         self._tier.end_load(load)
 
@@ -451,14 +416,18 @@ class SharedSide:
             if self._last_asked is not None:
                 self._last_asked.is_answered.wait(_IDLE_WAIT_S)
         self._num_asked = self._num_behind = 0
-        jobs = tuple(self._gets), tuple(self._puts)
-        self._gets, self._puts = [], []
+        jobs = tuple(self._new_gets), tuple(self._new_puts)
+        self._new_gets, self._new_puts = [], []
+        if any(jobs):
+            self._last_change_s = self._clock()
         return jobs
 
     def note_results(self, results: WorkerOutput) -> None:
-        """What the workers report of a step; ends of gets and puts are noted with stores."""
+        """What the workers report of a step."""
+        for number, num_workers in results.stores_ended.items():
+            self._jobs.end(number, num_workers, number in results.failed_stores)
         if results.got_bytes:
-            self._busy_bytes += results.got_bytes / self._parts.jobs.num_workers
+            self._busy_bytes += results.got_bytes / self._jobs.num_workers
             self._last_bytes_s = self._last_change_s = self._clock()
             self._num_silent = 0
         for name, number in results.shared_failures.items():

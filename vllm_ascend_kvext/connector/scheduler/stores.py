@@ -226,8 +226,6 @@ class Stores:
         """An entry is not there any more."""
         self.reasons.pop(entry.number, None)
         self._events.removed(entry)
-        if self._shared is not None:
-            self._shared.note_removed(entry)
 
     # What is behind it.
 

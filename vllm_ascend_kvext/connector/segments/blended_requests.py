@@ -161,12 +161,8 @@ class Blending(SegmentStores):
         return self._blended(request_id) is None and not self.is_segment(request_id)
 
     def lacking(self, request_id: str) -> list[tuple[SegmentPrefix, Piece]]:
-        state = self._states.get(request_id)
-        return [
-            lacking
-            for _, prefixes in (() if state is None else state.known)
-            for lacking in self.store.lacking(prefixes)
-        ]
+        known = self._states.get(request_id, _State()).known
+        return [each for _, prefixes in known for each in self.store.lacking(prefixes)]
 
     def plan(self, request: Request, hit: Hit) -> LoadPlan | None:
         request_id = request.request_id
@@ -277,9 +273,6 @@ class Blending(SegmentStores):
         if blended is not None:
             blended.reused_tokens -= sum(run.num_tokens for run in runs)
         return runs
-
-    def trust_keys(self) -> None:
-        self.note_key_checks(self._key_checks_missing, "")
 
     def note_key_checks(self, num_workers: int, failure: str) -> None:
         if failure and not self.why_no_reuse:

@@ -78,7 +78,7 @@ class NoSegments:
         """Whether the prompt of a request is a segment, of which nothing is loaded."""
         return False
 
-    def lacking(self, request_id: str) -> list[tuple[SegmentPrefix, Piece]]:
+    def lacking(self, request_id: str) -> Sequence[tuple[SegmentPrefix, Piece]]:
         """What host memory lacks of segments that a request might reuse."""
         return []
 
@@ -120,9 +120,6 @@ class NoSegments:
 
     def note_key_checks(self, num_workers: int, failure: str) -> None:
         """Workers have compared keys of equal tokens; see ``blending.key_check``."""
-
-    def trust_keys(self) -> None:
-        """An engine like this one has compared keys, and found nothing."""
 
     def choose(self, request_id: str, scores: Scores | None) -> tuple[TokenRange, ...]:
         """What of a request is computed and not reused, as its question has it."""

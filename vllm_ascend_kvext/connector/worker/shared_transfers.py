@@ -9,15 +9,14 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 
 from vllm_ascend_kvext.connector.common.messages import Direction, Traffic, WorkerOutput
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
-from vllm_ascend_kvext.shared_tier.open import open_tier
-from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
+from vllm_ascend_kvext.shared_tier import open_tier
+from vllm_ascend_kvext.shared_tier.backend import Answer, SharedObject
 from vllm_ascend_kvext.shared_tier.thread import TierThread
 
 MAX_CALL_S, MAX_FAILED_S = 5.0, 0.5
@@ -49,8 +48,10 @@ class SharedTransfers:
         shared_rank = rank if num_equal_ranks == 1 else 0
         self._tier = open_tier(options.shared_tier, options.shared_tier_bytes, shared_rank)
         self._tier.register(memoryview(host.tensor.numpy()))
-        self._gets = TierThread("kvext-shared-gets", on_start, self._tier.num_get_threads)
-        self._puts = TierThread("kvext-shared-puts", on_start)
+        self._threads: dict[Direction, TierThread] = {
+            "get": TierThread("kvext-shared-gets", on_start, self._tier.num_get_threads),
+            "put": TierThread("kvext-shared-puts", on_start),
+        }
         self._stale_before_s: dict[Direction, float] = {"get": 0.0, "put": 0.0}
         self._changed = threading.Condition()  # Guards the rest.
         self._num_left = 0
@@ -58,15 +59,11 @@ class SharedTransfers:
 
     def submit(self, gets: Iterable[SharedObject], puts: Iterable[SharedObject]) -> None:
         """Move objects some time later; those of each kind begin in their order."""
-        for each in gets:
-            self._submit(self._gets, "get", each)
-        for each in puts:
-            self._submit(self._puts, "put", each)
-
-    def _submit(self, thread: TierThread, direction: Direction, what: SharedObject) -> None:
-        with self._changed:
-            self._num_left += 1
-        thread.submit(partial(self._move, direction, what, time.monotonic()))
+        for (direction, thread), objects in zip(self._threads.items(), (gets, puts), strict=True):
+            for each in objects:
+                with self._changed:
+                    self._num_left += 1
+                thread.submit(partial(self._move, direction, each, time.monotonic()))
 
     def take_output(self) -> WorkerOutput:
         """What has ended, and come, since the last call."""
@@ -84,8 +81,8 @@ class SharedTransfers:
 
     def shutdown(self) -> None:
         """Begin nothing any more. Does not wait: the tier may hang, and is not closed then."""
-        self._gets.close()
-        self._puts.close()
+        for thread in self._threads.values():
+            thread.close()
         with self._changed:
             if not self._num_left:
                 self._tier.close()
@@ -95,9 +92,9 @@ class SharedTransfers:
         try:
             if submitted_s >= self._stale_before_s[direction]:
                 if direction == "get":
-                    (answer,) = self._tier.get_into([what], self._note_bytes)
+                    answer = self._tier.get_into(what, self._note_bytes)
                 elif self._is_put_here(what):
-                    (answer,) = self._tier.put([what])
+                    answer = self._tier.put(what)
                 else:
                     answer, what = Answer.WHOLE, what._replace(num_bytes=0)
         finally:
@@ -113,8 +110,7 @@ class SharedTransfers:
                     output.traffic.setdefault(direction, Traffic()).add(moved)
                 elif answer is not Answer.WHOLE:
                     output.failed_stores.add(what.number)
-                    failures = Counter({f"{direction}_{answer.value}": 1})
-                    output.shared_failures = failures + Counter(output.shared_failures)
+                    output.shared_failures[f"{direction}_{answer.value}"] += 1
                 self._changed.notify_all()
 
     def _is_put_here(self, what: SharedObject) -> bool:
