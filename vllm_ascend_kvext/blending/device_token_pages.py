@@ -64,7 +64,12 @@ class DeviceTokenPages:
         import torch
 
         plane = self.planes[index]
-        rows = torch.empty(len(slots) * plane.row_bytes, dtype=torch.uint8)
+        # A device writes it while the call has long returned.
+        rows = torch.empty(
+            len(slots) * plane.row_bytes,
+            dtype=torch.uint8,
+            pin_memory=self._pools.device_types != ("cpu",),
+        )
         placed = self._placed[index : index + 1]
         self._move(placed, {plane.group: slots}, HostRows(rows, [0]), Direction.PAGES_TO_HOST)
         found: npt.NDArray[np.uint8] = rows.numpy().reshape(len(slots), plane.row_bytes)

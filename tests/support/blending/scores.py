@@ -49,6 +49,5 @@ def score_errors(
     expected, computed = (
         oracle.scores(prompt, each, num_asked, check_layer)[is_scored] for each in (reused, ())
     )
-    assert float(expected.max()) > 0.5
     scores = torch.tensor(probe["scores"])
     return float((scores - expected).abs().max()), float((scores - computed).abs().max())

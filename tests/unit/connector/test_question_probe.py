@@ -167,8 +167,9 @@ def choose(windows: list[int], index: int | None = None, **changes: Any) -> str:
     pytest.importorskip("torch")
     from vllm_ascend_kvext.connector.worker.question_probe import check_layer_of
 
+    has_values = changes.pop("has_values", True)
     layers = {
-        str(place): LayerKeys(SIGNATURE, KEY_HEADS, True, tokens)
+        str(place): LayerKeys(SIGNATURE, KEY_HEADS, has_values, tokens)
         for place, tokens in enumerate(windows)
     }
     attention = SimpleNamespace(impl=changes.pop("impl", SimpleNamespace(scale=0.125)))
@@ -199,7 +200,8 @@ def test_the_default_layer_has_full_attention_and_lies_three_fifths_into_the_mod
     [
         ({"windows": [0, 0], "index": 2}, "expected one of the layers with full attention"),
         ({"windows": [64, 0], "index": 0}, "expected one of the layers with full attention"),
-        ({"windows": [64, 64]}, "found windows in all 2"),
+        ({"windows": [64, 64]}, "found windows or latents in all 2"),
+        ({"windows": [0, 0], "has_values": False}, "found windows or latents in all 2"),
         ({"windows": [0], "mode": 3}, "found mode 3"),
         ({"windows": [0], "mode": Mode.SOME}, "found mode Mode.SOME"),
         ({"windows": [0], "cudagraph_mode": Mode.SOME}, "found cudagraph_mode Mode.SOME"),
