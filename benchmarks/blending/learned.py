@@ -153,7 +153,7 @@ def start(mode: str, model: str, texts: Texts, host_gib: float = 1) -> None:
             store(_engine, document)
 
 
-def serve(prompts: Sequence[Tokens], num_clients: int) -> Round:
+def serve(prompts: Sequence[Tokens], num_clients: int, answer_tokens: int = ANSWER_TOKENS) -> Round:
     """Serve a round with the engine of this process."""
     engine, found = _engine, Round()
     waiting = list(prompts)
@@ -162,7 +162,7 @@ def serve(prompts: Sequence[Tokens], num_clients: int) -> Round:
     answering: set[str] = set()
     while waiting or answering:
         while waiting and len(answering) < num_clients:
-            request_id = engine.add(waiting.pop(0), ANSWER_TOKENS)
+            request_id = engine.add(waiting.pop(0), answer_tokens)
             began_s[request_id] = time.perf_counter()
             answering.add(request_id)
         for output in engine.step():

@@ -47,6 +47,7 @@ from blending.learned import (  # noqa: E402
 
 NUM_DOCUMENTS = 200
 NUM_ROUNDS, PROMPTS_PER_ROUND = 10, 100
+ANSWER_TOKENS = 4
 HOST_SHARE = 0.5
 TOKEN_BYTES = 2 * 30 * 3 * 64 * 4
 """Keys and values of 30 layers with 3 heads of 64 elements, in float32."""
@@ -83,7 +84,10 @@ def measure(texts: Texts, model: str, host_gib: float) -> Iterator[Row]:
         for mode, process in engines.items():
             process.submit(start, mode, model, texts, host_gib).result()
         for number, prompts in enumerate(texts.rounds, 1):
-            found = {mode: engines[mode].submit(serve, prompts, 1).result() for mode in modes}
+            found = {
+                mode: engines[mode].submit(serve, prompts, 1, ANSWER_TOKENS).result()
+                for mode in modes
+            }
             yield Row("idle", number, found)
 
 
