@@ -134,6 +134,31 @@ def test_behind_a_context_that_host_memory_has_lost_documents_are_stored_once_mo
         assert is_stored_everywhere(engine, LATER[0])
 
 
+def test_what_two_requests_had_is_learned_alone_and_then_behind_both_contexts() -> None:
+    """Wherever it stood in them."""
+    with choosing(connector={"learn_segments": True}) as engine:
+        store(engine, *FIRST)
+        num_learned = len(engine.learned)
+        for _ in range(3):
+            engine.answer(FIRST[0], FIRST[1], FIRST[2], LATER[0])
+        assert engine.learned[num_learned:] == [LATER[0]] * 3
+        assert is_stored_everywhere(engine, LATER[0])
+
+
+def test_other_engines_are_asked_for_what_is_stored_behind_no_context_either() -> None:
+    with choosing() as engine:
+        store(engine, *FIRST, LATER[0])
+        segments = engine.side.segments.store
+        prefixes = segments.prefixes(LATER[0], None, num_before=3)
+        for missing, is_asked in ((prefixes[-1:], False), (prefixes[:-1], True)):
+            for prefix in missing:
+                keys = {prefix.key_at(end) for end in range(1, prefix.num_tokens + 1)}
+                engine.tier.evict(lambda entry, keys=keys: entry.key in keys)
+            assert [*map(segments.is_missing, prefixes)] == [is_asked, is_asked, True]
+            asked = {prefix for prefix, _ in segments.lacking(prefixes)}
+            assert asked == ({prefixes[-1]} if is_asked else set())
+
+
 def test_what_was_seen_once_is_learned_behind_the_context_that_came_meanwhile() -> None:
     with choosing(connector={"learn_segments": True}) as engine:
         engine.answer(LATER[0])
