@@ -171,6 +171,59 @@ def test_what_was_seen_once_is_learned_behind_the_context_that_came_meanwhile() 
         assert is_stored_everywhere(engine, LATER[0])
 
 
+def test_a_part_behind_a_context_does_not_hide_what_is_stored_whole() -> None:
+    with choosing() as engine:
+        store(engine, *FIRST, *LATER)
+        segments = engine.side.segments.store
+        best = segments.prefixes(LATER[0], None, num_before=2)[0]
+        end_key = best.key_at(best.num_tokens)  # Ends are evicted first.
+        engine.tier.evict(lambda entry: entry.key == end_key)
+        assert segments.is_missing(best)
+        engine.answer(LATER[1], LATER[2], LATER[0])
+        assert engine.counts.reused_tokens == 3 * (40 - HEAD_TOKENS)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_contexts_take_no_host_memory_from_documents(learns: bool) -> None:
+    """It has room for all of them once; what contexts lose is not learned again and again."""
+    documents = [tuple(tokens(random.Random(f"document {n}"), 60)) for n in range(32)]
+    settings = {"learn_segments": learns, "host_memory_gib": 70 / (1 << 20)}
+    settings["store_policy"] = "second_touch"
+    rng = random.Random(1)
+    with choosing(connector=settings, num_blocks=900) as engine:
+        store(engine, *documents)
+        for round_number in range(16):
+            before, num_own = engine.counts.reused_tokens, len(engine.own_plans)
+            for _ in range(8):
+                engine.answer(*rng.sample(documents, 4))
+            if round_number > 7:
+                assert engine.counts.reused_tokens - before == 8 * 4 * (60 - HEAD_TOKENS)
+                assert len(engine.own_plans) - num_own < 12
+
+
+def test_documents_behind_contexts_wait_for_what_nobody_has_stored() -> None:
+    with choosing(connector={"learn_segments": True}) as engine:
+        store(engine, *FIRST)
+        engine.side.segments.learning.is_held = True
+        store(engine, *(tuple(tokens(random.Random(f"many {n}"), 40)) for n in range(33)))
+        num_learned = len(engine.learned)
+        new = tuple(tokens(random.Random("new"), 40))
+        for _ in range(2):
+            engine.answer(new)
+        engine.side.segments.learning.is_held = False
+        engine.answer(LATER[0])
+        assert engine.learned[num_learned] == new and not engine.drops
+
+
+def test_a_salt_whose_contexts_were_forgotten_gets_some_again() -> None:
+    """From documents that are stored already."""
+    with choosing() as engine:
+        store(engine, *FIRST)
+        engine.side.segments.store.contexts.clear()
+        store(engine, *FIRST)
+        assert context_of(engine) == CONTEXT
+
+
 def test_each_salt_has_a_context_of_its_own() -> None:
     with choosing() as engine:
         store(engine, *FIRST)

@@ -63,6 +63,26 @@ def reused_tokens(engine: LearningEngine, *documents: tuple[int, ...], **more: A
     return int(engine.counts.reused_tokens - before)
 
 
+def test_a_reset_while_a_segment_is_being_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its entries are gone when the store ends."""
+    with sharing(tmp_path) as engine:
+        engine.store(ONE)
+        engine.serve()
+        assert engine.side.segments.keys_are_checked
+        engine.send(tokens(random.Random(5), 20), 40)  # Somebody runs: nothing is drained.
+        engine.step()
+        engine.store(OTHER)
+        (worker,) = engine.workers
+        with monkeypatch.context() as patch:
+            patch.setattr(worker.transfers, "end_some", lambda _: None)
+            engine.step_until(lambda: len(engine.side._jobs))
+            engine.reset(reset_connector=True)
+        engine.serve()
+        assert not any(path.name.startswith("S") for path in objects(tmp_path)[3:])
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("layout", [FULL, GPT_OSS], ids=["full", "windows"])
 def test_a_segment_that_one_engine_has_stored_is_reused_by_another(

@@ -34,6 +34,7 @@ from support.sample import IS_LONG, sampled
 from support.scheduler.options import _model_config
 from support.scheduler.workload import RequestPlan
 
+from vllm_ascend_kvext.connector.common import engine_identity
 from vllm_ascend_kvext.connector.common.engine_identity import identity_of
 from vllm_ascend_kvext.connector.scheduler import loads, shared_side
 from vllm_ascend_kvext.errors import SettingsError
@@ -281,6 +282,47 @@ def test_other_engines_do_not_meet(
     with engine_of(FULL, offloading=values, **options) as engine:
         assert hit_tokens(engine, plan_of("a", prompt)) == 0
     assert said in caplog.text
+
+
+def test_other_releases_do_not_meet(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    see_log(caplog, monkeypatch)
+    prompt = prompt_of(FULL, 1)
+    store_in(tmp_path, FULL, prompt)
+    monkeypatch.setattr(engine_identity, "installed_version", lambda *_: "another")
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        assert hit_tokens(engine, plan_of("a", prompt)) == 0
+    assert "differs in: versions" in caplog.text
+
+
+def test_what_was_put_or_got_is_not_put_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a piece of a longer object, the rows do not lie as in one that was put as such."""
+    puts, put = Counter[str](), FilesTier.put
+
+    def counted(tier: FilesTier, each: SharedObject) -> Answer:
+        puts[each.name] += 1
+        return put(tier, each)
+
+    monkeypatch.setattr(FilesTier, "put", counted)
+    prompt = prompt_of(FULL, 1, 8)
+    other = [*prompt[: 5 * FULL.unit_tokens], *prompt_of(FULL, 2, 4)]
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        serve(engine, *(plan_of(str(number), prompt) for number in range(3)))
+        serve(engine, *(plan_of(f"again {number}", prompt) for number in range(3)))
+    assert set(puts.values()) == {1}
+    puts.clear()
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        for number in range(3):
+            serve(engine, plan_of(str(number), other))
+        row_map = engine.side.shared._parts.layout.row_map
+        (cut,) = (each for each in engine.entries if each.row_map != row_map(each.piece))
+        assert set(puts.values()) == {1}
+        assert not any(cut.key.hex()[:32] in name for name in puts)
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        assert hit_tokens(engine, plan_of("a", other)) == floor(engine, len(other) - 1)
 
 
 def test_other_seeds_do_not_meet(
@@ -742,14 +784,22 @@ class Faults:
             self.counts[answer.value] += 1
             return answer
 
-        def faulty_put(tier: FilesTier, each: SharedObject) -> Answer:
+        def faulty_put(tier: FilesTier, each: SharedObject) -> None:
             if self.happens("put fails"):
-                return Answer.UNREACHABLE
+                raise OSError("a put that fails")
             self.counts["puts"] += 1
-            return put(tier, each)
+            put(tier, each)
+
+        answer_put = FilesTier.put
+
+        def seen_put(tier: FilesTier, each: SharedObject) -> Answer:
+            answer = answer_put(tier, each)
+            self.counts[f"put {answer.value}"] += 1
+            return answer
 
         monkeypatch.setattr(FilesTier, "_get", faulty_get)
         monkeypatch.setattr(FilesTier, "_put", faulty_put)
+        monkeypatch.setattr(FilesTier, "put", seen_put)
 
     def happens(self, name: str, share: float = 0.05) -> bool:
         with self._is_on:
@@ -810,7 +860,7 @@ def test_random_requests(
 def test_the_soak_has_met_everything(soaked: Counter[str]) -> None:
     if soaked["requests"] < 30 * len(LAYOUTS + STATE_LAYOUTS) * len(EngineKind):
         pytest.skip("only a part of the soak has run")
-    named = ("whole", "absent", "broken", "unreachable", "puts", "put fails", "get fails")
+    named = ("whole", "absent", "broken", "unreachable", "puts", "put unreachable", "get fails")
     assert {name for name in (*named, "flipped", "cut", "vanished") if not soaked[name]} == set()
 
 

@@ -20,6 +20,9 @@ from vllm_ascend_kvext.transfer.placement import CopyPlacement
 from vllm_ascend_kvext.transfer.pools import Pools
 from vllm_ascend_kvext.transfer.schema import DTYPE, Direction, Table
 
+_MAX_STAGED_BYTES = 32 << 20
+"""Of pinned memory, which torch keeps."""
+
 
 class PlacedPlane(NamedTuple):
     """A plane, and what was registered for it."""
@@ -64,15 +67,20 @@ class DeviceTokenPages:
         import torch
 
         plane = self.planes[index]
+        placed = self._placed[index : index + 1]
+        found = np.empty((len(slots), plane.row_bytes), np.uint8)
+        max_rows = max(1, _MAX_STAGED_BYTES // plane.row_bytes)
         # A device writes it while the call has long returned.
-        rows = torch.empty(
-            len(slots) * plane.row_bytes,
+        staged = torch.empty(
+            min(len(slots), max_rows) * plane.row_bytes,
             dtype=torch.uint8,
             pin_memory=self._pools.device_types != ("cpu",),
         )
-        placed = self._placed[index : index + 1]
-        self._move(placed, {plane.group: slots}, HostRows(rows, [0]), Direction.PAGES_TO_HOST)
-        found: npt.NDArray[np.uint8] = rows.numpy().reshape(len(slots), plane.row_bytes)
+        for first in range(0, len(slots), max_rows):
+            some = slots[first : first + max_rows]
+            rows = staged[: len(some) * plane.row_bytes]
+            self._move(placed, {plane.group: some}, HostRows(rows, [0]), Direction.PAGES_TO_HOST)
+            found[first : first + len(some)] = rows.numpy().reshape(len(some), -1)
         return found
 
     def _move(

@@ -41,15 +41,16 @@ def attention_scores(queries: torch.Tensor, keys: torch.Tensor, scale: float) ->
     ``queries`` are those of consecutive tokens, shape: [num_queries, num_query_heads,
     head_elements]; ``keys`` those of all tokens up to the last of these, shape: [num_keys,
     num_key_heads, head_elements]. Each query sees those up to its own. Query heads share key heads
-    in groups of consecutive ones. All is float32, the result of shape [num_keys].
+    in groups of consecutive ones. The result is float32, of shape [num_keys]. All are on one
+    device.
     """
     import torch
 
     num_queries, num_query_heads, _ = queries.shape
     num_keys, num_key_heads, _ = keys.shape
     heads_of_key = num_query_heads // num_key_heads
-    scores = torch.zeros(num_keys, dtype=torch.float32)
-    places = torch.arange(num_keys)
+    scores = torch.zeros(num_keys, dtype=torch.float32, device=keys.device)
+    places = torch.arange(num_keys, device=keys.device)
     own_places = places[num_keys - num_queries :]
     max_queries = max(1, MAX_LOGITS // max(1, num_keys * heads_of_key))
     for key_head in range(num_key_heads):

@@ -26,8 +26,8 @@ beginnings."""
 MAX_CONTEXT_SHARE = 1 / 4
 """Of the longest request."""
 
-MAX_SALTS, MAX_UNFINISHED = 128, 32
-"""So many salts have a context, or some documents of one, which are kept as a whole."""
+MAX_SALTS = 128
+"""So many salts have a context, and as many some documents of one, which are kept as a whole."""
 
 
 class Sink(NamedTuple):
@@ -105,7 +105,7 @@ class SegmentContexts(Generic[Document]):
         documents[self._beginning(token_ids)] = document
         self._documents.move_to_end(salt)
         if len(documents) < NUM_DOCUMENTS:
-            if len(self._documents) > MAX_UNFINISHED:
+            if len(self._documents) > MAX_SALTS:
                 self._documents.popitem(last=False)
             return ()
         del self._documents[salt]

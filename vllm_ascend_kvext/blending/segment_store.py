@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from vllm_ascend_kvext.blending.segment_contexts import SegmentContexts, Sink
@@ -30,14 +31,13 @@ class SegmentPrefix:
     Its length is rounded up to a unit.
     """
 
-    def __init__(self, sink: Sink, token_ids: Sequence[int], unit_tokens: int) -> None:
-        self.sink = sink
+    def __init__(self, sink: Sink, packed_ids: bytes, unit_tokens: int) -> None:
+        self.sink, self.packed_ids = sink, packed_ids
         self._keys: dict[int, bytes] = {}
         self._digest = hashlib.sha256(sink.space)
         self._digested_tokens = 0
-        self.packed_ids = array(_ID_TYPE, token_ids).tobytes()
-        self.num_segment_tokens = len(token_ids)
-        self.num_tokens = -(-len(token_ids) // unit_tokens) * unit_tokens
+        self.num_segment_tokens = len(packed_ids) // array(_ID_TYPE).itemsize
+        self.num_tokens = -(-self.num_segment_tokens // unit_tokens) * unit_tokens
 
     @property
     def has_context(self) -> bool:
@@ -106,21 +106,33 @@ class SegmentStore:
 
     def prefix(self, token_ids: Sequence[int], sink: Sink) -> SegmentPrefix:
         """The keys of a segment behind a sink."""
-        return SegmentPrefix(sink, token_ids, self._tier.geometry.unit_tokens)
+        return self._prefix(sink, array(_ID_TYPE, token_ids).tobytes())
 
     def prefixes(
         self, token_ids: Sequence[int], cache_salt: str | None, num_before: int = 0
     ) -> list[SegmentPrefix]:
         """A segment behind each sink that it may be stored behind: see `SegmentContexts.sinks`."""
+        packed_ids = array(_ID_TYPE, token_ids).tobytes()  # Waiting requests hold it: once.
         sinks = self.contexts.sinks(cache_salt, token_ids, num_before)
-        return [self.prefix(token_ids, sink) for sink in sinks]
+        return [self._prefix(sink, packed_ids) for sink in sinks]
+
+    def _prefix(self, sink: Sink, packed_ids: bytes) -> SegmentPrefix:
+        return SegmentPrefix(sink, packed_ids, self._tier.geometry.unit_tokens)
 
     def find(self, prefixes: Iterable[SegmentPrefix], first_tokens: int) -> list[Span]:
         """The loaded spans of a segment that stands there, from its first token on, no gap.
 
-        Of the first prefix of which something is stored.
+        Of the first prefix that is stored as a whole, or else of the one of which most is.
         """
-        return next(filter(None, (self._find(each, first_tokens) for each in prefixes)), [])
+        most: list[Span] = []
+        for each in prefixes:
+            found = self._find(each, first_tokens)
+            num_found = found[-1].end_tokens - first_tokens if found else 0
+            if num_found == each.num_segment_tokens:
+                return found
+            if not most or (found and found[-1].end_tokens > most[-1].end_tokens):
+                most = found
+        return most
 
     def _find(self, prefix: SegmentPrefix, first_tokens: int) -> list[Span]:
         runs = self._tier.lookup(prefix).find_runs(prefix.num_tokens, 0)
@@ -138,7 +150,10 @@ class SegmentStore:
 
     def is_missing(self, prefix: SegmentPrefix) -> bool:
         """Whether some of a segment is neither stored nor on its way."""
-        return bool(self._tier.lookup(prefix).missing_pieces(0, prefix.num_tokens))
+        lookup = self._tier.lookup(prefix)
+        if lookup.index.present(Kind.ROWS, prefix.key_at(prefix.num_tokens)) is None:
+            return True  # Nearly all that is missing lacks its end.
+        return bool(lookup.missing_pieces(0, prefix.num_tokens))
 
     def to_learn(self, prefixes: Sequence[SegmentPrefix]) -> SegmentPrefix:
         """Which one of a segment is to be computed, if it is missing.
@@ -170,16 +185,23 @@ class SegmentStore:
         Refuses where there is no room for some of it: the rest is not stored either.
         """
         use = self._tier.next_use()
+        standing = partial(self._standing, prefix.has_context)
         entries: list[Entry] = []
         for piece in self._tier.lookup(prefix).missing_pieces(0, prefix.num_tokens):
             num_bytes = self.num_bytes(self.contents(prefix, piece))
-            entry = self._tier.begin_store(prefix, piece, num_bytes, use)
+            entry = self._tier.begin_store(prefix, piece, num_bytes, use, standing)
             if isinstance(entry, Refusal):
                 for begun in entries:
                     self._tier.fail_store(begun)
                 return entry
             entries.append(entry)
         return entries
+
+    def _standing(self, has_context: bool, entry: Entry) -> int:
+        """What has no context stays: it serves every place, and is what others are learned from."""
+        if not isinstance(entry.row_map, StoredTokens):
+            return 0
+        return int(has_context) - int(self.has_context(entry))
 
     def rows_of(self, prefix: SegmentPrefix, entry: Entry, token_ids: Sequence[int]) -> SegmentRows:
         """What workers store of a segment that is computed behind its sink, for one entry."""
@@ -194,9 +216,9 @@ class SegmentStore:
             token_ids=tuple(token_ids[first : first + num_rows]),
         )
 
-    def finish_store(self, prefix: SegmentPrefix, entry: Entry) -> None:
-        """The rows of an entry are in place, on all workers."""
-        self._tier.finish_store(entry, self.contents(prefix, entry.piece))
+    def finish_store(self, prefix: SegmentPrefix, entry: Entry) -> bool:
+        """The rows of an entry are in place, on all workers; whether it can be found."""
+        return self._tier.finish_store(entry, self.contents(prefix, entry.piece))
 
     def contents(self, prefix: SegmentPrefix, piece: Piece) -> StoredTokens:
         """What an entry of a piece holds, without what it was rounded up by."""

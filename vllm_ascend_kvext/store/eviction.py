@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from vllm_ascend_kvext.store.arena import Arena
@@ -131,13 +131,20 @@ class EvictionOrder:
             for waiting in self._blocked.pop(key, ()):
                 self.add(waiting)
 
-    def choose(self, entries: Mapping[int, Entry], new: Entry, now: int) -> list[Entry] | Refusal:
+    def choose(
+        self,
+        entries: Mapping[int, Entry],
+        new: Entry,
+        now: int,
+        standing: Callable[[Entry], int] = lambda _: 0,
+    ) -> list[Entry] | Refusal:
         """What has to go for a new entry, in order; changes nothing that is stored.
 
         Args:
             entries: The entries by the offset of their place.
             new: The entry that has no place yet. What is worth as much or more stays.
             now: The latest use of all.
+            standing: Of an entry beside the new one: below 0 it goes first, above 0 it stays.
         """
         sample = self._sample()
         recent_use = self._latest[0][0]
@@ -145,11 +152,16 @@ class EvictionOrder:
             recent_use += 1
 
         def worth(entry: Entry) -> Worth:
-            return self._worth_of(entry, recent_use, now)
+            found = self._worth_of(entry, recent_use, now)
+            if entry is not new and standing(entry) < 0:
+                return found._replace(is_recent=False, density=-1.0)
+            return found
 
         below = worth(new)
         worths = sorted((worth(entry), entry) for entry in sample)
-        lesser = [entry for its_worth, entry in worths if its_worth < below]
+        lesser = [
+            entry for its_worth, entry in worths if its_worth < below and standing(entry) <= 0
+        ]
         tried: set[int] = set()
         for number, entry in enumerate(lesser[:MAX_TRIED], 1):
             tried.add(entry.offset_bytes)
@@ -161,6 +173,7 @@ class EvictionOrder:
             # What the same request uses is the beginning of its prefix.
             return (
                 entry.is_evictable
+                and standing(entry) <= 0
                 and entry.use < new.use
                 and worth(entry) < below
                 and not self._is_blocked(entry)

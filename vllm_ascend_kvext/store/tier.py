@@ -176,7 +176,12 @@ class HostTier:
         return self.lookup(prefix).first_run(limit_tokens, 0, with_storing=True).end_tokens
 
     def begin_store(
-        self, prefix: Prefix, piece: Piece, num_bytes: int, use: int
+        self,
+        prefix: Prefix,
+        piece: Piece,
+        num_bytes: int,
+        use: int,
+        standing: Callable[[Entry], int] = lambda _: 0,
     ) -> Entry | Refusal:
         """Take a place for a piece of a prefix. Renews the rows before it, so that they stay.
 
@@ -185,6 +190,7 @@ class HostTier:
             piece: Rows within one chunk, or tails.
             num_bytes: What they take in host memory, more than 0.
             use: The latest use by the request.
+            standing: See `EvictionOrder.choose`.
 
         Returns:
             The entry, whose place begins at ``offset_bytes``; or why there is none. Nothing is
@@ -214,7 +220,7 @@ class HostTier:
             key_before=prefix.key_at(piece.first_tokens) if needs_before else None,
         )
         self._order.begin(entry)
-        refusal = self._make_room(prefix, entry)
+        refusal = self._make_room(prefix, entry, standing)
         if refusal is not None:
             self._order.forget(entry)
             self.counters.refused_stores[refusal] += 1
@@ -297,12 +303,14 @@ class HostTier:
                 return refusal
         return None
 
-    def _make_room(self, prefix: Prefix, entry: Entry) -> Refusal | None:
+    def _make_room(
+        self, prefix: Prefix, entry: Entry, standing: Callable[[Entry], int]
+    ) -> Refusal | None:
         """Evict what is worth less, unless there is a gap; nothing if that is not enough."""
         self.renew(prefix, entry.piece.end_tokens, entry.use)
         if entry.num_bytes <= self._arena.largest_gap_bytes:
             return None
-        chosen = self._order.choose(self._entries, entry, self._latest_use)
+        chosen = self._order.choose(self._entries, entry, self._latest_use, standing)
         if isinstance(chosen, Refusal):
             return chosen
         for victim in chosen:

@@ -109,7 +109,6 @@ def test_a_reset_chooses_anew() -> None:
 
 def test_the_salts_that_are_known_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_contexts, "MAX_SALTS", 2)
-    monkeypatch.setattr(segment_contexts, "MAX_UNFINISHED", 2)
     contexts = SegmentContexts(FIRST, 1000)
     for salt in ("a", "b", "c"):
         contexts.sinks("full a", ())  # It is used all the time.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 from vllm_ascend_kvext.blending.segment_contexts import Sink
@@ -43,11 +44,12 @@ def test_segments_are_not_compared_each_with_each() -> None:
 
 def test_the_keys_of_a_long_segment_read_each_token_once() -> None:
     sink = Sink((), b"space")
-    prefix = CountedPrefix(sink, range(200_000), 16)
+    packed_ids = array("q", range(200_000)).tobytes()
+    prefix = CountedPrefix(sink, packed_ids, 16)
     keys = prefix.keys_at(range(16, 200_001, 16))
     assert prefix.num_read == 200_000
     assert len(set(keys)) == len(keys)
-    again = SegmentPrefix(sink, range(200_000), 16)
+    again = SegmentPrefix(sink, packed_ids, 16)
     assert [again.key_at(boundary) for boundary in (200_000, 16, 160)] == [
         keys[-1],
         keys[0],

@@ -168,8 +168,8 @@ class ConnectorOptions:
     """With `blending`: which tokens of reused segments are computed. `heads`: the first
     `blend_head_tokens` of each. `question`: these, and behind them what the question attends to.
     What follows the last segment is computed once, at the price of one more step, only to find that
-    out. On a CPU only, and only with `--enforce-eager`; elsewhere it is `heads`, and the log says
-    why. Unset: `question` where that can be."""
+    out. It needs `--enforce-eager`; elsewhere it is `heads`, and the log says why. Unset:
+    `question` on a CPU, where that can be."""
 
     blend_head_tokens: Annotated[int | None, _NATURAL_NUMBER] = None
     """With `blending`: so many first tokens of each reused segment are computed, and segments
@@ -199,7 +199,8 @@ class ConnectorOptions:
     """With `blending`. `true`: segments are computed behind two and behind eight of the first
     documents, too, that were stored under their `cache_salt`. Answers come nearer to those without
     reuse, and may be taken from these documents; see `docs/blending.md`. Unset: `true` where the
-    question chooses what is computed, which lets little of them through."""
+    question chooses what is computed, which lets little of them through, unless `learn_segments` is
+    `false`."""
 
     learn_segments: Annotated[bool | None, _FLAG] = None
     """With `blending`. `true`: a segment that two requests had, and that no client has stored, is

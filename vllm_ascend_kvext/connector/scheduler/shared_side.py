@@ -174,7 +174,7 @@ class SharedSide:
                     self._pause("an answer takes too long")
             else:
                 return True
-            known.question = None
+            known.question, known.found = None, ()
         return any(each.is_awaited for each in known.gets)
 
     def _ask(self, request: Request, known: SharedRequest, num_computed_tokens: int) -> None:

@@ -40,7 +40,7 @@ def make_blending(
     of_workers = [each.segments for each in workers if each.segments is not None]
     questions = _make_questions(parts, options, workers)
     # Where nothing but heads is computed, what a context says is answered by some models.
-    has_context = questions is not None
+    has_context = questions is not None and options.learn_segments is not False
     if options.segment_context is not None:
         has_context = options.segment_context
     contexts = SegmentContexts[WantedSegment](
@@ -110,10 +110,11 @@ def _make_questions(
     """None if questions are not compared with segments."""
     if options.blend_selector is Selector.HEADS:
         return None
+    is_by_default = options.blend_selector is None and options.blend_check_layer is None
     for rank, worker in enumerate(workers):
         if worker.probe_refusal:
             logger.log(
-                logging.INFO if options.blend_selector is None else logging.WARNING,
+                logging.INFO if is_by_default else logging.WARNING,
                 "KvextConnector: blend_selector is heads: worker %d: %s",
                 *(rank, worker.probe_refusal),
             )

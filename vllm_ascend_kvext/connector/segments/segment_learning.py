@@ -75,8 +75,10 @@ class SegmentLearning:
         self._learns_seen = learns_seen
         self._max_model_len = max_model_len
         self._counters = counters
-        self._seen = RememberedKeys[bool](MAX_SEEN_SEGMENTS)
+        self._seen = RememberedKeys[int](MAX_SEEN_SEGMENTS)
+        self._needed = RememberedKeys[int](MAX_SEEN_SEGMENTS)  # requests that have to have one
         self._queue: deque[WantedSegment] = deque()
+        self._behind_contexts: deque[WantedSegment] = deque()  # when nothing else is queued
         self._known: set[bytes] = set()  # keys of those that are queued or begun
         self._begun: dict[str, _Begun] = {}
         self._has_stopped = False
@@ -85,7 +87,7 @@ class SegmentLearning:
     @property
     def has_queue(self) -> bool:
         """Whether segments wait to be computed."""
-        return bool(self._queue)
+        return bool(self._queue or self._behind_contexts)
 
     @property
     def request_ids(self) -> list[str]:
@@ -103,21 +105,23 @@ class SegmentLearning:
             return
         of_request: set[bytes] = set()
         for prefix in prefixes:
-            is_missing = self._store.is_missing(prefix)
             key = _key_of(prefix)
             if key in of_request or not (prefix.has_context or self._learns_seen):
                 continue
             of_request.add(key)
-            if not is_missing:
+            if not self._store.is_missing(prefix):
                 self._seen.pop(key, None)
             elif key not in self._known and self._was_seen(key):
+                if prefix.has_context:  # One that is lost again and again is not worth it.
+                    self._needed.put(key, 2 * self._needed.get(key, 2))
                 self.enqueue(WantedSegment(prefix, cache_salt, block_hasher), MAX_QUEUED_SEGMENTS)
 
     def _was_seen(self, key: bytes) -> bool:
         """Whether another request had a segment before; it then counts as never seen."""
-        if self._seen.pop(key, False):
+        times = self._seen.pop(key, 0) + 1
+        if times >= self._needed.get(key, 2):
             return True
-        self._seen.put(key, True)
+        self._seen.put(key, times)
         return False
 
     def take(self, has_room: Callable[[int], bool]) -> WantedSegment | None:
@@ -126,12 +130,15 @@ class SegmentLearning:
         The next one waits until one of so many tokens ``has_room`` to be stored beside what is
         being stored: its request would be taken back.
         """
-        while self._queue and not self.is_held and len(self._begun) < MAX_BEGUN_SEGMENTS:
-            wanted = self._queue[0]
+        while not self.is_held and len(self._begun) < MAX_BEGUN_SEGMENTS:
+            queue = self._queue or self._behind_contexts
+            if not queue:
+                return None
+            wanted = queue[0]
             is_missing = self._store.is_missing(wanted.prefix)
             if is_missing and not has_room(wanted.prefix.num_segment_tokens):
                 return None
-            self._queue.popleft()
+            queue.popleft()
             self._known.discard(_key_of(wanted.prefix))
             if is_missing:
                 return wanted
@@ -154,6 +161,12 @@ class SegmentLearning:
         if begun is not None:
             begun.is_storing, begun.is_stored = is_needed, not is_needed
 
+    def note_refused(self, request_id: str) -> None:
+        """Host memory has no room for a segment, and will not have some at once."""
+        begun = self._begun.get(request_id)
+        if begun is not None:
+            begun.wanted = begun.wanted._replace(num_tries=MAX_TRIES)
+
     def end_store(self, request_id: str, has_failed: bool) -> None:
         """Workers have ended a store."""
         begun = self._begun.get(request_id)
@@ -174,10 +187,10 @@ class SegmentLearning:
     def clear(self) -> None:
         """What was seen, and is queued, is not worth anything any more."""
         self._seen.clear()
-        for wanted in self._queue:
-            self._known.discard(_key_of(wanted.prefix))
-        self._counters.learning_drops += len(self._queue)
-        self._queue.clear()
+        for queue in (self._queue, self._behind_contexts):
+            self._known.difference_update(_key_of(wanted.prefix) for wanted in queue)
+            self._counters.learning_drops += len(queue)
+            queue.clear()
 
     def stop(self) -> None:
         """Learn nothing from here on: segments are not reused."""
@@ -187,14 +200,15 @@ class SegmentLearning:
     def enqueue(self, wanted: WantedSegment, max_queued: int) -> None:
         """Have a segment computed, as soon as there is time, and unless too many wait."""
         prefix = wanted.prefix
+        queue = self._behind_contexts if prefix.has_context else self._queue
         is_too_long = prefix.sink_tokens + prefix.num_segment_tokens >= self._max_model_len
-        if self._has_stopped or is_too_long or len(self._queue) >= max_queued:
+        if self._has_stopped or is_too_long or len(queue) >= max_queued:
             self._counters.learning_drops += not self._has_stopped
         elif self._store.is_missing(prefix):
             key = _key_of(prefix)
             if key not in self._known:
                 self._known.add(key)
-                self._queue.append(wanted)
+                queue.append(wanted)
 
     def _settle(self, request_id: str, begun: _Begun) -> None:
         if begun.is_storing or not begun.is_computed:

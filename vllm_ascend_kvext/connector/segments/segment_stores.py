@@ -170,6 +170,8 @@ class SegmentStores(NoSegments):
             return None
         entries = self.store.begin_store(prefix)
         if isinstance(entries, Refusal):
+            if self.learning is not None:
+                self.learning.note_refused(request.request_id)
             self._give_up(request.request_id, wanted)
             return None
         wanted.is_wanted, wanted.stored_tokens = False, prefix.num_segment_tokens
@@ -177,6 +179,9 @@ class SegmentStores(NoSegments):
             self.learning.note_store(request.request_id, bool(entries))
         if not entries:
             self._let_go(wanted)
+            # All of it is stored, but its salt may have lost its contexts, or not have had any.
+            if wanted.segment is not None:
+                self._note_document(wanted.segment)
             return None
         self._references.take(new)
         blocks, wanted.held = [*wanted.held.values(), *new], {}
@@ -216,8 +221,7 @@ class SegmentStores(NoSegments):
         for entry in entries:
             if has_failed:
                 self._tier.fail_store(entry)
-            else:
-                self.store.finish_store(wanted.prefix, entry)
+            elif self.store.finish_store(wanted.prefix, entry):
                 self._put(entry)
         if not has_failed and wanted.segment is not None:
             self._note_document(wanted.segment)

@@ -60,7 +60,7 @@ def check_layer_of(
             raise BlendingError(
                 f"blend_selector=question: expected a model that is neither compiled nor captured, "
                 f"so that queries can be read while it runs, found {key} {mode!s}. Serve with "
-                "--enforce-eager, or leave blend_selector out."
+                "--enforce-eager, or set blend_selector to heads."
             )
     names = list(layers)
     full = [
@@ -73,7 +73,7 @@ def check_layer_of(
         if not full:
             raise BlendingError(
                 "blend_selector=question: expected a layer with full attention and keys of its "
-                f"own, found windows or latents in all {len(names)}. Leave blend_selector out."
+                f"own, found windows or latents in all {len(names)}. Set blend_selector to heads."
             )
         wanted = CHECK_DEPTH[0] * len(names) // CHECK_DEPTH[1]
         index = min(full, key=lambda place: abs(place - wanted))
@@ -87,7 +87,7 @@ def check_layer_of(
     if not isinstance(scale, float):
         raise BlendingError(
             f"layer {names[index]}: expected an attention module with a scale, found "
-            f"{type(attention).__qualname__} with {scale!r}. Leave blend_selector out."
+            f"{type(attention).__qualname__} with {scale!r}. Set blend_selector to heads."
         )
     return CheckLayer(names[index], attention, scale)
 
@@ -168,8 +168,9 @@ class QuestionProbe:
                 .view(torch_dtype(plane.dtype))
                 .reshape(len(slots), plane.num_heads, plane.head_elements)
             )
-            of_row = heads[torch.from_numpy(rows).to(heads.device)].cpu()
-            scores = attention_scores(of_row, keys, self._layer.scale).numpy()
+            of_row = heads[torch.from_numpy(rows).to(heads.device)]
+            scores = attention_scores(of_row, keys.to(heads.device), self._layer.scale)
+            scores = scores.cpu().numpy()
             self._scores[job.row_id] = np.concatenate(
                 [scores[each.first_tokens : each.end_tokens] for each in job.scored]
             )

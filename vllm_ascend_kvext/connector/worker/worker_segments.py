@@ -99,12 +99,18 @@ class WorkerSegments:
         layout = SegmentLayout(row_bytes, max(windows))
         return SegmentMover(self.pages, host, layout, self._staging, self._placement)
 
-    def probe(self, check_layer: int | None) -> QuestionProbe:
+    def probe(self, check_layer: int | None, is_asked_for: bool) -> QuestionProbe:
         """What compares questions with segments; see `question_probe.check_layer_of`.
 
         Raises:
-            BlendingError: They cannot be compared.
+            BlendingError: They cannot be compared, or are to be only if it is asked for.
         """
+        if not is_asked_for and self._pools.device_types != ("cpu",):
+            raise BlendingError(
+                "blend_selector: expected question, to compare questions with segments on "
+                f"{', '.join(self._pools.device_types)}, found none. Set it to question, and "
+                "measure: no NPU has run that yet."
+            )
         layer = check_layer_of(self._compilation, self._keys, check_layer)
         return QuestionProbe(layer, self.pages, partial(_slots_of_step, layer.name))
 

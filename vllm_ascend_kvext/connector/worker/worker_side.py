@@ -174,7 +174,8 @@ class WorkerSide:
             return
         if self._options.blend_selector is not Selector.HEADS:
             try:
-                self._probe = segments.probe(self._options.blend_check_layer)
+                is_asked_for = self._options.blend_selector is Selector.QUESTION
+                self._probe = segments.probe(self._options.blend_check_layer, is_asked_for)
             except Exception as error:
                 self._probe_refusal = _refusal_of(error)
 
