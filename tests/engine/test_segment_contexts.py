@@ -201,6 +201,13 @@ def test_contexts_take_no_host_memory_from_documents(learns: bool) -> None:
                 assert len(engine.own_plans) - num_own < 12
 
 
+def test_what_host_memory_has_no_room_for_is_not_tried_again() -> None:
+    with choosing(connector={"host_memory_gib": 12 / (1 << 20)}) as engine:
+        store(engine, *FIRST)
+        store(engine, LATER[0])
+        assert engine.drops and len(engine.own_plans) == 2 * (len(FIRST) + 1)
+
+
 def test_documents_behind_contexts_wait_for_what_nobody_has_stored() -> None:
     with choosing(connector={"learn_segments": True}) as engine:
         store(engine, *FIRST)

@@ -77,7 +77,9 @@ def test_a_reset_while_a_segment_is_being_stored(
         (worker,) = engine.workers
         with monkeypatch.context() as patch:
             patch.setattr(worker.transfers, "end_some", lambda _: None)
-            engine.step_until(lambda: len(engine.side._jobs))
+            for _ in range(6):
+                engine.step()
+            assert len(engine.side._jobs), "it is being stored"
             engine.reset(reset_connector=True)
         engine.serve()
         assert not any(path.name.startswith("S") for path in objects(tmp_path)[3:])
