@@ -104,11 +104,12 @@ def test_faults_are_counted(served: Served) -> None:
 
 @pytest.mark.skipif(not IS_LONG, reason="make test-long: two more engines")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
-def test_an_engine_that_dies_or_stops_in_a_get_and_a_lookup_harms_nobody(
-    how: signal.Signals, folder: Folder, reference: Served
+@pytest.mark.parametrize("call", ["get", "lookup"])
+def test_an_engine_that_dies_or_stops_in_a_get_or_a_lookup_harms_nobody(
+    call: str, how: signal.Signals, folder: Folder, reference: Served
 ) -> None:
     work = folder.folders.mktemp("stuck")
-    plan = folder.plan("stuck", marks=str(work)).on(CPU)
+    plan = folder.plan("stuck", call=call, mark=str(work / "mark")).on(CPU)
     (work / "plans.json").write_text(json.dumps({"engine": plan}))
     files = objects(folder.path)
     serve = Path(processes.__file__).with_name("serve.py")
@@ -121,7 +122,7 @@ def test_an_engine_that_dies_or_stops_in_a_get_and_a_lookup_harms_nobody(
         )
     try:
         deadline_s = time.monotonic() + 60
-        while not ((work / "get").exists() and (work / "lookup").exists()):
+        while not (work / "mark").exists():
             assert engine.poll() is None, (work / "log").read_text()[-3000:]
             assert time.monotonic() < deadline_s
             time.sleep(0.005)

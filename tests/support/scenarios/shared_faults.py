@@ -153,27 +153,28 @@ def store(engine: Engine) -> None:
 
 @scenario
 def stuck(engine: Engine) -> None:
-    """Hang for ever in a lookup, and in the middle of a get, and leave a file for each."""
+    """Hang for ever in a lookup, or in the middle of a get, as planned; a file says when."""
     from vllm_ascend_kvext.shared_tier.files import FilesTier
 
     folder, read, exist = Path(engine.plan["folder"]), FilesTier._read, FilesTier.exist
-    marks = Path(engine.plan["marks"])
+    mark = Path(engine.plan["mark"])
 
     def read_and_hang(tier: Any, file: int, each: Any, on_bytes: Any) -> bool:
         read(tier, file, each._replace(num_bytes=each.num_bytes // 2), on_bytes)
-        (marks / "get").touch()
+        mark.touch()
         time.sleep(1000)
         return True
 
     def exist_and_hang(tier: Any, names: Any) -> list[str]:
-        if (marks / "get").exists():
-            (marks / "lookup").touch()
-            time.sleep(1000)
+        mark.touch()
+        time.sleep(1000)
         return exist(tier, names)
 
     assert objects_of(folder / "kvext2")
-    FilesTier._read = read_and_hang  # type: ignore[method-assign]
-    FilesTier.exist = exist_and_hang  # type: ignore[method-assign]
+    if engine.plan["call"] == "get":
+        FilesTier._read = read_and_hang  # type: ignore[method-assign]
+    else:
+        FilesTier.exist = exist_and_hang  # type: ignore[method-assign]
     for name in FAULTS:
         engine.side.shared._paused_until_s = 0.0
         engine.ask(name, prompts_of(name)[:1])
