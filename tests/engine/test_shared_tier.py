@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -284,16 +284,31 @@ def test_other_engines_do_not_meet(
     assert said in caplog.text
 
 
-def test_other_releases_do_not_meet(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda patch: patch.setenv("PYTHONHASHSEED", "1"), "block hashes"),
+        (
+            lambda patch: patch.setattr(engine_identity, "installed_version", lambda *_: "another"),
+            "versions",
+        ),
+    ],
+    ids=["seeds", "releases"],
+)
+def test_other_seeds_and_releases_do_not_meet(
+    change: Callable[[pytest.MonkeyPatch], None],
+    said: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     see_log(caplog, monkeypatch)
     prompt = prompt_of(FULL, 1)
     store_in(tmp_path, FULL, prompt)
-    monkeypatch.setattr(engine_identity, "installed_version", lambda *_: "another")
+    change(monkeypatch)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         assert hit_tokens(engine, plan_of("a", prompt)) == 0
-    assert "differs in: versions" in caplog.text
+    assert f"differs in: {said}" in caplog.text
 
 
 def test_what_was_put_or_got_is_not_put_again(
@@ -323,18 +338,6 @@ def test_what_was_put_or_got_is_not_put_again(
         assert not any(cut.key.hex()[:32] in name for name in puts)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         assert hit_tokens(engine, plan_of("a", other)) == floor(engine, len(other) - 1)
-
-
-def test_other_seeds_do_not_meet(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    see_log(caplog, monkeypatch)
-    prompt = prompt_of(FULL, 1)
-    store_in(tmp_path, FULL, prompt)
-    monkeypatch.setenv("PYTHONHASHSEED", "1")
-    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
-        assert hit_tokens(engine, plan_of("a", prompt)) == 0
-    assert "differs in: block hashes" in caplog.text
 
 
 @pytest.mark.vllm("<0.30")

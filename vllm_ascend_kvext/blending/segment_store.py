@@ -161,16 +161,14 @@ class SegmentStore:
         That is the first one. Where none is stored, it is the one without a context: when that is
         stored, the others follow.
         """
-        if all(map(self.is_missing, prefixes)):
-            return next(each for each in prefixes if not each.has_context)
-        return prefixes[0]
+        return _alone(prefixes) if all(map(self.is_missing, prefixes)) else prefixes[0]
 
     def lacking(self, prefixes: Sequence[SegmentPrefix]) -> Iterator[tuple[SegmentPrefix, Piece]]:
         """Chunks of a segment that are not stored, those on their way among them.
 
         Behind which context others store, nobody knows: what engines share has none.
         """
-        prefix = next(each for each in prefixes if not each.has_context)
+        prefix = _alone(prefixes)
         if not all(self.is_missing(each) for each in prefixes if each.has_context):
             return
         index, chunk_tokens = self._tier.lookup(prefix).index, self._tier.geometry.chunk_tokens
@@ -233,6 +231,11 @@ class SegmentStore:
     def num_bytes(self, stored: StoredTokens) -> int:
         """Host bytes of an entry."""
         return self._layout.num_bytes(stored.num_rows)
+
+
+def _alone(prefixes: Sequence[SegmentPrefix]) -> SegmentPrefix:
+    """The one without a context: every segment has one."""
+    return next(each for each in prefixes if not each.has_context)
 
 
 def rows_to_load(span: Span) -> SegmentRows:
