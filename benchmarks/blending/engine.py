@@ -50,9 +50,11 @@ class Answers:
 
     Attributes:
         store_s: Seconds for each stored document.
+        learn_s: Seconds for storing them behind contexts.
     """
 
     store_s: list[float] = field(default_factory=list)
+    learn_s: float = 0.0
     answers: list[Answer] = field(default_factory=list)
 
 
@@ -76,12 +78,14 @@ def store(engine: CpuEngine, segment: Sequence[int]) -> float:
     return time.perf_counter() - began_s
 
 
-def finish_learning(engine: CpuEngine) -> None:
-    """Until the engine has stored what it stores by itself, which it does while others ask."""
+def finish_learning(engine: CpuEngine) -> float:
+    """Seconds until the engine has stored what it stores by itself, while it is not busy."""
+    began_s = time.perf_counter()
     learning = engine.scheduler.connector.scheduler_side.segments.learning
     while learning is not None and (learning.has_queue or learning.request_ids):
         engine.ask(WARM_UP, num_output_tokens=4)  # In the first step somebody waits.
         engine.settle()
+    return time.perf_counter() - began_s
 
 
 def _answer(asked: Asked) -> Answer:
@@ -127,7 +131,6 @@ def serve(
     found = Answers()
     if mode.blends:
         found.store_s = [store(engine, segment) for segment in workload.stored]
-        finish_learning(engine)
     for number, prompt in enumerate(tqdm(workload.prompts, mode.name, unit=" prompts")):
         answer = ask(engine, prompt)
         if reference is not None:
@@ -135,6 +138,8 @@ def serve(
             again = ask(engine, prompt, len(said), **{FORCED: list(said)})
             answer = replace(answer, top=again.top)
         found.answers.append(answer)
+        if mode.blends:
+            found.learn_s += finish_learning(engine)
     engine.close()
     return found
 

@@ -83,8 +83,10 @@ class Setting(NamedTuple):
         options = {"heads": self.heads, "has_context": self.has_context}
         return Plan(model, self.scenarios, "blending", connector | self.engine, options)
 
-    def expected_reuse(self, answer: Answer, head_tokens: int = 16) -> list[Any]:
-        return expected_reuse(answer, head_tokens, self.window_tokens)
+    def expected_reuse(
+        self, answer: Answer, head_tokens: int = 16, beginning: Sequence[int] | None = None
+    ) -> list[Any]:
+        return expected_reuse(answer, head_tokens, self.window_tokens, beginning)
 
 
 TWO_WORKERS = "crowd, two workers"
@@ -185,10 +187,13 @@ EXACT = [name for name, setting in SETTINGS.items() if "exact" in setting.scenar
 def test_blended_answers_are_those_of_the_oracle(
     reports: LazyReports, oracles: Oracles, name: str, label: str, head_tokens: int
 ) -> None:
-    found = reports[name].answers(label)
+    setting, found = SETTINGS[name], reports[name].answers(label)
     assert len(found) == len(ORDERS) + 1
+    _, beginning = reports[name].report["facts"]["sinks"][0]
+    begin = [answer.prompt[: len(beginning)] == beginning for answer in found]
+    assert sum(begin) == (3 if setting.has_context else 0)
     for answer in found:
-        reused = SETTINGS[name].expected_reuse(answer, head_tokens)
+        reused = setting.expected_reuse(answer, head_tokens, beginning)
         assert answer.reused_tokens == num_tokens(reused) > 0
         assert oracle_error(oracles(name), answer, reused) <= ORACLE_TOLERANCE
         # It could be told from full recompute.

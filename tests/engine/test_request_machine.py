@@ -55,7 +55,7 @@ from vllm_ascend_kvext.blending.segment_store import StoredTokens
 from vllm_ascend_kvext.blending.segments import SEGMENTS_KEY, STORE_KEY
 from vllm_ascend_kvext.connector.scheduler import loads
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
-from vllm_ascend_kvext.connector.segments import make_blending
+from vllm_ascend_kvext.connector.segments import blended_requests, make_blending
 from vllm_ascend_kvext.store.entries import EntryState, Kind
 from vllm_ascend_kvext.transfer.errors import BackendError
 
@@ -118,7 +118,7 @@ BLENDING = st.fixed_dictionaries(
         "store_policy": st.sampled_from(["all", "all", "second_touch", "never"]),
         "blend_head_tokens": st.sampled_from([4, 0, 1, 8]),
         "learn_segments": st.sampled_from([False, True]),
-        "segment_sink": st.sampled_from([[5], [], [5, 9, 2, 5, 11, 3, 8, 1, 40]]),
+        "segment_sink": st.sampled_from([[5], [], [5, 9, 2, 5, 11, 3, 8, 1, 40], None]),
         "segment_context": st.booleans(),
         "host_memory_gib": st.sampled_from([1 << 22, 1 << 22, 1 << 14]).map(
             lambda n: n / (1 << 30)
@@ -146,6 +146,8 @@ NUM_OWN = st.integers(0, 20)
 SEEDS = st.integers(0, 99)
 NEW_TOKENS = st.integers(1, MAX_NEW_TOKENS)
 ASKED = {"max_tokens": NEW_TOKENS, "salt": SALTS, "priority": st.integers(0, 2)}
+BEGINNING = tuple(tokens(random.Random("beginning"), 9))
+"""Of many prompts."""
 PLAIN: dict[str, Any] = {SEGMENTS_KEY: []}
 """Of a request that wants all of its prompt computed."""
 
@@ -417,6 +419,7 @@ class RequestMachine(RuleBasedStateMachine):
         num_own=NUM_OWN,
         named=st.booleans(),
         is_plain=st.sampled_from([False, False, True]),
+        beginning=st.sampled_from([(), BEGINNING, BEGINNING[:-2]]),
         **ASKED,
     )
     def ask(
@@ -425,13 +428,14 @@ class RequestMachine(RuleBasedStateMachine):
         num_own: int = 3,
         named: bool = True,
         is_plain: bool = False,
+        beginning: tuple[int, ...] = (),
         **asked: Any,
     ) -> None:
         """A prompt that shares documents with others, and their order with some.
 
         They are segments that it names, or that separators show, if it does not want all computed.
         """
-        prompt, segments = self._prompt(documents, num_own, has_separators=not named)
+        prompt, segments = self._prompt(documents, num_own, not named, beginning)
         self._add(prompt, PLAIN if is_plain else {SEGMENTS_KEY: segments} if named else {}, **asked)
 
     @rule(
@@ -636,11 +640,15 @@ class RequestMachine(RuleBasedStateMachine):
         self.num_steps += 1
 
     def _prompt(
-        self, documents: list[int], num_own: int, has_separators: bool
+        self,
+        documents: list[int],
+        num_own: int,
+        has_separators: bool,
+        beginning: tuple[int, ...] = (),
     ) -> tuple[tuple[int, ...], list[list[int]]]:
         """A prompt, and where its documents are in it. It ends with tokens of its own."""
         own = tokens(random.Random(len(self.plans)), num_own + 1)
-        prompt: list[int] = []
+        prompt = [*beginning]
         segments: list[list[int]] = []
         for document in documents:
             token_ids = DOCUMENTS[document]
@@ -721,7 +729,9 @@ def patches_installed() -> Iterator[None]:
 def test_random_lives(is_blending: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_contexts, "NUM_DOCUMENTS", 2)
     monkeypatch.setattr(segment_contexts, "FEW_DOCUMENTS", 1)
+    monkeypatch.setattr(segment_contexts, "NUM_PROMPTS", 1)
     monkeypatch.setattr(make_blending, "MIN_REUSED_TOKENS", 1)
+    monkeypatch.setattr(blended_requests, "_is_exact", counted_exact)
     monkeypatch.setattr(loads, "MIN_RUN_TOKENS", loads.MIN_RUN_TOKENS)  # and back again
     counts.clear()
     RequestMachine.is_blending = is_blending
@@ -729,7 +739,7 @@ def test_random_lives(is_blending: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     rare = ["aborts of requests with holes", "resets of running requests"]
     if is_blending:
         met += ["reused tokens", "marked answers", "learned segments", "segments"]
-        met += ["stores that were answered", "segments behind a context"]
+        met += ["stores that were answered", "segments behind a context", "segments without a head"]
         rare = ["aborts of blended requests", "resets of blended requests"]
     rare += ["failed loads", "preemptions"]
     if IS_LONG:
@@ -740,6 +750,13 @@ def test_random_lives(is_blending: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         if not missed:
             return
     raise AssertionError(f"{missed} have not occurred: {counts}")
+
+
+def counted_exact(*args: Any, is_exact: Callable[..., bool] = blended_requests._is_exact) -> bool:
+    """Whether a segment was computed behind what stands before it; counted if it was."""
+    found = is_exact(*args)
+    counts["segments without a head"] += found
+    return found
 
 
 def run_round(layouts: Sequence[Sequence[PagedLayout]]) -> None:

@@ -21,7 +21,12 @@ from support.connector.simulated_segments import SimulatedMover
 from support.scheduler.workload import RequestPlan
 from test_shared_tier import _equal_seeds, _patience, weights
 
-from vllm_ascend_kvext.blending.segment_contexts import FEW_DOCUMENTS, NUM_DOCUMENTS
+from vllm_ascend_kvext.blending import segment_contexts
+from vllm_ascend_kvext.blending.segment_contexts import (
+    FEW_DOCUMENTS,
+    NUM_DOCUMENTS,
+    NUM_PROMPTS,
+)
 
 __all__ = ["_equal_seeds", "_patience", "weights"]
 
@@ -29,8 +34,7 @@ pytestmark = pytest.mark.usefixtures("offloading_in_effect", "weights")
 
 DOCUMENTS = [tuple(tokens(random.Random(number), 40)) for number in range(NUM_DOCUMENTS + 3)]
 FIRST, LATER = DOCUMENTS[:NUM_DOCUMENTS], DOCUMENTS[NUM_DOCUMENTS:]
-CONTEXT = tuple(token for each in FIRST for token in each[:32])
-"""In an engine whose requests have at most 1,024 tokens."""
+CONTEXT = tuple(token for each in FIRST for token in each)
 
 
 @contextmanager
@@ -76,11 +80,67 @@ def test_segments_are_stored_behind_the_first_documents(
         assert engine.counts.reused_tokens == 3 * (40 - HEAD_TOKENS)
 
 
+@pytest.mark.parametrize("num_stored", [NUM_DOCUMENTS, NUM_DOCUMENTS - 1], ids=["later", "first"])
+@pytest.mark.parametrize("layout", [FULL, GPT_OSS], ids=["full", "windows"])
+def test_contexts_begin_like_prompts(layout: PagedLayout, num_stored: int) -> None:
+    """Whether prompts or documents come first."""
+    beginning = tuple(tokens(random.Random("beginning"), 21))
+    with choosing(layout, {"segment_sink": None}) as engine:
+        contexts = engine.side.segments.store.contexts
+        store(engine, *FIRST[:num_stored])
+        for number in range(NUM_PROMPTS):
+            assert not engine.own_plans
+            engine.answer(LATER[2], beginning=(*beginning, number))
+        store(engine, *FIRST[num_stored:])
+        assert len(engine.learned) == 3 * len(FIRST)
+        store(engine, *LATER[:2])
+        sinks = [each.token_ids for each in contexts.sinks(None, LATER[0])]
+        assert sinks[0] == beginning and sinks[1] == contexts.sink_ids
+        assert sinks[-1] == (*beginning, *CONTEXT)
+        segments = engine.side.segments.store
+        prefixes = segments.prefixes(LATER[0], None)
+        assert len(prefixes) == 4 and not any(map(segments.is_missing, prefixes))
+        assert reused_tokens(engine, *LATER[:2], FIRST[0]) == 3 * (40 - HEAD_TOKENS)
+
+
+def test_documents_for_which_there_was_no_room_to_wait_are_learned_once_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(segment_contexts, "MAX_WAITING_DOCUMENTS", NUM_DOCUMENTS)
+    with choosing(connector={"segment_sink": None}) as engine:
+        store(engine, *FIRST, *LATER[:2])
+        for _ in range(NUM_PROMPTS):
+            engine.answer(LATER[2], beginning=tokens(random.Random("beginning"), 21))
+        num_learned = 3 * len(FIRST)
+        assert len(engine.learned) == num_learned
+        engine.answer(LATER[0], LATER[1])
+        assert sorted(engine.learned[num_learned:]) == sorted(LATER[:2])
+
+
+def reused_tokens(engine: LearningEngine, *documents: tuple[int, ...], **more: Any) -> int:
+    """Tokens that a request reuses."""
+    before = engine.counts.reused_tokens
+    engine.answer(*documents, **more)
+    return engine.counts.reused_tokens - before
+
+
+def test_what_was_computed_behind_all_that_stands_before_it_has_no_head() -> None:
+    beginning = tuple(tokens(random.Random("beginning"), 21))
+    with choosing(connector={"segment_sink": None}) as engine:
+        for _ in range(NUM_PROMPTS):
+            engine.answer(LATER[2], beginning=beginning)
+        store(engine, *FIRST, *LATER[:2])
+        two = 2 * (40 - HEAD_TOKENS)
+        assert reused_tokens(engine, *LATER[:2], beginning=beginning) == two + HEAD_TOKENS
+        for other in ((*beginning[:-1], 0), beginning[:-1], (*beginning, 0), (0, *beginning)):
+            assert reused_tokens(engine, *LATER[:2], beginning=other) == two
+
+
 def test_contexts_are_computed_once() -> None:
     with choosing() as engine:
         store(engine, *FIRST)
         num_first = len(engine.sink_ids)
-        sinks_tokens = [num_first + 32 * FEW_DOCUMENTS, num_first + len(CONTEXT)]
+        sinks_tokens = [num_first + 40 * FEW_DOCUMENTS, num_first + len(CONTEXT)]
         for number, document in enumerate(LATER):
             engine.store(document)
             computed_tokens = sum(engine.step_tokens() for _ in iter(engine.has_work, False))

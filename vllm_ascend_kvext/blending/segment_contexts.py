@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What segments are computed behind: with ``segment_context``, other documents of their salt.
 
-Behind other documents, the KV of one comes nearer to what it is in a prompt of documents: nearest
-behind about as many as stand before it there. So it is stored behind none, a few and many. The
-first documents of a salt become its contexts, and stay that: a segment behind another context is
-another segment. See ``docs/blending_contexts.md``.
+Behind what prompts begin with, and other documents, the KV of one comes nearer to what it is in a
+prompt: nearest behind about as many as stand before it there. So it is stored behind none, a few
+and many. What the first prompts of a salt have in common before their documents, and its first
+documents, become its contexts, and stay that: a segment behind another context is another segment.
+See ``docs/blending_contexts.md``.
 """
 
 from __future__ import annotations
@@ -13,21 +14,26 @@ import hashlib
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Generic, NamedTuple, TypeVar
 
 logger = logging.getLogger("vllm.ascend_kvext.blending")
 
 FEW_DOCUMENTS, NUM_DOCUMENTS = 2, 8
-MAX_DOCUMENT_TOKENS = 192
-"""What was measured: two and eight documents of 100 to 200 tokens. Of longer ones, the
-beginnings."""
+MAX_DOCUMENT_TOKENS = 256
+"""What was measured: two and eight documents of 100 to 200 tokens. Of longer ones, the beginnings,
+which is worse."""
 
-MAX_CONTEXT_SHARE = 1 / 4
+NUM_PROMPTS = 4
+"""So many are compared with each other: one may begin with what only its user has said."""
+
+MAX_DOCUMENTS_SHARE, MAX_BEGINNING_SHARE = 1 / 2, 1 / 4
 """Of the longest request."""
 
-MAX_SALTS = 128
-"""So many salts have a context, and as many some documents of one, which are kept as a whole."""
+MAX_SALTS, MAX_WAITING_DOCUMENTS = 128, 64
+"""So many salts have a context, and as many wait for one, each with so many of its documents."""
 
 
 class Sink(NamedTuple):
@@ -36,6 +42,7 @@ class Sink(NamedTuple):
     token_ids: tuple[int, ...]
     space: bytes
     num_documents: int = 0
+    has_context: bool = False
 
 
 Beginning = tuple[int, ...]
@@ -46,106 +53,165 @@ class SegmentContexts(Generic[Document]):
     """The sinks of one engine, by salt. A salt of None and an empty one are the same.
 
     Args:
-        sink_ids: What all segments are computed behind, contexts too.
+        sink_ids: What all segments are computed behind.
         max_request_tokens: How long a segment and what stands before it may be; 0 for no contexts.
         min_tokens: Shorter documents are none for a context.
+        reads_prompts: Whether contexts begin like prompts, instead of with ``sink_ids``.
     """
 
     def __init__(
-        self, sink_ids: Sequence[int], max_request_tokens: int = 0, min_tokens: int = 1
+        self,
+        sink_ids: Sequence[int],
+        max_request_tokens: int = 0,
+        min_tokens: int = 1,
+        reads_prompts: bool = True,
     ) -> None:
         self.sink_ids = tuple(sink_ids)
         self._max_request_tokens, self._min_tokens = max_request_tokens, min_tokens
-        max_context_tokens = int(max_request_tokens * MAX_CONTEXT_SHARE)
-        self._beginning_tokens = min(MAX_DOCUMENT_TOKENS, max_context_tokens // NUM_DOCUMENTS)
+        self._num_prompts = NUM_PROMPTS if reads_prompts else 0
+        max_documents_tokens = int(max_request_tokens * MAX_DOCUMENTS_SHARE)
+        self._document_tokens = min(MAX_DOCUMENT_TOKENS, max_documents_tokens // NUM_DOCUMENTS)
+        self._max_beginning_tokens = int(max_request_tokens * MAX_BEGINNING_SHARE)
         self._contexts: OrderedDict[str, _Context] = OrderedDict()
-        self._documents: OrderedDict[str, dict[Beginning, Document]] = OrderedDict()
+        self._waiting: OrderedDict[str, _Waiting[Document]] = OrderedDict()
 
     def without_context(self, cache_salt: str | None) -> Sink:
         """The sink of what clients store, and of all before there is a context."""
-        return self._sink((), cache_salt)
+        return Sink(self.sink_ids, key_space(self.sink_ids, cache_salt))
 
     def sinks(
         self, cache_salt: str | None, token_ids: Sequence[int], num_before: int = 0
     ) -> list[Sink]:
         """All sinks of a document, the best ones for its place first.
 
-        That is the shortest context with at least the ``num_before`` documents that stand before
-        it in a prompt, then longer ones, then shorter ones.
+        That is the one with the fewest documents that has the ``num_before`` that stand before it
+        in a prompt, then those with more, then those with fewer.
         """
-        found = [self.without_context(cache_salt)]
+        found: list[Sink] = []
         context = self._contexts.get(cache_salt or "")
         if context is not None:
             self._contexts.move_to_end(cache_salt or "")
             # Its tokens a second time would be copied: that makes it worse than no context does.
             sinks = context.of_documents.get(self._beginning(token_ids), context.sinks)
             max_tokens = self._max_request_tokens - len(token_ids)
-            found += [each for each in sinks if len(each.token_ids) < max_tokens]
-        first = next(
-            (place for place, each in enumerate(found) if each.num_documents >= num_before),
-            len(found),
+            found = [each for each in sinks if len(each.token_ids) < max_tokens]
+        found.append(self.without_context(cache_salt))
+        return sorted(
+            found,
+            key=lambda each: (
+                each.num_documents < num_before,
+                abs(each.num_documents - num_before),
+            ),
         )
-        return found[first:] + found[:first][::-1]
+
+    def note_prompt(
+        self, ids_before: Sequence[int], cache_salt: str | None
+    ) -> Sequence[Document]:
+        """A prompt has come, with these tokens before its first segment.
+
+        Returns:
+            What is to be stored behind contexts from now on, as `add` does.
+        """
+        salt = cache_salt or ""
+        if not self._document_tokens or salt in self._contexts:
+            return ()
+        waiting = self._wait(salt)
+        ids_before = ids_before[: self._max_beginning_tokens]
+        if waiting.num_prompts < self._num_prompts:
+            waiting.add_prompt(ids_before)
+        return self._complete(salt, waiting)
 
     def add(
         self, token_ids: Sequence[int], cache_salt: str | None, document: Document
     ) -> Sequence[Document]:
-        """A document has been stored; what is to be stored behind a context from now on.
+        """A document has been stored; what is to be stored behind contexts from now on.
 
-        That is the document or, where it has completed the context, all of those in it.
+        That is the document or, where it has completed the contexts, all that were waiting.
         """
         salt = cache_salt or ""
-        if not self._beginning_tokens:
+        if not self._document_tokens:
             return ()
         if salt in self._contexts:
             return (document,)
         if len(token_ids) < self._min_tokens:
             return ()
-        documents = self._documents.setdefault(salt, {})
-        documents[self._beginning(token_ids)] = document
-        self._documents.move_to_end(salt)
-        if len(documents) < NUM_DOCUMENTS:
-            if len(self._documents) > MAX_SALTS:
-                self._documents.popitem(last=False)
-            return ()
-        del self._documents[salt]
-        context = _Context(
-            self._sinks(documents, cache_salt),
-            {
-                each: self._sinks([other for other in documents if other != each], cache_salt)
-                for each in documents
-            },
-        )
-        self._contexts[salt] = context
-        if len(self._contexts) > MAX_SALTS:
-            self._contexts.popitem(last=False)
-        logger.info(
-            "KvextConnector: segments of one cache_salt are computed again behind %d and %d of its "
-            "first documents from now on, %d tokens at most, whose KV the prefix cache keeps.",
-            *(FEW_DOCUMENTS, NUM_DOCUMENTS),
-            len(context.sinks[-1].token_ids) - len(self.sink_ids),
-        )
-        return tuple(documents.values())
+        waiting = self._wait(salt)
+        beginning = self._beginning(token_ids)
+        if beginning in waiting.documents or len(waiting.documents) < MAX_WAITING_DOCUMENTS:
+            waiting.documents[beginning] = document
+        return self._complete(salt, waiting)
 
     def clear(self) -> None:
         """Choose anew."""
         self._contexts.clear()
-        self._documents.clear()
+        self._waiting.clear()
+
+    def _wait(self, salt: str) -> _Waiting[Document]:
+        waiting = self._waiting.setdefault(salt, _Waiting())
+        self._waiting.move_to_end(salt)
+        if len(self._waiting) > MAX_SALTS:
+            self._waiting.popitem(last=False)
+        return waiting
+
+    def _complete(self, salt: str, waiting: _Waiting[Document]) -> Sequence[Document]:
+        """Make the contexts of a salt, if all that they need is there."""
+        num_documents = len(waiting.documents)
+        if num_documents < NUM_DOCUMENTS or waiting.num_prompts < self._num_prompts:
+            return ()
+        del self._waiting[salt]
+        first_ids = waiting.common_ids if self._num_prompts else ()
+        if len(first_ids) <= len(self.sink_ids):
+            first_ids = self.sink_ids
+        documents = list(waiting.documents)[:NUM_DOCUMENTS]
+        self._contexts[salt] = context = _Context(
+            self._sinks(first_ids, documents, salt),
+            {
+                each: self._sinks(first_ids, [other for other in documents if other != each], salt)
+                for each in documents
+            },
+        )
+        if len(self._contexts) > MAX_SALTS:
+            self._contexts.popitem(last=False)
+        logger.info(
+            "KvextConnector: segments of one cache_salt are computed again from now on: behind the "
+            "%d tokens that its prompts begin with, and %d and %d of its first documents, %d "
+            "tokens at most, whose KV the prefix cache keeps.",
+            *(len(first_ids), FEW_DOCUMENTS, NUM_DOCUMENTS),
+            len(context.sinks[-1].token_ids),
+        )
+        return tuple(waiting.documents.values())
 
     def _beginning(self, token_ids: Sequence[int]) -> Beginning:
-        return tuple(token_ids[: self._beginning_tokens])
+        return tuple(token_ids[: self._document_tokens])
 
-    def _sinks(self, documents: Iterable[Beginning], cache_salt: str | None) -> tuple[Sink, ...]:
-        """A sink of a few, and one of all of some documents."""
-        chosen = list(documents)
-        return (
-            self._sink(chosen[:FEW_DOCUMENTS], cache_salt),
-            self._sink(chosen, cache_salt),
-        )
+    def _sinks(
+        self, first_ids: tuple[int, ...], documents: Sequence[Beginning], cache_salt: str
+    ) -> tuple[Sink, ...]:
+        """A sink of no documents, unless it is what clients have, one of a few, one of all."""
+        found = []
+        for num_documents in (0, FEW_DOCUMENTS, len(documents)):
+            chosen = documents[:num_documents]
+            token_ids = (*first_ids, *(token for each in chosen for token in each))
+            if token_ids != self.sink_ids:
+                space = key_space(token_ids, cache_salt)
+                found.append(Sink(token_ids, space, num_documents, has_context=True))
+        return tuple(found)
 
-    def _sink(self, documents: Sequence[Beginning], cache_salt: str | None) -> Sink:
-        token_ids = (*self.sink_ids, *(token for each in documents for token in each))
-        return Sink(token_ids, key_space(token_ids, cache_salt), len(documents))
+
+@dataclass(slots=True)
+class _Waiting(Generic[Document]):
+    """What is known of a salt without contexts: documents, and how all prompts so far begin."""
+
+    documents: dict[Beginning, Document] = field(default_factory=dict)
+    common_ids: tuple[int, ...] = ()
+    num_prompts: int = 0
+
+    def add_prompt(self, ids: Sequence[int]) -> None:
+        if self.num_prompts:
+            pairs = zip(self.common_ids, ids, strict=False)
+            ids = [each for each, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        self.common_ids = tuple(ids)
+        self.num_prompts += 1
 
 
 class _Context(NamedTuple):

@@ -42,7 +42,7 @@ class SegmentPrefix:
     @property
     def has_context(self) -> bool:
         """Whether it is stored behind a context."""
-        return self.sink.num_documents > 0
+        return self.sink.has_context
 
     @property
     def sink_tokens(self) -> int:

@@ -32,6 +32,7 @@ class Span(NamedTuple):
         entry_tokens: Tokens of the entry's prefix before the first of these rows.
         is_computed: Whether the rows are computed. With an entry, they are loaded all the same, to
             be looked at before that.
+        is_exact: Whether the rows of a segment are as if they were computed in this prompt.
     """
 
     first_tokens: int
@@ -39,6 +40,7 @@ class Span(NamedTuple):
     entry: Entry | None = None
     entry_tokens: int = 0
     is_computed: bool = False
+    is_exact: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -160,4 +162,4 @@ def spans_within(spans: Iterable[Span], ranges: Sequence[TokenRange]) -> Iterato
             first = max(span.first_tokens, run.first_tokens)
             end = min(span.end_tokens, run.end_tokens)
             entry_tokens = span.entry_tokens + first - span.first_tokens
-            yield Span(first, end, span.entry, entry_tokens)
+            yield span._replace(first_tokens=first, end_tokens=end, entry_tokens=entry_tokens)

@@ -16,13 +16,23 @@ MAX_TOKENS = 1200
 """Of a prompt with its reply."""
 
 
-def expected_reuse(answer: Answer, head_tokens: int, window_tokens: int = 0) -> list[Reused]:
-    """What is to be reused behind the exact beginning; the missing document has its own length."""
+def expected_reuse(
+    answer: Answer,
+    head_tokens: int,
+    window_tokens: int = 0,
+    beginning: Sequence[int] | None = None,
+) -> list[Reused]:
+    """What is to be reused behind the exact beginning; the missing document has its own length.
+
+    Behind the ``beginning`` that segments were computed behind, one has no head.
+    """
     found = []
     for num_before, (first, end) in enumerate(answer.segments):
         if end - first not in STORED_LENGTHS or end - first < 2 * head_tokens:
             continue
-        begin = max(first + max(head_tokens, window_tokens - 1, 0), answer.exact_tokens)
+        is_exact = beginning is not None and [*answer.prompt[:first]] == [*beginning]
+        num_first = 0 if is_exact else max(head_tokens, window_tokens - 1, 0)
+        begin = max(first + num_first, answer.exact_tokens)
         if end - begin >= MIN_TOKENS:
             found.append(Reused(begin, end, (first, end), num_before))
     return found

@@ -37,10 +37,9 @@ class Reused(NamedTuple):
 
 
 class BlendingEngine(SimulatedEngine):
-    """As `SimulatedEngine`; if its ``offloading`` blends, it names a ``segment_sink``.
+    """As `SimulatedEngine`.
 
     Attributes:
-        sink_ids: What segments are computed behind.
         reused: By request, as long as something of it is reused.
         own_plans: Requests that nobody has sent: by them, ``own_segments`` are learned.
     """
@@ -48,7 +47,6 @@ class BlendingEngine(SimulatedEngine):
     def __init__(self, layout: PagedLayout, options: EngineOptions, script: TransferScript) -> None:
         super().__init__(layout, options, script)
         assert options.offloading is not None
-        self.sink_ids: list[int] = list(options.offloading.get("segment_sink") or ())
         self.reused: dict[str, Reused] = {}
         self.num_loaded_tokens = 0
         self.own_plans: list[RequestPlan] = []
@@ -62,6 +60,12 @@ class BlendingEngine(SimulatedEngine):
         side.update_connector_output = self._learn_results  # type: ignore[method-assign]
         self._queue_request = self.scheduler.add_request
         self.scheduler.add_request = self._expect_own  # type: ignore[method-assign]
+
+    @property
+    def sink_ids(self) -> tuple[int, ...]:
+        """What segments are computed behind; nothing where none are."""
+        segments = self.side.segments
+        return segments.store.contexts.sink_ids if isinstance(segments, Blending) else ()
 
     def choose(self, **options: int) -> None:
         """Have other ``BlendOptions``, those included that users cannot choose."""

@@ -54,10 +54,13 @@ class LearningEngine(BlendingEngine):
         *documents: Sequence[int],
         extra_args: dict[str, Any] | None = None,
         max_tokens: int = 3,
+        beginning: Sequence[int] | None = None,
         **more: Any,
     ) -> str:
-        """A request names some documents, between tokens of its own."""
-        prompt: list[int] = tokens(random.Random(self.num_asked), 5)
+        """A request names some documents, behind a beginning: unless it is given, of its own."""
+        if beginning is None:
+            beginning = tokens(random.Random(self.num_asked), 5)
+        prompt: list[int] = [*beginning]
         segments = []
         for document in documents:
             segments.append([len(prompt), len(prompt) + len(document)])

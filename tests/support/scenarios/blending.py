@@ -9,6 +9,7 @@ have.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -65,12 +66,20 @@ class Engine(scenarios_engine.Engine):
             self.blending = self.side.segments
 
     def store_segments(self, documents: Sequence[Tokens]) -> None:
-        """Have each document stored as a segment; behind others, if the plan has a context."""
-        from vllm_ascend_kvext.blending.segment_contexts import NUM_DOCUMENTS
+        """Have each document stored as a segment; behind others, if the plan has a context.
+
+        That begins with `instructions`.
+        """
+        from vllm_ascend_kvext.blending.segment_contexts import NUM_DOCUMENTS, NUM_PROMPTS
 
         rng = random.Random("context")
         context = [random_tokens(rng, 60) for _ in range(NUM_DOCUMENTS)]
-        self.store([*(context if self.plan.get("has_context") else ()), *documents], STORED)
+        if self.instructions is not None:
+            for _ in range(NUM_PROMPTS):
+                prompt = in_order(rng, [random_tokens(rng, 60)], [0], self.instructions)
+                self.store([prompt], prompt.arguments)
+            self.store(context, STORED)
+        self.store(documents, STORED)
         learning = self.blending.learning
         while learning is not None and (learning.has_queue or learning.request_ids):
             # What is learned is computed beside others, in steps in which nobody waits.
@@ -78,6 +87,13 @@ class Engine(scenarios_engine.Engine):
             self.finish()
         sinks = self.blending.store.contexts.sinks(None, ())
         self.note("sinks", [(each.num_documents, list(each.token_ids)) for each in sinks])
+
+    @property
+    def instructions(self) -> Tokens | None:
+        """What prompts begin with, if the plan has a context."""
+        if not self.plan.get("has_context"):
+            return None
+        return random_tokens(random.Random("instructions"), INSTRUCTIONS_TOKENS)
 
     @property
     def sink_ids(self) -> tuple[int, ...]:
@@ -143,13 +159,17 @@ class Engine(scenarios_engine.Engine):
 
 @scenario
 def orders(engine: Engine) -> None:
-    """Documents in several orders, with heads of several lengths; the beginnings are new."""
+    """Documents in several orders, with heads of several lengths.
+
+    The beginnings are new; with a context, every other one is that of all prompts.
+    """
     rng = random.Random(1)
     texts = documents(rng)
     engine.store_segments(texts[:MISSING])
     for head_tokens in engine.plan["heads"]:
         with engine.with_heads(head_tokens):
-            prompts = [in_order(rng, texts, order) for order in ORDERS]
+            beginnings = itertools.cycle([engine.instructions, None])
+            prompts = [in_order(rng, texts, *each) for each in zip(ORDERS, beginnings)]
             engine.ask(f"heads {head_tokens}", prompts)
             engine.ask(f"heads {head_tokens}", [separated(rng, texts, (3, 0))])
 

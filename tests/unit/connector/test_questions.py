@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -83,6 +84,14 @@ def test_scores_that_say_nothing_choose_nothing(value: float | None) -> None:
     scores = None if value is None else np.full(78, value, np.float32)
     assert questions.choose("a", scores) == ()
     assert (counters.scored_probes, counters.lost_probes) == (0, 1)
+
+
+def test_what_is_exact_is_compared_and_never_chosen() -> None:
+    questions, _ = questions_of(ratio=1.0)
+    exact = [each._replace(is_exact=each.entry is THIRD) for each in PLAN.spans]
+    questions.begin(request_of(130), dataclasses.replace(PLAN, spans=tuple(exact)))
+    assert questions.scored("a") == (TokenRange(12, 50), TokenRange(60, 100))
+    assert questions.choose("a", np.ones(78, np.float32)) == (TokenRange(20, 50),)
 
 
 def test_rows_of_one_entry_are_read_as_one() -> None:

@@ -176,7 +176,7 @@ class ConnectorOptions:
     shorter than twice that are computed whole. `0` reuses segments as they are. Unset: 4 where the
     question chooses others, else 16."""
 
-    blend_ratio: Annotated[float, _RATIO] = 0.16
+    blend_ratio: Annotated[float, _RATIO] = 0.19
     """With `blend_selector=question`: this part of the tokens behind heads is computed, but no less
     than one run of each segment. `1.0` computes all of them."""
 
@@ -193,14 +193,15 @@ class ConnectorOptions:
     segment_sink: Annotated[str | tuple[int, ...] | None, _SINK] = None
     """With `blending`: what segments are computed behind. A text, which is tokenized once, without
     special tokens, and follows the model's token for the beginning of a sequence, if it has one; or
-    a list of token ids. Unset: that token alone; `[]` is nothing. See `docs/blending.md`."""
+    a list of token ids. Unset: that token alone, and with `segment_context` what prompts begin
+    with; `[]` is nothing. See `docs/blending.md`."""
 
     segment_context: Annotated[bool | None, _FLAG] = None
-    """With `blending`. `true`: segments are computed behind two and behind eight of the first
-    documents, too, that were stored under their `cache_salt`. Answers come nearer to those without
-    reuse, and may be taken from these documents; see `docs/blending.md`. Unset: `true` where the
-    question chooses what is computed, which lets little of them through, unless `learn_segments` is
-    `false`."""
+    """With `blending`. `true`: segments are computed, too, behind what the first prompts of their
+    `cache_salt` begin with, and that and two or eight of the first documents that were stored under
+    it. Answers come nearer to those without reuse, and may be taken from these documents; see
+    `docs/blending.md`. Unset: `true` where the question chooses what is computed, which lets little
+    of them through, unless `learn_segments` is `false`."""
 
     learn_segments: Annotated[bool | None, _FLAG] = None
     """With `blending`. `true`: a segment that two requests had, and that no client has stored, is

@@ -9,7 +9,7 @@ is a hole. From its first reused token on its KV is approximate, and kept from e
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -149,6 +149,10 @@ class Blending(SegmentStores):
         ]
         self._states[request.request_id] = _State(known)
         if self.learning is not None:
+            ids_before = token_ids[: segments[0].first_tokens]
+            self._store_behind_contexts(
+                self.store.contexts.note_prompt(ids_before, request.cache_salt)
+            )
             runs = [(self._reusable(each, each.num_tokens), prefixes) for each, prefixes in known]
             worth_storing = [
                 self.store.to_learn(prefixes)
@@ -188,9 +192,10 @@ class Blending(SegmentStores):
                 continue
             spans = self.store.find(prefixes, segment.first_tokens)
             stored_tokens = spans[-1].end_tokens - segment.first_tokens if spans else 0
-            run = self._reusable(segment, stored_tokens)
+            is_exact = stored_tokens > 0 and _is_exact(request, segment, prefixes, spans[0])
+            run = self._reusable(segment, stored_tokens, is_exact)
             if run is not None:
-                found += spans
+                found += (span._replace(is_exact=is_exact) for span in spans)
                 candidates.append(run)
         plan = plan_blend(request.num_tokens, exact_tokens, candidates, self.options.min_tokens)
         if plan is None:
@@ -211,9 +216,12 @@ class Blending(SegmentStores):
             tails,
         )
 
-    def _reusable(self, segment: TokenRange, stored_tokens: int) -> TokenRange | None:
+    def _reusable(
+        self, segment: TokenRange, stored_tokens: int, is_exact: bool = False
+    ) -> TokenRange | None:
         options = self.options
-        return behind_head(segment, stored_tokens, options.head_tokens, options.min_head_tokens)
+        heads = (0, 0) if is_exact else (options.head_tokens, options.min_head_tokens)
+        return behind_head(segment, stored_tokens, *heads)
 
     def refuse_for_room(self, request_id: str) -> None:
         self._refuse(request_id, BlendRefusal.ROOM)
@@ -341,6 +349,20 @@ class Blending(SegmentStores):
     def _blended(self, request_id: str) -> _Blended | None:
         state = self._states.get(request_id)
         return None if state is None else state.blended
+
+
+def _is_exact(
+    request: Request, segment: TokenRange, prefixes: Iterable[SegmentPrefix], span: Span
+) -> bool:
+    """Whether a segment was computed behind all that stands before it in a prompt."""
+    assert span.entry is not None and request.prompt_token_ids is not None
+    for each in prefixes:
+        if each.sink_tokens == segment.first_tokens:
+            ids_before = tuple(request.prompt_token_ids[: segment.first_tokens])
+            is_found = each.key_at(span.entry.piece.end_tokens) == span.entry.key
+            if is_found and each.sink.token_ids == ids_before:
+                return True
+    return False
 
 
 def _known_tokens(request: Request) -> int:

@@ -44,7 +44,10 @@ def make_blending(
     if options.segment_context is not None:
         has_context = options.segment_context
     contexts = SegmentContexts[WantedSegment](
-        segment_tokens.sink_ids, parts.view.max_model_len if has_context else 0, MIN_REUSED_TOKENS
+        segment_tokens.sink_ids,
+        parts.view.max_model_len if has_context else 0,
+        MIN_REUSED_TOKENS,
+        reads_prompts=options.segment_sink is None,
     )
     store = SegmentStore(parts.tier, of_workers[0], contexts)
     window_tokens = max(each.window_tokens for each in of_workers)
@@ -65,7 +68,7 @@ def make_blending(
         "without their first %d%s. It is approximate. Ask once whether it suits the "
         "model: `python -m vllm_ascend_kvext check-model MODEL`.",
         len(contexts.sink_ids),
-        " and the first documents" if has_context else "",
+        ", what prompts begin with and the first documents" if has_context else "",
         max(blend_options.head_tokens, blend_options.min_head_tokens),
         "" if questions is None else ", and without what the question attends to",
     )

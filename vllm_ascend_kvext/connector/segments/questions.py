@@ -33,7 +33,7 @@ CHOSEN_RUN_TOKENS = 8
 
 
 class _Compared(NamedTuple):
-    """What of each segment is loaded, and what of that is not computed."""
+    """What of each segment is loaded, and what of that may be computed after all."""
 
     scored: tuple[TokenRange, ...]
     reused: tuple[TokenRange, ...]
@@ -63,7 +63,8 @@ class Questions:
             return None
         scored = list(plan.segment_spans)
         self._compared[request.request_id] = _Compared(
-            _by_segment(scored), _by_segment(span for span in scored if not span.is_computed)
+            _by_segment(scored),
+            _by_segment(span for span in scored if not (span.is_computed or span.is_exact)),
         )
         loaded = union(TokenRange(span.first_tokens, span.end_tokens) for span in scored)
         missing = without(plan.holes, loaded)
