@@ -124,9 +124,10 @@ bench-transfer: $(MAIN_ENV)/.package ## Compare the transfer op with memcpy, tor
 bench-offload: $(LMCACHE_ENV)/.package ## Compare KvextConnector with LMCache's server and with memcpy, on the real engine
 	$(LMCACHE_ENV)/bin/python benchmarks/offload/run.py $(BENCH)
 
-bench-shared-tier: $(MAIN_ENV)/.package .venv/vllm-$(lastword $(VLLM_VERSIONS))/.package ## Compare the shared tier with vLLM's and LMCache's file tiers, and first tokens after a restart
+bench-shared-tier: $(MAIN_ENV)/.package .venv/vllm-$(lastword $(VLLM_VERSIONS))/.package ## Compare the shared tier with vLLM's and LMCache's file tiers and Mooncake's client; first tokens after a restart
 	.venv/vllm-$(lastword $(VLLM_VERSIONS))/bin/python benchmarks/shared_tier/transfers.py $(BENCH)
 	$(MAIN_PYTHON) benchmarks/shared_tier/first_token.py $(filter --quick,$(BENCH))
+	$(MAIN_PYTHON) benchmarks/shared_tier/mooncake_client.py $(filter --quick,$(BENCH))
 
 bench-blending: bench-blending-tiny ## Score, tokens and time to first token of approximate reuse, and whether learning segments pays
 	$(MAIN_PYTHON) benchmarks/blending/run.py $(BENCH)

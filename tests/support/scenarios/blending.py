@@ -169,7 +169,7 @@ def orders(engine: Engine) -> None:
     for head_tokens in engine.plan["heads"]:
         with engine.with_heads(head_tokens):
             beginnings = itertools.cycle([engine.instructions, None])
-            prompts = [in_order(rng, texts, *each) for each in zip(ORDERS, beginnings)]
+            prompts = [in_order(rng, texts, *each) for each in zip(ORDERS, beginnings, strict=False)]
             engine.ask(f"heads {head_tokens}", prompts)
             engine.ask(f"heads {head_tokens}", [separated(rng, texts, (3, 0))])
 
