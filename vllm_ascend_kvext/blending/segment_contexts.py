@@ -104,9 +104,7 @@ class SegmentContexts(Generic[Document]):
             ),
         )
 
-    def note_prompt(
-        self, ids_before: Sequence[int], cache_salt: str | None
-    ) -> Sequence[Document]:
+    def note_prompt(self, ids_before: Sequence[int], cache_salt: str | None) -> Sequence[Document]:
         """A prompt has come, with these tokens before its first segment.
 
         Returns:

@@ -168,8 +168,8 @@ def orders(engine: Engine) -> None:
     engine.store_segments(texts[:MISSING])
     for head_tokens in engine.plan["heads"]:
         with engine.with_heads(head_tokens):
-            beginnings = itertools.cycle([engine.instructions, None])
-            prompts = [in_order(rng, texts, *each) for each in zip(ORDERS, beginnings, strict=False)]
+            begun = zip(ORDERS, itertools.cycle([engine.instructions, None]), strict=False)
+            prompts = [in_order(rng, texts, *each) for each in begun]
             engine.ask(f"heads {head_tokens}", prompts)
             engine.ask(f"heads {head_tokens}", [separated(rng, texts, (3, 0))])
 
