@@ -6,7 +6,7 @@
 SmolLM2-135M on the real engine, in float32. Prompts of six of 200 documents of 100 to 200 random
 tokens, in any order; the n-th document is wanted 1 / n as often as the first. Nobody stores one:
 the engine is told the separator and has the defaults of blending. Its host memory has room for the
-given share of all documents, each alone and behind both contexts. Another engine has prefix caching
+given share of all documents, each alone and behind all contexts. Another engine has prefix caching
 alone; they take turns, a hundred prompts at a time, each prompt alone.
 
 *Hit* is the share of the prompts' tokens that were in some cache. *First token* (p50) and *time*,
@@ -52,8 +52,8 @@ HOST_SHARE = 0.5
 TOKEN_BYTES = 2 * 30 * 3 * 64 * 4
 """Keys and values of 30 layers with 3 heads of 64 elements, in float32."""
 
-NUM_SINKS = 3
-"""Alone, and behind two contexts."""
+NUM_SINKS = 4
+"""Alone, and behind three contexts."""
 
 TABLE = Table(
     "prompts:>8", "hit prefix:>11", "hit learned:>12", "first token:>12", "time:>6", "computed:>9"

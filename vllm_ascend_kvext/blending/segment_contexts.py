@@ -14,9 +14,10 @@ import hashlib
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from functools import cache, partial
+from itertools import chain, takewhile
 from typing import Generic, NamedTuple, TypeVar
 
 logger = logging.getLogger("vllm.ascend_kvext.blending")
@@ -29,6 +30,7 @@ which is worse."""
 NUM_PROMPTS = 4
 """So many are compared with each other: one may begin with what only its user has said."""
 
+MAX_BEGINNING_TOKENS = 2048
 MAX_DOCUMENTS_SHARE, MAX_BEGINNING_SHARE = 1 / 2, 1 / 4
 """Of the longest request."""
 
@@ -71,7 +73,9 @@ class SegmentContexts(Generic[Document]):
         self._num_prompts = NUM_PROMPTS if reads_prompts else 0
         max_documents_tokens = int(max_request_tokens * MAX_DOCUMENTS_SHARE)
         self._document_tokens = min(MAX_DOCUMENT_TOKENS, max_documents_tokens // NUM_DOCUMENTS)
-        self._max_beginning_tokens = int(max_request_tokens * MAX_BEGINNING_SHARE)
+        self._max_beginning_tokens = min(
+            MAX_BEGINNING_TOKENS, int(max_request_tokens * MAX_BEGINNING_SHARE)
+        )
         self._contexts: OrderedDict[str, _Context] = OrderedDict()
         self._waiting: OrderedDict[str, _Waiting[Document]] = OrderedDict()
 
@@ -104,8 +108,10 @@ class SegmentContexts(Generic[Document]):
             ),
         )
 
-    def note_prompt(self, ids_before: Sequence[int], cache_salt: str | None) -> Sequence[Document]:
-        """A prompt has come, with these tokens before its first segment.
+    def note_prompt(
+        self, token_ids: Sequence[int], first_tokens: int, cache_salt: str | None
+    ) -> Sequence[Document]:
+        """A prompt has come, whose first segment begins at ``first_tokens``.
 
         Returns:
             What is to be stored behind contexts from now on, as `add` does.
@@ -114,9 +120,8 @@ class SegmentContexts(Generic[Document]):
         if not self._document_tokens or salt in self._contexts:
             return ()
         waiting = self._wait(salt)
-        ids_before = ids_before[: self._max_beginning_tokens]
         if waiting.num_prompts < self._num_prompts:
-            waiting.add_prompt(ids_before)
+            waiting.add_prompt(token_ids[: min(first_tokens, self._max_beginning_tokens)])
         return self._complete(salt, waiting)
 
     def add(
@@ -161,12 +166,11 @@ class SegmentContexts(Generic[Document]):
         if len(first_ids) <= len(self.sink_ids):
             first_ids = self.sink_ids
         documents = list(waiting.documents)[:NUM_DOCUMENTS]
+        others = {each: [other for other in documents if other != each] for each in documents}
+        sink = cache(partial(self._sink, first_ids, salt))  # Most documents share most of them.
         self._contexts[salt] = context = _Context(
-            self._sinks(first_ids, documents, salt),
-            {
-                each: self._sinks(first_ids, [other for other in documents if other != each], salt)
-                for each in documents
-            },
+            self._sinks(sink, documents),
+            {each: self._sinks(sink, of_each) for each, of_each in others.items()},
         )
         if len(self._contexts) > MAX_SALTS:
             self._contexts.popitem(last=False)
@@ -183,17 +187,19 @@ class SegmentContexts(Generic[Document]):
         return tuple(token_ids[: self._document_tokens])
 
     def _sinks(
-        self, first_ids: tuple[int, ...], documents: Sequence[Beginning], cache_salt: str
+        self, sink: Callable[[tuple[Beginning, ...]], Sink], documents: Sequence[Beginning]
     ) -> tuple[Sink, ...]:
         """A sink of no documents, unless it is what clients have, one of a few, one of all."""
-        found = []
-        for num_documents in (0, FEW_DOCUMENTS, len(documents)):
-            chosen = documents[:num_documents]
-            token_ids = (*first_ids, *(token for each in chosen for token in each))
-            if token_ids != self.sink_ids:
-                space = key_space(token_ids, cache_salt)
-                found.append(Sink(token_ids, space, num_documents, has_context=True))
-        return tuple(found)
+        parts = (documents[:number] for number in (0, FEW_DOCUMENTS, len(documents)))
+        found = [sink(tuple(part)) for part in parts]
+        return tuple(each for each in found if each.token_ids != self.sink_ids)
+
+    @staticmethod
+    def _sink(
+        first_ids: tuple[int, ...], cache_salt: str, documents: tuple[Beginning, ...]
+    ) -> Sink:
+        token_ids = (*first_ids, *chain(*documents))
+        return Sink(token_ids, key_space(token_ids, cache_salt), len(documents), has_context=True)
 
 
 @dataclass(slots=True)

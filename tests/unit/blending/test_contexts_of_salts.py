@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from vllm_ascend_kvext.blending import segment_contexts
@@ -23,12 +25,19 @@ def document(number: int, num_tokens: int = 3) -> tuple[int, ...]:
     return tuple(range(100 * number, 100 * number + num_tokens))
 
 
+def note_prompt(
+    contexts: SegmentContexts, before: tuple[int, ...], cache_salt: str | None = None
+) -> Sequence[object]:
+    """Of a prompt with these tokens before its first segment, and others behind."""
+    return contexts.note_prompt([*before, *before, *range(99)], len(before), cache_salt)
+
+
 def ask(
     contexts: SegmentContexts, *beginnings: tuple[int, ...], cache_salt: str | None = None
 ) -> None:
     for each in beginnings or (FIRST,):
         for _ in range(NUM_PROMPTS // max(1, len(beginnings))):
-            contexts.note_prompt(each, cache_salt)
+            note_prompt(contexts, each, cache_salt)
 
 
 def fill(contexts: SegmentContexts, cache_salt: str | None = None, num_tokens: int = 3) -> None:
@@ -168,7 +177,7 @@ def test_contexts_begin_like_prompts(are_prompts_first: bool) -> None:
         found = contexts.add(documents[-1], None, documents[-1])
     else:
         assert not contexts.add(documents[-1], None, documents[-1])
-        found = [contexts.note_prompt(BEFORE, None) for _ in range(NUM_PROMPTS)][-1]
+        found = [note_prompt(contexts, BEFORE) for _ in range(NUM_PROMPTS)][-1]
     assert found == tuple(documents)
     sinks = contexts.sinks(None, ())
     assert [each.token_ids for each in sinks] == [
@@ -179,7 +188,7 @@ def test_contexts_begin_like_prompts(are_prompts_first: bool) -> None:
     ]
     assert [each.has_context for each in sinks] == [True, False, True, True]
     assert contexts.sinks(None, (), num_before=1)[-2:] == sinks[:2]
-    assert not contexts.note_prompt(FIRST, None), "they stay"
+    assert not note_prompt(contexts, FIRST), "they stay"
     assert contexts.sinks(None, ()) == sinks
 
 
@@ -211,8 +220,8 @@ def test_one_prompt_says_nothing() -> None:
     for number in range(NUM_DOCUMENTS):
         contexts.add(document(number), None, number)
     for _ in range(NUM_PROMPTS - 1):
-        assert not contexts.note_prompt(BEFORE, None)
-        assert not contexts.note_prompt(BEFORE, "other")
+        assert not note_prompt(contexts, BEFORE)
+        assert not note_prompt(contexts, BEFORE, "other")
         assert len(contexts.sinks(None, ())) == 1
 
 
@@ -228,7 +237,7 @@ def test_of_long_beginnings_contexts_have_a_part() -> None:
 def test_a_sink_of_ones_own_stands_before_all_documents() -> None:
     contexts = SegmentContexts((5, 6), 1000, reads_prompts=False)
     for number in range(NUM_DOCUMENTS):
-        contexts.note_prompt(BEFORE, None)
+        note_prompt(contexts, BEFORE)
         contexts.add(document(number), None, number)
     assert [each.token_ids[:3] for each in contexts.sinks(None, ())[1:]] == [(5, 6, 0)] * 2
 
@@ -238,5 +247,5 @@ def test_the_documents_that_wait_are_bounded() -> None:
     for number in range(MAX_WAITING_DOCUMENTS + 3):
         contexts.add(document(number), None, number)
     contexts.add(document(1), None, "again")
-    *_, found = (contexts.note_prompt(FIRST, None) for _ in range(NUM_PROMPTS))
+    *_, found = (note_prompt(contexts, FIRST) for _ in range(NUM_PROMPTS))
     assert len(found) == MAX_WAITING_DOCUMENTS and found[1] == "again"

@@ -149,9 +149,9 @@ class Blending(SegmentStores):
         ]
         self._states[request.request_id] = _State(known)
         if self.learning is not None:
-            ids_before = token_ids[: segments[0].first_tokens]
+            first_tokens, contexts = segments[0].first_tokens, self.store.contexts
             self._store_behind_contexts(
-                self.store.contexts.note_prompt(ids_before, request.cache_salt)
+                contexts.note_prompt(token_ids, first_tokens, request.cache_salt)
             )
             runs = [(self._reusable(each, each.num_tokens), prefixes) for each, prefixes in known]
             worth_storing = [
