@@ -141,11 +141,7 @@ class ConnectorCounters(Reporting):
     ] = 0
     shared_requests: Annotated[
         dict[str, int],
-        Counted(
-            "Requests that asked the shared tier, or might have, by result.",
-            "result",
-            name="shared_requests",
-        ),
+        Counted("Requests that might ask a shared tier.", "result", name="shared_requests"),
     ] = field(default_factory=partial(zeros, _SHARED_RESULTS))
     shared_failures: Annotated[
         dict[str, int],

