@@ -8,12 +8,6 @@ nothing imports it.
 
 from vllm_ascend_kvext.shared_tier.backend import SharedTier
 from vllm_ascend_kvext.shared_tier.files import FilesTier
-from vllm_ascend_kvext.store.arena import ALIGNMENT_BYTES
-
-
-def spare_bytes_of(url: str) -> int:
-    """What a place in host memory has behind an object, for its seal; objects are as aligned."""
-    return ALIGNMENT_BYTES if url.startswith("mooncake:") else 0
 
 
 def open_tier(

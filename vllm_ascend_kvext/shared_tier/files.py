@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import itertools
 import json
 import os
 import stat
@@ -26,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 from xxhash import xxh3_128
 
@@ -75,26 +75,24 @@ class FilesTier(SharedTier):
             if makes_folder:
                 self._make_folders(self.root)
             above, found = os.stat(self._folder).st_mode, os.stat(self.root)
-            mode, owner_id = found.st_mode, found.st_uid
+            is_replaceable = above & 0o022 and not above & stat.S_ISVTX
+            if found.st_mode & 0o022 or found.st_uid != os.geteuid() or is_replaceable:
+                raise PermissionError(
+                    f"mode {found.st_mode & 0o777:03o} and owner {found.st_uid}, in a folder of "
+                    f"mode {above & 0o7777:04o}: others could put KV there that no model has "
+                    "computed. Use chmod go-w and chown for both"
+                )
             if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
-                raise PermissionError("this user cannot read and write it")
+                raise PermissionError("one that this user cannot read and write")
             space = os.statvfs(self.root)
         except OSError as error:
             raise SettingsError(
-                f"shared_tier: expected a folder {self._folder} of this user, or one that can be "
-                f"made, found: {error}. Make it, with mode 0700, or leave shared_tier out."
+                f"shared_tier: expected a folder {self.root} that this user, {os.geteuid()}, and "
+                f"nobody else can write to, or that can be made, found {error}. Make one with mode "
+                "0700, or leave shared_tier out."
             ) from error
-        is_replaceable = above & 0o022 and not above & stat.S_ISVTX
-        if mode & 0o022 or owner_id != os.geteuid() or is_replaceable:
-            raise SettingsError(
-                f"shared_tier: expected a folder {self.root} that only this user, "
-                f"{os.geteuid()}, owns and can write to, found mode {mode & 0o777:03o} and owner "
-                f"{owner_id}, in a folder of mode {above & 0o7777:04o}: others could put KV there "
-                "that no model has computed. chmod go-w and chown both, or choose another folder."
-            )
         self.capacity_bytes = capacity_bytes or space.f_blocks * space.f_frsize // 2
         self.num_get_threads = min(_MAX_GET_THREADS, len(os.sched_getaffinity(0)))
-        self._numbers = itertools.count()
         self._counting = threading.Lock()
         self._put_bytes = self.capacity_bytes  # So that it is counted at once.
 
@@ -125,7 +123,7 @@ class FilesTier(SharedTier):
     def _renamed_to(self, path: str) -> Iterator[str]:
         """A name for what gets this one when it is finished."""
         self._make_folders(os.path.dirname(path))
-        unfinished = f"{path}.{os.getpid()}.{threading.get_ident()}.{next(self._numbers)}"
+        unfinished = f"{path}.{uuid4().hex}"
         try:
             yield unfinished
             os.replace(unfinished, path)

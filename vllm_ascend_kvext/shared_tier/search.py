@@ -70,10 +70,8 @@ def _search_rows(question: Question, exist: Exist) -> list[FoundObject]:
     # Chunks whose end another prompt does not have: where the prompt parts, and its last one.
     lacking = [chunk for chunk in question.missing if chunk.end_tokens not in found]
     for first, end in dict.fromkeys([*lacking[:1], *lacking[-1:]]):
-        unit_tokens = geometry.unit_tokens
-        inner = _ask(question, exist, range(geometry.floor(first) + unit_tokens, end, unit_tokens))
-        if inner:
-            found[max(inner)] = inner[max(inner)]
+        inner = range(geometry.floor(first) + geometry.unit_tokens, end, geometry.unit_tokens)
+        found.update([*_ask(question, exist, inner).items()][-1:])
     # Pieces of a chunk begin where others end.
     latest = found
     for _ in range(MAX_PIECES):

@@ -112,17 +112,12 @@ class ConnectorScheduler:
         self.computes_holes = options.hole_reuse and refusal is None
         if options.hole_reuse and refusal is not None:
             logger.warning("KvextConnector: hole_reuse is off: %s.", refusal)
-        spare_bytes = 0
-        if options.shared_tier:
-            from vllm_ascend_kvext.shared_tier import spare_bytes_of
-
-            spare_bytes = spare_bytes_of(options.shared_tier)
         self.tier = HostTier(
             worker.host_bytes,
             layout.geometry,
             on_removed=lambda *removed: self._stores.note_removed(*removed),
             evicts_ends_first=not self.computes_holes,
-            spare_bytes=spare_bytes,
+            spare_bytes=options.spare_bytes,
         )
         self.holes = HoleQueue(
             HoleBlocks(self.references, layout.window_pages, layout.tokens_per_page)

@@ -26,7 +26,7 @@ from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadSt
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
 from vllm_ascend_kvext.layout.row_map import RowMap
-from vllm_ascend_kvext.shared_tier import names, open_tier, spare_bytes_of
+from vllm_ascend_kvext.shared_tier import names, open_tier
 from vllm_ascend_kvext.shared_tier.backend import SharedObject, TierThread, logger
 from vllm_ascend_kvext.shared_tier.search import FoundObject, Question, search
 from vllm_ascend_kvext.store.counters import Refusal
@@ -52,31 +52,20 @@ _IDLE_WAIT_S = 0.001  # So long a step that computes nothing waits for an answer
 
 
 @dataclass(slots=True, eq=False)
-class _Get:
-    """What an object that is being got takes, and how many tokens it saves.
-
-    ``is_awaited`` until it has ended, or requests wait for it no longer.
-    """
-
-    num_bytes: int
-    num_tokens: int
-    is_awaited: bool = True
-
-
-@dataclass(slots=True, eq=False)
 class SharedRequest:
     """What was asked for one request, and what it waits for.
 
     Attributes:
         question: None if it waits for no answer, or not any more.
         found: The answer, once it ``is_answered``; the thread writes it.
+        gets: What is got for it, as long as it is awaited.
     """
 
     question: Question | None = None
     asked_s: float = 0.0
     found: Sequence[FoundObject] = ()
     is_answered: threading.Event = field(default_factory=threading.Event)
-    gets: list[_Get] = field(default_factory=list)
+    gets: list[Entry] = field(default_factory=list)
 
 
 class SharedSide:
@@ -107,7 +96,7 @@ class SharedSide:
         self._clock = clock
         self._puts_all = options.store_policy is StorePolicy.ALL
         self._namespace = names.namespace_of(identity)
-        self._spare_bytes = spare_bytes_of(options.shared_tier)
+        self._spare_bytes = options.spare_bytes
         self._shared = open_tier(options.shared_tier, options.shared_tier_bytes, rank=0)
         self._introduce(options.shared_tier, identity)
         self._thread = TierThread("kvext-shared-lookups")
@@ -118,7 +107,8 @@ class SharedSide:
         self._last_change_s = 0.0  # Of these.
         self._new_gets: list[SharedObject] = []  # Of the next step.
         self._new_puts: list[SharedObject] = []
-        self._gets: dict[Entry, _Get] = {}  # By the entry that they fill.
+        self._gets: set[Entry] = set()  # The entries that they fill,
+        self._awaited: dict[Entry, int] = {}  # and those that requests wait for: tokens they save.
         # Since when something is awaited without a break, and what has come since.
         self._busy_since_s = self._last_bytes_s = 0.0
         self._busy_bytes = 0.0
@@ -169,12 +159,12 @@ class SharedSide:
             else:
                 return True
             known.question, known.found = None, ()
-        return any(each.is_awaited for each in known.gets)
+        return not self._awaited.keys().isdisjoint(known.gets)
 
     def _ask(self, request: Request, known: SharedRequest, num_computed_tokens: int) -> None:
         question = self._question(request, known, num_computed_tokens)
         # While something hangs, its place is lost: there are to be no more of these.
-        is_hanging = self._is_late() or not all(each.is_awaited for each in self._gets.values())
+        is_hanging = self._is_late() or len(self._gets) > len(self._awaited)
         if question and (is_hanging or self._clock() < self._paused_until_s):
             self._counters.shared_requests["paused"] += 1
         elif question:
@@ -216,7 +206,7 @@ class SharedSide:
     def _await(self, known: SharedRequest, entry: Entry | None) -> None:
         """Have a request wait for an entry, if it is being got."""
         if entry in self._gets:
-            known.gets.append(self._gets[entry])
+            known.gets.append(entry)
 
     def _answer(self, known: SharedRequest) -> None:
         """On the thread. How long it takes counts from here: many at once are not a slow tier."""
@@ -250,7 +240,7 @@ class SharedSide:
         use = self._tier.next_use()
         after_tokens = question.tokens.first_tokens
         left_bytes = self._tier.capacity_bytes * MAX_GET_SHARE
-        left_bytes -= sum(each.num_bytes for each in self._gets.values())
+        left_bytes -= sum(each.num_bytes for each in self._gets)
         is_paused = self._clock() < self._paused_until_s
         for name, piece, end_tokens, prefix in () if is_paused else known.found:
             contents, num_bytes = self._contents(prefix, piece, end_tokens)
@@ -264,13 +254,13 @@ class SharedSide:
                 if entry in (Refusal.ALREADY_STORED, Refusal.BEING_STORED):
                     continue
                 break  # What lies behind is of less use without it.
-            left_bytes -= num_bytes
-            if not any(each.is_awaited for each in self._gets.values()):
+            left_bytes -= entry.num_bytes
+            if not self._awaited:
                 self._busy_since_s = self._last_bytes_s = self._clock()
                 self._busy_bytes = self._num_silent = 0
             # Without its tails, rows are of no use.
-            num_tokens = end_tokens - piece.first_tokens or end_tokens - after_tokens
-            self._gets[entry] = _Get(num_bytes, num_tokens)
+            self._awaited[entry] = end_tokens - piece.first_tokens or end_tokens - after_tokens
+            self._gets.add(entry)
             self._await(known, entry)
             number = self._jobs.begin((), partial(self._end_get, entry, contents, prefix, request))
             name = f"{self._namespace}/{name}"
@@ -293,7 +283,8 @@ class SharedSide:
     def _end_get(
         self, entry: Entry, contents: Contents, prefix: Prefix, request: Request, has_failed: bool
     ) -> None:
-        self._gets.pop(entry).is_awaited = False
+        self._gets.remove(entry)
+        self._awaited.pop(entry, None)
         self._last_change_s = self._clock()
         if has_failed:
             self._tier.fail_store(entry, is_own=False)
@@ -314,13 +305,12 @@ class SharedSide:
 
     def _check_patience(self) -> None:
         """Wait no longer for what does not come, or comes slower than it can be computed."""
-        left = [each for each in self._gets.values() if each.is_awaited]
-        if not left:
+        if not self._awaited:
             return
         now_s = self._clock()
         busy_s = now_s - self._busy_since_s
-        left_s = sum(each.num_bytes for each in left) * busy_s / max(1, self._busy_bytes)
-        compute_s = self._cost.compute_s(sum(each.num_tokens for each in left), MAX_UNKNOWN_S)
+        left_s = sum(each.num_bytes for each in self._awaited) * busy_s / max(1, self._busy_bytes)
+        compute_s = self._cost.compute_s(sum(self._awaited.values()), MAX_UNKNOWN_S)
         # What a worker gets is reported one or two steps later, and steps may take longer.
         self._num_silent += 1
         is_silent = self._num_silent > _MAX_SILENT_REPORTS
@@ -328,8 +318,7 @@ class SharedSide:
         is_slow = busy_s > MAX_STALL_S and left_s > compute_s + MAX_STALL_S
         if has_stalled or (self._busy_bytes and is_slow):
             self._counters.shared_requests["given_up"] += 1
-            for each in left:
-                each.is_awaited = False  # What comes all the same is for later requests.
+            self._awaited.clear()  # What comes all the same is for later requests.
             self._pause("what it has does not come" if has_stalled else "computing is faster")
 
     # Putting.
@@ -355,9 +344,8 @@ class SharedSide:
         """Have an entry put, if there is one, unless it was, or too much is on its way."""
         if entry is None or entry.is_shared or self._is_off:
             return
-        num_bytes = entry.num_bytes - self._spare_bytes
-        max_bytes = max(num_bytes, self._tier.capacity_bytes * MAX_PUT_SHARE)
-        is_busy = self._put_bytes + num_bytes > max_bytes
+        max_bytes = max(entry.num_bytes, self._tier.capacity_bytes * MAX_PUT_SHARE)
+        is_busy = self._put_bytes + entry.num_bytes > max_bytes
         if is_busy or self._clock() < self._puts_paused_until_s:
             self._counters.shared_failures["put_busy"] += 1
             return
@@ -367,14 +355,15 @@ class SharedSide:
         is_segment = isinstance(entry.row_map, StoredTokens)
         has_notes = entry.piece.kind is Kind.ROWS and not is_segment
         notes = tuple(map(names.note_name, entry.keys)) if has_notes else ()
-        number = self._jobs.begin((), partial(self._end_put, entry, load, num_bytes))
+        number = self._jobs.begin((), partial(self._end_put, entry, load))
         name = f"{self._namespace}/{names.object_name(entry.piece, entry.key, is_segment)}"
+        num_bytes = entry.num_bytes - self._spare_bytes
         self._new_puts.append(SharedObject(number, name, entry.offset_bytes, num_bytes, notes))
-        self._put_bytes += num_bytes
+        self._put_bytes += entry.num_bytes
         entry.is_shared = True
 
-    def _end_put(self, entry: Entry, load: Load, num_bytes: int, has_failed: bool) -> None:
-        self._put_bytes -= num_bytes
+    def _end_put(self, entry: Entry, load: Load, has_failed: bool) -> None:
+        self._put_bytes -= entry.num_bytes
         self._last_change_s = self._clock()
         if has_failed:
             entry.is_shared = False

@@ -18,9 +18,8 @@ from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.shared_tier import open_tier
 from vllm_ascend_kvext.shared_tier.backend import Answer, SharedObject, TierThread
 
-MAX_CALL_S, MAX_FAILED_S = 5.0, 0.5
-"""What was queued while one call took longer is not begun: nobody waits for it any more. One that
-has failed may take less."""
+# What was queued while one call took longer is not begun: nobody waits for it any more.
+MAX_CALL_S, MAX_FAILED_S = 5.0, 0.5  # One that has failed may take less.
 
 
 class SharedTransfers:
@@ -92,10 +91,10 @@ class SharedTransfers:
             if submitted_s >= self._stale_before_s[direction]:
                 if direction == "get":
                     answer = self._tier.get_into(what, self._note_bytes)
-                elif self._is_put_here(what):
-                    answer = self._tier.put(what)
+                elif (zlib.crc32(what.name.encode()) - self._rank) % self._num_equal_ranks:
+                    answer, what = Answer.WHOLE, what._replace(num_bytes=0)  # Another puts it.
                 else:
-                    answer, what = Answer.WHOLE, what._replace(num_bytes=0)
+                    answer = self._tier.put(what)
         finally:
             ended_s = time.monotonic()
             is_unreachable = answer is Answer.UNREACHABLE
@@ -111,11 +110,6 @@ class SharedTransfers:
                     output.failed_stores.add(what.number)
                     output.shared_failures[f"{direction}_{answer.value}"] += 1
                 self._changed.notify_all()
-
-    def _is_put_here(self, what: SharedObject) -> bool:
-        return zlib.crc32(what.name.encode()) % self._num_equal_ranks == (
-            self._rank % self._num_equal_ranks
-        )
 
     def _note_bytes(self, num_bytes: int) -> None:
         with self._changed:
