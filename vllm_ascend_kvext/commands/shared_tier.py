@@ -12,7 +12,6 @@ from vllm_ascend_kvext.shared_tier import open_tier
 from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Answer, SharedObject, SharedTier
 from vllm_ascend_kvext.shared_tier.names import FORMAT_VERSION, differences
 
-_CHECK = "status-check"
 _NO_LIMIT_BYTES = 1 << 62  # Nothing is removed: what its capacity is, only its engines know.
 
 
@@ -22,7 +21,7 @@ def describe(url: str) -> tuple[bool, list[str]]:
         tier = open_tier(url, _NO_LIMIT_BYTES, rank=0, makes_folder=False)
     except KvextError as error:
         return False, [str(error)]
-    what = SharedObject(0, f"{_CHECK}/T0-{os.getpid()}-0{'0' * 31}", 0, 4096)
+    what = SharedObject(0, f"status-check/T0-{os.getpid()}-0{'0' * 31}", 0, 4096)
     tier.register(memoryview(bytearray(os.urandom(4096 + SEAL_BYTES))))
     began_s = time.perf_counter()
     is_well = tier.put(what) is tier.get_into(what, lambda _: None) is Answer.WHOLE

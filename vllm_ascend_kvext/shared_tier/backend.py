@@ -24,12 +24,13 @@ from vllm_ascend_kvext.shared_tier.names import FORMAT_VERSION
 
 logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
 
+Call = Callable[[], object]
 SEAL_BYTES = 16
 _QUIET_S = 10.0  # After an error was logged, others are not for so long.
 
 
 def seal_with(checksum: xxh3_128, name: str, num_bytes: int) -> bytes:
-    """The seal of a content whose checksum was taken."""
+    """As `seal_of`, of a content whose checksum has been taken, perhaps block by block."""
     checksum.update(f"{name} {num_bytes} {FORMAT_VERSION}".encode())
     return bytes(checksum.digest())
 
@@ -59,7 +60,7 @@ class SharedObject(NamedTuple):
     Attributes:
         number: Of the job, unique in the engine.
         name: That of the name space, a slash, and that of the piece: see ``names``.
-        num_bytes: Behind them the backend's ``spare_bytes_of`` are its own, see ``shared_tier``.
+        num_bytes: Behind them a seal has its place where the backend wants one.
         notes: Names without that of the name space; for puts.
     """
 
@@ -155,9 +156,6 @@ class SharedTier(abc.ABC):
     def close(self) -> None:
         """Nothing is called any more."""
         self._memory = memoryview(b"")
-
-
-Call = Callable[[], object]
 
 
 class TierThread:

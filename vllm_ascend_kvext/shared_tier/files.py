@@ -30,13 +30,7 @@ from uuid import uuid4
 from xxhash import xxh3_128
 
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.shared_tier.backend import (
-    SEAL_BYTES,
-    Answer,
-    SharedObject,
-    SharedTier,
-    seal_with,
-)
+from vllm_ascend_kvext.shared_tier.backend import Answer, SharedObject, SharedTier, seal_with
 from vllm_ascend_kvext.shared_tier.names import FORMAT_VERSION, Identity, is_note, piece_of
 
 _ENGINE_FILE, VERSION_FOLDER = "engine.json", f"kvext{FORMAT_VERSION}"
@@ -47,7 +41,7 @@ _MAX_GET_THREADS = 4  # One reads from a disk what it can: 2 to 6 GB/s.
 # Of the capacity: beyond the first, files are removed until the second is left.
 _FULL_SHARE, _LEFT_SHARE = 15 / 16, 7 / 8
 _COUNTED_EVERY = 64  # The folder is counted when such a part of the capacity was put.
-_UNFINISHED_S = 600.0  # What nobody has renamed for so long is of a writer that was killed.
+_UNFINISHED_S = 600.0  # What nobody has renamed for so long belongs to a writer that was killed.
 
 
 class FilesTier(SharedTier):
@@ -87,8 +81,8 @@ class FilesTier(SharedTier):
             space = os.statvfs(self.root)
         except OSError as error:
             raise SettingsError(
-                f"shared_tier: expected a folder {self.root} that this user, {os.geteuid()}, and "
-                f"nobody else can write to, or that can be made, found {error}. Make one with mode "
+                f"shared_tier: expected a folder {self.root} that only this user, {os.geteuid()}, "
+                f"owns and can write to, or that can be made, found {error}. Make one with mode "
                 "0700, or leave shared_tier out."
             ) from error
         self.capacity_bytes = capacity_bytes or space.f_blocks * space.f_frsize // 2
@@ -114,8 +108,12 @@ class FilesTier(SharedTier):
         path = self._path(what.name)
         if not os.path.exists(path):
             self._make_room(what.num_bytes + _BLOCK_OF_DISK_BYTES)
-            with self._renamed_to(path) as unfinished:
-                self._write(unfinished, what)
+            checksum, opener = xxh3_128(), partial(os.open, mode=0o600)
+            with self._renamed_to(path) as new, open(new, "xb", 0, opener=opener) as file:
+                for block in self._blocks(what):
+                    checksum.update(block)
+                    _write_all(file.fileno(), block)
+                _write_all(file.fileno(), memoryview(self._seal(what, checksum)))
         for note in what.notes:
             self._link(f"{os.path.dirname(what.name)}/{note}", os.path.basename(path))
 
@@ -131,14 +129,6 @@ class FilesTier(SharedTier):
             with contextlib.suppress(OSError):
                 os.unlink(unfinished)
             raise
-
-    def _write(self, path: str, what: SharedObject) -> None:
-        checksum = xxh3_128()
-        with open(path, "xb", buffering=0, opener=partial(os.open, mode=0o600)) as file:
-            for block in self._blocks(what):
-                checksum.update(block)
-                _write_all(file.fileno(), block)
-            _write_all(file.fileno(), memoryview(self._seal(what, checksum)))
 
     def _link(self, note: str, name: str) -> None:
         """Let a note lead to an object, unless it leads to one that begins no later."""
@@ -171,7 +161,8 @@ class FilesTier(SharedTier):
                 left = left[num_bytes:]
             checksum.update(block)
             on_bytes(len(block))
-        if os.read(file, SEAL_BYTES + 1) != self._seal(what, checksum):
+        seal = self._seal(what, checksum)
+        if os.read(file, len(seal) + 1) != seal:
             return Answer.BROKEN
         with contextlib.suppress(OSError):
             os.utime(file)

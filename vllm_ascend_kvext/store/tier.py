@@ -258,8 +258,7 @@ class HostTier:
     def fail_store(self, entry: Entry, is_own: bool = True) -> None:
         """A store has ended, on all workers, and what it wrote is worth nothing.
 
-        Args:
-            is_own: Whether a store has failed; not if something from elsewhere did not come.
+        Without ``is_own`` none has failed: what was to come from elsewhere did not.
 
         Raises:
             TierError: If it is not being stored.

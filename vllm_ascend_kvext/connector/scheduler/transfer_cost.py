@@ -10,8 +10,6 @@ that has measured nothing cannot say for how long everybody would wait.
 
 from __future__ import annotations
 
-import math
-
 from vllm_ascend_kvext.connector.common.messages import Direction
 
 MIN_PREFILL_TOKENS = 64
@@ -57,9 +55,7 @@ class TransferCost:
         return self._load_s(num_bytes) > num_tokens * self._s_per_token
 
     def compute_s(self, num_tokens: int, unknown_s: float) -> float:
-        """How long computing so many tokens takes; for ever where costs are ignored."""
-        if self.is_ignored:
-            return math.inf
+        """How long computing so many tokens takes; ``unknown_s`` before that was measured."""
         return unknown_s if self._s_per_token is None else num_tokens * self._s_per_token
 
     def pays_out_and_back(self, num_bytes: int, num_tokens: int) -> bool:
