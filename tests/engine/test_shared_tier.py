@@ -360,7 +360,7 @@ def test_what_an_engine_makes_up_is_refused(load_format: str, has_own_scales: bo
         load_config=SimpleNamespace(load_format=load_format),
     )
     with pytest.raises(SettingsError, match=f"{load_format}, calculate_kv_scales={has_own_scales}"):
-        identity_of(config)
+        identity_of(config, None, ())
 
 
 def test_a_model_without_weights_is_refused(tmp_path: Path, weights: Path) -> None:

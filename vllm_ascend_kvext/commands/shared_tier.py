@@ -8,13 +8,11 @@ import time
 from collections.abc import Iterator
 
 from vllm_ascend_kvext.errors import KvextError
-from vllm_ascend_kvext.shared_tier import open_tier, spare_bytes_of
-from vllm_ascend_kvext.shared_tier.backend import Answer, SharedObject, SharedTier
+from vllm_ascend_kvext.shared_tier import open_tier
+from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Answer, SharedObject, SharedTier
 from vllm_ascend_kvext.shared_tier.names import FORMAT_VERSION, differences
 
-_CHECK = "status-check"
-_NO_LIMIT_BYTES = 1 << 62
-"""Of a tier that removes nothing: whose capacity this is, only its engines know."""
+_NO_LIMIT_BYTES = 1 << 62  # Nothing is removed: what its capacity is, only its engines know.
 
 
 def describe(url: str) -> tuple[bool, list[str]]:
@@ -23,8 +21,8 @@ def describe(url: str) -> tuple[bool, list[str]]:
         tier = open_tier(url, _NO_LIMIT_BYTES, rank=0, makes_folder=False)
     except KvextError as error:
         return False, [str(error)]
-    what = SharedObject(0, f"{_CHECK}/T0-{os.getpid()}-0{'0' * 31}", 0, 4096)
-    tier.register(memoryview(bytearray(os.urandom(4096 + spare_bytes_of(url)))))
+    what = SharedObject(0, f"status-check/T0-{os.getpid()}-0{'0' * 31}", 0, 4096)
+    tier.register(memoryview(bytearray(os.urandom(4096 + SEAL_BYTES))))
     began_s = time.perf_counter()
     is_well = tier.put(what) is tier.get_into(what, lambda _: None) is Answer.WHOLE
     tier.forget(what.name)

@@ -31,10 +31,7 @@ from vllm_ascend_kvext.connector.common.messages import (
 from vllm_ascend_kvext.connector.common.options import parse_options
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.connector.common.stats import KvextPromMetrics, KvextStats
-from vllm_ascend_kvext.connector.scheduler.connector_scheduler import (
-    ConnectorScheduler,
-    IdentityOf,
-)
+from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
 from vllm_ascend_kvext.connector.segments.segment_tokens import segment_tokens_of
 from vllm_ascend_kvext.connector.worker.cpu_backend import CpuBackend
 from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide
@@ -126,16 +123,11 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._view: SchedulerView | None = None
         self._on_ready: Callable[[ConnectorScheduler], object] | None = None
         self._has_warned = False
-        self._identity_of: IdentityOf | None = None
         if role is KVConnectorRole.SCHEDULER:
             events_config = vllm_config.kv_events_config
             has_events = events_config is not None and events_config.enable_kv_cache_events
             self._events = TierEvents(has_events)
             self._segment_tokens = segment_tokens_of(vllm_config.model_config, options)
-            if options.shared_tier:
-                from vllm_ascend_kvext.connector.common import engine_identity
-
-                self._identity_of = engine_identity.identity_of(vllm_config)
         else:
             self.worker_side = WorkerSide(
                 vllm_config, kv_cache_config, options, cpu_backend=CpuBackend(vllm_config)
@@ -173,7 +165,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.options,
             self._events,
             segment_tokens=self._segment_tokens,
-            identity_of=self._identity_of,
+            vllm_config=self._vllm_config,
         )
         self._on_ready(self.scheduler_side)
 

@@ -6,13 +6,8 @@ meet, `search` what a prompt finds. Nothing here knows vLLM; without the option 
 nothing imports it.
 """
 
-from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, SharedTier
+from vllm_ascend_kvext.shared_tier.backend import SharedTier
 from vllm_ascend_kvext.shared_tier.files import FilesTier
-
-
-def spare_bytes_of(url: str) -> int:
-    """What the tier writes and reads behind the bytes of an object in host memory."""
-    return SEAL_BYTES if url.startswith("mooncake:") else 0
 
 
 def open_tier(

@@ -12,6 +12,8 @@ import abc
 import enum
 import logging
 import math
+import queue
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,20 +24,20 @@ from vllm_ascend_kvext.shared_tier.names import FORMAT_VERSION
 
 logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
 
+Call = Callable[[], object]
 SEAL_BYTES = 16
 _QUIET_S = 10.0  # After an error was logged, others are not for so long.
 
 
-def sealed_text(name: str, num_bytes: int) -> bytes:
-    """What a checksum covers behind the content of a name."""
-    return f"{name} {num_bytes} {FORMAT_VERSION}".encode()
+def seal_with(checksum: xxh3_128, name: str, num_bytes: int) -> bytes:
+    """As `seal_of`, of a content whose checksum has been taken, perhaps block by block."""
+    checksum.update(f"{name} {num_bytes} {FORMAT_VERSION}".encode())
+    return bytes(checksum.digest())
 
 
 def seal_of(name: str, content: memoryview | bytes) -> bytes:
     """What is kept behind a content: XXH3 of it and its name. Shows damage; anybody can make it."""
-    checksum = xxh3_128(content)
-    checksum.update(sealed_text(name, len(content)))
-    return bytes(checksum.digest())
+    return seal_with(xxh3_128(content), name, len(content))
 
 
 def is_sealed(name: str, value: memoryview | bytes) -> bool:
@@ -46,15 +48,10 @@ def is_sealed(name: str, value: memoryview | bytes) -> bool:
 class Answer(enum.Enum):
     """What has become of one object."""
 
-    WHOLE = "whole"
-    """Got and verified; or it is there."""
-
+    WHOLE = "whole"  # Got and verified; or it is there.
     ABSENT = "absent"
-    BROKEN = "broken"
-    """Bytes, length or name are not those that were put. It is forgotten."""
-
-    UNREACHABLE = "unreachable"
-    """The tier does not work, or has no room."""
+    BROKEN = "broken"  # Bytes, length or name are not those that were put. It is forgotten.
+    UNREACHABLE = "unreachable"  # The tier does not work, or has no room.
 
 
 class SharedObject(NamedTuple):
@@ -63,7 +60,7 @@ class SharedObject(NamedTuple):
     Attributes:
         number: Of the job, unique in the engine.
         name: That of the name space, a slash, and that of the piece: see ``names``.
-        num_bytes: Behind them the backend's ``spare_bytes_of`` are its own, see ``shared_tier``.
+        num_bytes: Behind them a seal has its place where the backend wants one.
         notes: Names without that of the name space; for puts.
     """
 
@@ -159,3 +156,32 @@ class SharedTier(abc.ABC):
     def close(self) -> None:
         """Nothing is called any more."""
         self._memory = memoryview(b"")
+
+
+class TierThread:
+    """Makes calls of a tier, which may hang: nothing waits for their end.
+
+    It begins them one after the other, in daemon threads; ``on_start`` is the first of each.
+    """
+
+    def __init__(self, name: str, on_start: Call = lambda: None, num_threads: int = 1) -> None:
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        for _ in range(num_threads):
+            threading.Thread(target=self._serve, args=[on_start], name=name, daemon=True).start()
+
+    def submit(self, call: Call) -> None:
+        """Make a call some time later."""
+        self._calls.put(call)
+
+    def close(self) -> None:
+        """End the threads behind what was submitted; does not wait for them."""
+        self._calls.put(None)
+
+    def _serve(self, call: Call | None) -> None:
+        while call is not None:
+            try:
+                call()
+            except Exception:
+                logger.exception("A call of the shared tier failed")
+            call = self._calls.get()
+        self._calls.put(None)  # For the next thread.

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import itertools
 import json
 import os
 import stat
@@ -24,37 +23,25 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 from xxhash import xxh3_128
 
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.shared_tier.backend import (
-    SEAL_BYTES,
-    Answer,
-    SharedObject,
-    SharedTier,
-    sealed_text,
-)
+from vllm_ascend_kvext.shared_tier.backend import Answer, SharedObject, SharedTier, seal_with
 from vllm_ascend_kvext.shared_tier.names import FORMAT_VERSION, Identity, is_note, piece_of
 
 _ENGINE_FILE, VERSION_FOLDER = "engine.json", f"kvext{FORMAT_VERSION}"
 
-_BLOCK_BYTES = 1 << 20
-"""Moved and hashed in blocks that stay in a CPU's cache between the two."""
-
-_BLOCK_OF_DISK_BYTES = 1 << 12
-"""Up to so much more than its bytes a file takes, most likely."""
-
-_MAX_GET_THREADS = 4
-"""One reads from a disk what it can: 2 to 6 GB/s."""
-
+_BLOCK_BYTES = 1 << 20  # Moved and hashed in blocks that stay in a CPU's cache between the two.
+_BLOCK_OF_DISK_BYTES = 1 << 12  # Up to so much more than its bytes a file takes, most likely.
+_MAX_GET_THREADS = 4  # One reads from a disk what it can: 2 to 6 GB/s.
+# Of the capacity: beyond the first, files are removed until the second is left.
 _FULL_SHARE, _LEFT_SHARE = 15 / 16, 7 / 8
-"""Of the capacity: beyond the first, files are removed until the second is left."""
-_COUNTED_EVERY = 64
-"""The folder is counted when such a part of the capacity was put."""
-_UNFINISHED_S = 600.0
-"""A file that nobody has renamed for so long belongs to a writer that was killed."""
+_COUNTED_EVERY = 64  # The folder is counted when such a part of the capacity was put.
+_UNFINISHED_S = 600.0  # What nobody has renamed for so long belongs to a writer that was killed.
 
 
 class FilesTier(SharedTier):
@@ -82,26 +69,24 @@ class FilesTier(SharedTier):
             if makes_folder:
                 self._make_folders(self.root)
             above, found = os.stat(self._folder).st_mode, os.stat(self.root)
-            mode, owner_id = found.st_mode, found.st_uid
+            is_replaceable = above & 0o022 and not above & stat.S_ISVTX
+            if found.st_mode & 0o022 or found.st_uid != os.geteuid() or is_replaceable:
+                raise PermissionError(
+                    f"mode {found.st_mode & 0o777:03o} and owner {found.st_uid}, in a folder of "
+                    f"mode {above & 0o7777:04o}: others could put KV there that no model has "
+                    "computed. Use chmod go-w and chown for both"
+                )
             if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
-                raise PermissionError("this user cannot read and write it")
+                raise PermissionError("one that this user cannot read and write")
             space = os.statvfs(self.root)
         except OSError as error:
             raise SettingsError(
-                f"shared_tier: expected a folder {self._folder} of this user, or one that can be "
-                f"made, found: {error}. Make it, with mode 0700, or leave shared_tier out."
+                f"shared_tier: expected a folder {self.root} that only this user, {os.geteuid()}, "
+                f"owns and can write to, or that can be made, found {error}. Make one with mode "
+                "0700, or leave shared_tier out."
             ) from error
-        is_replaceable = above & 0o022 and not above & stat.S_ISVTX
-        if mode & 0o022 or owner_id != os.geteuid() or is_replaceable:
-            raise SettingsError(
-                f"shared_tier: expected a folder {self.root} that only this user, "
-                f"{os.geteuid()}, owns and can write to, found mode {mode & 0o777:03o} and owner "
-                f"{owner_id}, in a folder of mode {above & 0o7777:04o}: others could put KV there "
-                "that no model has computed. chmod go-w and chown both, or choose another folder."
-            )
         self.capacity_bytes = capacity_bytes or space.f_blocks * space.f_frsize // 2
         self.num_get_threads = min(_MAX_GET_THREADS, len(os.sched_getaffinity(0)))
-        self._numbers = itertools.count()
         self._counting = threading.Lock()
         self._put_bytes = self.capacity_bytes  # So that it is counted at once.
 
@@ -123,8 +108,12 @@ class FilesTier(SharedTier):
         path = self._path(what.name)
         if not os.path.exists(path):
             self._make_room(what.num_bytes + _BLOCK_OF_DISK_BYTES)
-            with self._renamed_to(path) as unfinished:
-                self._write(unfinished, what)
+            checksum, opener = xxh3_128(), partial(os.open, mode=0o600)
+            with self._renamed_to(path) as new, open(new, "xb", 0, opener=opener) as file:
+                for block in self._blocks(what):
+                    checksum.update(block)
+                    _write_all(file.fileno(), block)
+                _write_all(file.fileno(), memoryview(self._seal(what, checksum)))
         for note in what.notes:
             self._link(f"{os.path.dirname(what.name)}/{note}", os.path.basename(path))
 
@@ -132,7 +121,7 @@ class FilesTier(SharedTier):
     def _renamed_to(self, path: str) -> Iterator[str]:
         """A name for what gets this one when it is finished."""
         self._make_folders(os.path.dirname(path))
-        unfinished = f"{path}.{os.getpid()}.{threading.get_ident()}.{next(self._numbers)}"
+        unfinished = f"{path}.{uuid4().hex}"
         try:
             yield unfinished
             os.replace(unfinished, path)
@@ -140,17 +129,6 @@ class FilesTier(SharedTier):
             with contextlib.suppress(OSError):
                 os.unlink(unfinished)
             raise
-
-    def _write(self, path: str, what: SharedObject) -> None:
-        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-        try:
-            checksum = xxh3_128()
-            for block in self._blocks(what):
-                checksum.update(block)
-                _write_all(file, block)
-            _write_all(file, memoryview(self._seal(what, checksum)))
-        finally:
-            os.close(file)
 
     def _link(self, note: str, name: str) -> None:
         """Let a note lead to an object, unless it leads to one that begins no later."""
@@ -166,37 +144,32 @@ class FilesTier(SharedTier):
 
     def _get(self, what: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
         try:
-            file = os.open(self._path(what.name), os.O_RDONLY | os.O_CLOEXEC)
+            with open(self._path(what.name), "rb", buffering=0) as file:
+                return self._read(file.fileno(), what, on_bytes)
         except FileNotFoundError:
             return Answer.ABSENT
-        try:
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # Read ahead twice as far.
-            if not self._read(file, what, on_bytes):
-                return Answer.BROKEN
-            with contextlib.suppress(OSError):
-                os.utime(file)
-            return Answer.WHOLE
-        finally:
-            os.close(file)
 
-    def _read(self, file: int, what: SharedObject, on_bytes: Callable[[int], None]) -> bool:
-        """Whether all of a file is as it was written."""
+    def _read(self, file: int, what: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # Read ahead twice as far.
         checksum = xxh3_128()
         for block in self._blocks(what):
             left = block
             while left:
                 num_bytes = os.readv(file, [left])
                 if not num_bytes:
-                    return False
+                    return Answer.BROKEN
                 left = left[num_bytes:]
             checksum.update(block)
             on_bytes(len(block))
-        return os.read(file, SEAL_BYTES + 1) == self._seal(what, checksum)
+        seal = self._seal(what, checksum)
+        if os.read(file, len(seal) + 1) != seal:
+            return Answer.BROKEN
+        with contextlib.suppress(OSError):
+            os.utime(file)
+        return Answer.WHOLE
 
     def _seal(self, what: SharedObject, checksum: xxh3_128) -> bytes:
-        """As `seal_of`, of a content whose checksum has been taken block by block."""
-        checksum.update(sealed_text(f"{self._rank}/{what.name}", what.num_bytes))
-        return bytes(checksum.digest())
+        return seal_with(checksum, f"{self._rank}/{what.name}", what.num_bytes)
 
     def _blocks(self, what: SharedObject) -> Iterator[memoryview]:
         end_bytes = what.offset_bytes + what.num_bytes
@@ -221,17 +194,14 @@ class FilesTier(SharedTier):
         sizes: Counter[str] = Counter()
         counts: Counter[str] = Counter()
         for _, taken_bytes, path in files_below(self.root):
-            namespace = os.path.relpath(path, self.root).partition(os.sep)[0]
+            namespace = path.split(os.sep)[-5]
             sizes[namespace] += taken_bytes
             counts[namespace] += 1
         space = os.statvfs(self.root)
         free_gb = space.f_bavail * space.f_frsize / 1e9
         summary = f"holds {sizes.total() / 1e9:.3f} GB; the file system has {free_gb:.3f} GB left"
-        found = {
-            name: f"{counts[name]} objects, {size / 1e9:.3f} GB"
-            for name, size in sizes.most_common()
-        }
-        return summary, found
+        found = ((name, counts[name], size / 1e9) for name, size in sizes.most_common())
+        return summary, {name: f"{count} objects, {gb:.3f} GB" for name, count, gb in found}
 
     def _make_room(self, num_bytes: int) -> None:
         """Have so many bytes put: the oldest files are removed where room is short."""

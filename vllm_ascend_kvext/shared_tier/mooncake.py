@@ -30,13 +30,7 @@ from vllm_ascend_kvext.shared_tier.backend import (
     logger,
     seal_of,
 )
-from vllm_ascend_kvext.shared_tier.names import (
-    FORMAT_VERSION,
-    Identity,
-    is_note,
-    namespace_of,
-    piece_of,
-)
+from vllm_ascend_kvext.shared_tier.names import FORMAT_VERSION, is_note, namespace_of, piece_of
 
 _ROOT, _NUM_ENGINES = f"kvext{FORMAT_VERSION}", 1024
 # Of Mooncake: by default it tries for 90 s to find a master, and waits 30 s for servers that hang.
@@ -142,14 +136,14 @@ class MooncakeTier(SharedTier):
     def forget(self, name: str) -> None:
         self._store.batch_remove([self._prefix + name], True)
 
-    def engines(self) -> dict[str, Identity]:
+    def engines(self) -> dict[str, Mapping[str, Any]]:
         keys = [f"{_ROOT}/engine-{number}" for number in range(_NUM_ENGINES)]
         with contextlib.suppress(OSError):
             identities = [json.loads(text) for text in self._read([*self._there(keys)]) if text]
             return {namespace_of(identity): identity for identity in identities}
         return {}
 
-    def introduce(self, namespace: str, identity: Identity) -> None:
+    def introduce(self, namespace: str, identity: Mapping[str, Any]) -> None:
         key = f"{_ROOT}/engine-{int(namespace, 16) % _NUM_ENGINES}"
         with contextlib.suppress(OSError):
             self._write({key: json.dumps(identity).encode()}, self._pinned)

@@ -16,11 +16,8 @@ from typing import Any, BinaryIO
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.store.entries import Kind, Piece
 
-Identity = Mapping[str, Any]
-"""Plain data, by part."""
-
-FORMAT_VERSION = 2
-"""Of objects and names: those of another version are not looked at."""
+Identity = Mapping[str, Any]  # Plain data, by part.
+FORMAT_VERSION = 2  # Of objects and names: those of another version are not looked at.
 
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SAMPLE_BYTES, _SAMPLES_OF_TENSOR, _SAMPLES_OF_FILE = 256, 8, 4096
@@ -86,11 +83,10 @@ def weights_identity(folder: str | Path) -> str:
                     for first, num_bytes in _samples(path, file):
                         file.seek(first)
                         digest.update(file.read(num_bytes))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        found = f"{found}: {type(error).__name__}: {error}"
-    else:
         if found != "none":
             return digest.hexdigest()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found = f"{found}: {type(error).__name__}: {error}"
     raise SettingsError(
         f"shared_tier: expected files of weights ({', '.join(_SUFFIXES)}) in {folder}, by whose "
         f"content KV of this model is known, found {found}. Serve the model from a folder with its "

@@ -13,9 +13,8 @@ from vllm_ascend_kvext.store.lookup import MAX_PIECES
 from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
 from vllm_ascend_kvext.token_range import TokenRange, union, without
 
+Exist = Callable[[Sequence[str]], list[str]]  # As `SharedTier.exist`, within a name space.
 _MAX_TAILS, _TAILS_OF_A_BATCH = 4096, 64  # Boundaries at which tails are asked for.
-
-Exist = Callable[[Sequence[str]], list[str]]
 
 
 class FoundObject(NamedTuple):
@@ -34,7 +33,8 @@ class Question:
     Attributes:
         tokens: From what the device has to where the request may resume at most.
         missing: Chunks in there, as far as the prompt has them, whose rows host memory lacks.
-        tails_tokens: The last boundary at which host memory has tails; 0 if there is none.
+        tails_tokens: The last boundary at which host memory has tails; 0 if there is none, and the
+            end of ``tokens`` where none are needed.
         goes_on_behind_holes: Whether rows are of use behind others that nobody has.
         segments: What host memory lacks of segments that might be reused.
     """
@@ -56,9 +56,8 @@ def search(question: Question, exist: Exist) -> list[FoundObject]:
     """What to get, in the order in which it is wanted: rows ascending, tails, then segments."""
     rows = _search_rows(question, exist) if question.missing else []
     end_tokens = _rows_end(question, rows)
-    tails: list[FoundObject] = []
+    tails = _search_tails(question, exist, end_tokens)
     if question.geometry.needs_tails:
-        tails = _search_tails(question, exist, end_tokens)
         end_tokens = tails[0].end_tokens if tails else question.tails_tokens
     of_use = [each for each in rows if each.piece.first_tokens < end_tokens]
     return [*of_use, *tails, *_search_segments(question, exist)]
@@ -70,10 +69,8 @@ def _search_rows(question: Question, exist: Exist) -> list[FoundObject]:
     # Chunks whose end another prompt does not have: where the prompt parts, and its last one.
     lacking = [chunk for chunk in question.missing if chunk.end_tokens not in found]
     for first, end in dict.fromkeys([*lacking[:1], *lacking[-1:]]):
-        unit_tokens = geometry.unit_tokens
-        inner = _ask(question, exist, range(geometry.floor(first) + unit_tokens, end, unit_tokens))
-        if inner:
-            found[max(inner)] = inner[max(inner)]
+        inner = range(geometry.floor(first) + geometry.unit_tokens, end, geometry.unit_tokens)
+        found.update([*_ask(question, exist, inner).items()][-1:])
     # Pieces of a chunk begin where others end.
     latest = found
     for _ in range(MAX_PIECES):
@@ -104,12 +101,10 @@ def _reaches(geometry: TierGeometry, piece: Piece, end_tokens: int) -> bool:
 
 def _rows_end(question: Question, rows: Iterable[FoundObject]) -> int:
     """Up to where rows are of use, those in host memory included."""
+    begin = TokenRange(question.tokens.first_tokens, question.tokens.first_tokens)
     found = (TokenRange(each.piece.first_tokens, each.end_tokens) for each in rows)
-    runs = union([*without([question.tokens], question.missing), *found])
-    if question.goes_on_behind_holes and runs:
-        return runs[-1].end_tokens
-    after_tokens = question.tokens.first_tokens
-    return runs[0].end_tokens if runs and runs[0].first_tokens <= after_tokens else after_tokens
+    runs = union([begin, *without([question.tokens], question.missing), *found])
+    return runs[-1 if question.goes_on_behind_holes else 0].end_tokens
 
 
 def _search_tails(question: Question, exist: Exist, end_tokens: int) -> list[FoundObject]:

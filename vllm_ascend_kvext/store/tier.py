@@ -255,19 +255,17 @@ class HostTier:
         self._order.add(entry)
         return entry.state is EntryState.STORED
 
-    def fail_store(self, entry: Entry) -> None:
+    def fail_store(self, entry: Entry, is_own: bool = True) -> None:
         """A store has ended, on all workers, and what it wrote is worth nothing.
+
+        Without ``is_own`` none has failed: what was to come from elsewhere did not.
 
         Raises:
             TierError: If it is not being stored.
         """
-        self.abandon_store(entry, Shortfall.FAILED)
-        self.counters.failed_stores += 1
-
-    def abandon_store(self, entry: Entry, shortfall: Shortfall | None = None) -> None:
-        """The same where no store has failed: what was to come from elsewhere did not."""
         if self._end_store(entry):
-            self._leave(entry, shortfall)
+            self._leave(entry, Shortfall.FAILED if is_own else None)
+        self.counters.failed_stores += is_own
 
     def pin(self, entry: Entry) -> Load | None:
         """Keep an entry until `end_load`, and renew nothing; None if it is not stored."""

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.mooncake import Servers
 
-from vllm_ascend_kvext.shared_tier import open_tier, spare_bytes_of
+from vllm_ascend_kvext.connector.common.options import ConnectorOptions
+from vllm_ascend_kvext.shared_tier import open_tier
 from vllm_ascend_kvext.shared_tier.backend import (
     SEAL_BYTES,
     Answer,
@@ -117,9 +118,9 @@ class Backend:
     def engine(self, number: int = 0, rank: int = 0) -> Engine:
         """In the name space of the test."""
         if (number, rank) not in self._engines:
-            self._engines[number, rank] = Engine(
-                open_tier(self._url, None, rank), spare_bytes_of(self._url)
-            )
+            spare_bytes = ConnectorOptions(shared_tier=self._url).spare_bytes
+            tier = open_tier(self._url, None, rank)
+            self._engines[number, rank] = Engine(tier, min(SEAL_BYTES, spare_bytes))
         engine = self._engines[number, rank]
         engine.namespace = self.namespace
         return engine

@@ -21,8 +21,9 @@ from support.mooncake import CLIENT_TTL_S, Servers, require
 from support.sample import IS_LONG
 
 from vllm_ascend_kvext.commands.shared_tier import describe
+from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.shared_tier import mooncake, open_tier, spare_bytes_of
+from vllm_ascend_kvext.shared_tier import mooncake, open_tier
 from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Answer, SharedObject
 from vllm_ascend_kvext.shared_tier.mooncake import MooncakeTier
 from vllm_ascend_kvext.shared_tier.names import namespace_of
@@ -117,7 +118,7 @@ def test_a_seal_lies_in_spare_bytes_of_its_place(
 ) -> None:
     """Not in the next place, and not behind the last one, with which memory ends."""
     num_bytes, num_places = (1 << 20) - ALIGNMENT_BYTES, 8
-    arena = Arena(len(ranks[0].memory), spare_bytes_of(running.url))
+    arena = Arena(len(ranks[0].memory), ConnectorOptions(shared_tier=running.url).spare_bytes)
     objects, contents = [], []
     for number in range(num_places):
         offset_bytes = arena.allocate(arena.place_bytes(num_bytes))

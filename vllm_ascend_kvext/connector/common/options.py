@@ -18,6 +18,7 @@ from vllm_ascend_kvext.declared import declared, did_you_mean
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.layout.model import StatePolicy
 from vllm_ascend_kvext.request_arguments import is_integer
+from vllm_ascend_kvext.store.arena import ALIGNMENT_BYTES
 from vllm_ascend_kvext.store.store_policy import StorePolicy
 
 
@@ -34,7 +35,6 @@ _GIB = 1 << 30
 _MAX_GIB = 1 << 30
 _FLAGS = {"true": True, "false": False}
 # Five digits: a slip such as 0-999999999 is not to take the memory of its numbers.
-_TIER = "file:///|mooncake://[^/]+:[0-9]{1,5}$"
 _CPU_RANGE = re.compile("([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
 
@@ -115,7 +115,7 @@ _SEPARATOR = _Values(
 )
 _TIER_URL = _Values(
     "file:///path of a folder, or mooncake://host:port of a master",
-    lambda value: isinstance(value, str) and re.match(_TIER, value) is not None,
+    lambda value: re.match("file:///|mooncake://[^/]+:[0-9]{1,5}$", str(value)) is not None,
     str,
 )
 _CPUS = _Values(
@@ -224,6 +224,11 @@ class ConnectorOptions:
     shared_tier_bytes: Annotated[int | None, _POSITIVE_INTEGER] = None
     """With a folder as `shared_tier`: what it may hold, of all engines together. Unset: half of the
     file system. The size of a Mooncake Store is that of its own."""
+
+    @property
+    def spare_bytes(self) -> int:
+        """What each place in host memory has behind its bytes, for their seal in a shared tier."""
+        return ALIGNMENT_BYTES if (self.shared_tier or "").startswith("mooncake:") else 0
 
     @property
     def host_memory_bytes_per_worker(self) -> int:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_ascend_kvext.connector.common.block_references import BlockReferences
@@ -13,6 +14,8 @@ from vllm_ascend_kvext.layout.transfer_plan import TablePart
 
 Pages = dict[tuple[int, int], Block]
 """By KV cache group and page of the request."""
+
+_NUMBERS = itertools.count()  # Of jobs of all kinds, which workers report in the same way.
 
 
 @dataclass(slots=True)
@@ -26,17 +29,11 @@ class _UnderWay:
 
 
 class StoreJobs:
-    """The stores under way of one engine, each of which all its workers make.
+    """The stores under way of one engine, each of which all its workers make; or other jobs."""
 
-    ``numbers`` are for these and for jobs of others, which workers report in the same way.
-    """
-
-    def __init__(
-        self, references: BlockReferences, num_workers: int, numbers: Iterator[int]
-    ) -> None:
+    def __init__(self, references: BlockReferences, num_workers: int) -> None:
         self._references = references
         self.num_workers = num_workers
-        self.numbers = numbers
         self._under_way: dict[int, _UnderWay] = {}
 
     def __len__(self) -> int:
@@ -50,7 +47,7 @@ class StoreJobs:
             blocks: Referenced for it; released when it ends.
             on_end: Called then with whether it has failed.
         """
-        number = next(self.numbers)
+        number = next(_NUMBERS)
         self._under_way[number] = _UnderWay(blocks, on_end, self.num_workers)
         return number
 

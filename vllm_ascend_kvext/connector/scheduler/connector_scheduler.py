@@ -9,12 +9,11 @@ It is made when the workers have registered their pages. In a step, vLLM calls
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_ascend_kvext.blending.question_selection import Scores
 from vllm_ascend_kvext.connector.common.block_references import BlockReferences
@@ -47,9 +46,6 @@ from vllm_ascend_kvext.token_range import TokenRange
 if TYPE_CHECKING:
     from vllm_ascend_kvext.connector.common.events import TierEvents
     from vllm_ascend_kvext.connector.scheduler.shared_side import SharedSide
-    from vllm_ascend_kvext.shared_tier.names import Identity
-
-IdentityOf = Callable[[HostLayout, Sequence[WorkerLayout]], "Identity"]
 
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
@@ -79,7 +75,7 @@ class ConnectorScheduler:
         workers: By rank.
         clock: Seconds that only grow.
         segment_tokens: What stands before and between segments, with ``blending``.
-        identity_of: Of an engine with such pages; with ``shared_tier``.
+        vllm_config: vLLM's ``VllmConfig``; for ``shared_tier``.
 
     Raises:
         ConnectorError: If workers differ, or options do not fit the engine.
@@ -102,7 +98,7 @@ class ConnectorScheduler:
         events: TierEvents,
         clock: Callable[[], float] = time.monotonic,
         segment_tokens: SegmentTokens = NO_SEGMENT_TOKENS,
-        identity_of: IdentityOf | None = None,
+        vllm_config: Any = None,
     ) -> None:
         worker = common_layout(workers)
         layout = HostLayout(
@@ -116,17 +112,12 @@ class ConnectorScheduler:
         self.computes_holes = options.hole_reuse and refusal is None
         if options.hole_reuse and refusal is not None:
             logger.warning("KvextConnector: hole_reuse is off: %s.", refusal)
-        spare_bytes = 0
-        if options.shared_tier:
-            from vllm_ascend_kvext.shared_tier import spare_bytes_of
-
-            spare_bytes = spare_bytes_of(options.shared_tier)
         self.tier = HostTier(
             worker.host_bytes,
             layout.geometry,
             on_removed=lambda *removed: self._stores.note_removed(*removed),
             evicts_ends_first=not self.computes_holes,
-            spare_bytes=spare_bytes,
+            spare_bytes=options.spare_bytes,
         )
         self.holes = HoleQueue(
             HoleBlocks(self.references, layout.window_pages, layout.tokens_per_page)
@@ -135,7 +126,7 @@ class ConnectorScheduler:
         self.counters = ConnectorCounters(
             tier=self.tier.counters, capacity_bytes=self.tier.capacity_bytes
         )
-        self._jobs = StoreJobs(self.references, len(workers), itertools.count())
+        self._jobs = StoreJobs(self.references, len(workers))
         parts = SchedulerParts(
             view,
             layout,
@@ -151,15 +142,16 @@ class ConnectorScheduler:
             self.segments = make_blending(parts, options, segment_tokens, workers)
         self._loads = Loads(parts, self.segments, clock, options.load_if_slower)
         self._room, self._cost = self._loads.room, self._loads.cost
+        self._stores = Stores(parts, options.store_policy, events)
         self.shared: SharedSide | None = None
-        if options.shared_tier and identity_of is not None:
+        if options.shared_tier:
+            from vllm_ascend_kvext.connector.common.engine_identity import identity_of
             from vllm_ascend_kvext.connector.scheduler.shared_side import SharedSide
 
-            identity = identity_of(layout, workers)
-            self.shared = SharedSide(
+            identity = identity_of(vllm_config, layout, workers)
+            self.shared = self._stores.shared = SharedSide(
                 parts, options, identity, self._cost, events, clock, self.segments
             )
-        self._stores = Stores(parts, options.store_policy, events, self.shared)
         self._states = RequestOffloadStates()
         self._step_loads: list[LoadJob] = []
         self._swaps: list[StoreJob] = []

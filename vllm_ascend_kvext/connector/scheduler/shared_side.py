@@ -11,15 +11,13 @@ no entry. Loads know nothing of it. A request for which nothing comes in time go
 
 from __future__ import annotations
 
-import logging
-import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, StoredTokens
+from vllm_ascend_kvext.connector.common.events import TierEvents
 from vllm_ascend_kvext.connector.common.messages import WorkerOutput
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.common.scheduler_view import Request
@@ -29,20 +27,15 @@ from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
 from vllm_ascend_kvext.layout.row_map import RowMap
 from vllm_ascend_kvext.shared_tier import names, open_tier
-from vllm_ascend_kvext.shared_tier.backend import SharedObject
+from vllm_ascend_kvext.shared_tier.backend import SharedObject, TierThread, logger
 from vllm_ascend_kvext.shared_tier.search import FoundObject, Question, search
-from vllm_ascend_kvext.shared_tier.thread import TierThread
 from vllm_ascend_kvext.store.counters import Refusal
 from vllm_ascend_kvext.store.entries import Entry, Kind, Load, Piece
 from vllm_ascend_kvext.store.prefix import Prefix
 from vllm_ascend_kvext.store.store_policy import StorePolicy
 from vllm_ascend_kvext.token_range import TokenRange
 
-if TYPE_CHECKING:
-    from vllm_ascend_kvext.connector.common.events import TierEvents
-
-logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
-
+Contents = RowMap | StoredTokens  # Of an entry.
 MAX_LOOKUP_S = 0.05  # A request goes on without an answer that takes longer,
 MAX_QUEUED_S = 1.0  # or has stood behind others for so long,
 MAX_STALL_S = 0.2  # when nothing has come for so long of what it waits for,
@@ -58,31 +51,20 @@ _IDLE_WAIT_S = 0.001  # So long a step that computes nothing waits for an answer
 
 
 @dataclass(slots=True, eq=False)
-class _Get:
-    """What an object that is being got takes, and how many tokens it saves.
-
-    ``is_awaited`` until it has ended, or requests wait for it no longer.
-    """
-
-    num_bytes: int
-    num_tokens: int
-    is_awaited: bool = True
-
-
-@dataclass(slots=True, eq=False)
 class SharedRequest:
     """What was asked for one request, and what it waits for.
 
     Attributes:
         question: None if it waits for no answer, or not any more.
         found: The answer, once it ``is_answered``; the thread writes it.
+        gets: What is got for it, as long as it is awaited.
     """
 
     question: Question | None = None
     asked_s: float = 0.0
     found: Sequence[FoundObject] = ()
     is_answered: threading.Event = field(default_factory=threading.Event)
-    gets: list[_Get] = field(default_factory=list)
+    gets: list[Entry] = field(default_factory=list)
 
 
 class SharedSide:
@@ -107,24 +89,25 @@ class SharedSide:
         self._segments = segments
         segments.put = self.put
         self._tier = parts.tier
-        self._geometry = parts.tier.geometry
         self._counters = parts.counters
         self._cost = cost
         self._events = events
         self._clock = clock
         self._puts_all = options.store_policy is StorePolicy.ALL
         self._namespace = names.namespace_of(identity)
+        self._spare_bytes = options.spare_bytes
         self._shared = open_tier(options.shared_tier, options.shared_tier_bytes, rank=0)
         self._introduce(options.shared_tier, identity)
         self._thread = TierThread("kvext-shared-lookups")
         self._began_s: float | None = None  # A question that the thread is at; it writes this.
         self._last_asked: SharedRequest | None = None
-        self._num_asked = self._num_behind = 0  # In this step.
-        self._jobs = StoreJobs(parts.references, parts.jobs.num_workers, parts.jobs.numbers)
+        self._num_asked = 0  # In this step, and how many came behind them.
+        self._jobs = StoreJobs(parts.references, parts.jobs.num_workers)
         self._last_change_s = 0.0  # Of these.
         self._new_gets: list[SharedObject] = []  # Of the next step.
         self._new_puts: list[SharedObject] = []
-        self._gets: dict[Entry, _Get] = {}  # By the entry that they fill.
+        self._gets: set[Entry] = set()  # The entries that they fill,
+        self._awaited: dict[Entry, int] = {}  # and those that requests wait for: tokens they save.
         # Since when something is awaited without a break, and what has come since.
         self._busy_since_s = self._last_bytes_s = 0.0
         self._busy_bytes = 0.0
@@ -153,53 +136,49 @@ class SharedSide:
         self, request: Request, state: RequestOffloadState, num_computed_tokens: int
     ) -> bool:
         """Whether to look at a request later: something is asked, or got, for its prompt."""
-        if self._is_off or request.lora_request or request.skip_reading_prefix_cache:
+        is_segment = self._segments.is_segment(request.request_id)
+        if self._is_off or is_segment or request.lora_request or request.skip_reading_prefix_cache:
             return False  # vLLM knows an adapter by its name only.
-        if self._segments.is_segment(request.request_id):
-            return False
         known = state.shared
         if known is None:  # It is asked once.
             if self._num_asked >= MAX_ASKED:
-                self._num_behind += 1
-                return self._num_behind <= MAX_BEHIND
+                self._num_asked += 1
+                return self._num_asked <= MAX_ASKED + MAX_BEHIND
             known = state.shared = SharedRequest()
             self._ask(request, known, num_computed_tokens)
         if known.question is not None:
-            is_late = self._is_late()
             if known.is_answered.is_set():
                 self._begin_gets(request, known, known.question)
-            elif is_late or self._clock() - known.asked_s > MAX_QUEUED_S:
+            elif (is_late := self._is_late()) or self._clock() - known.asked_s > MAX_QUEUED_S:
                 self._counters.shared_requests["late"] += 1
                 if is_late:
                     self._pause("an answer takes too long")
             else:
                 return True
             known.question, known.found = None, ()
-        return any(each.is_awaited for each in known.gets)
+        return not self._awaited.keys().isdisjoint(known.gets)
 
     def _ask(self, request: Request, known: SharedRequest, num_computed_tokens: int) -> None:
         question = self._question(request, known, num_computed_tokens)
-        if not question:
-            return
         # While something hangs, its place is lost: there are to be no more of these.
-        is_hanging = self._is_late() or not all(each.is_awaited for each in self._gets.values())
-        if is_hanging or self._clock() < self._paused_until_s:
+        is_hanging = self._is_late() or len(self._gets) > len(self._awaited)
+        if question and (is_hanging or self._clock() < self._paused_until_s):
             self._counters.shared_requests["paused"] += 1
-            return
-        known.question, known.asked_s, self._last_asked = question, self._clock(), known
-        self._num_asked += 1
-        self._thread.submit(partial(self._answer, known))
+        elif question:
+            known.question, known.asked_s, self._last_asked = question, self._clock(), known
+            self._num_asked += 1
+            self._thread.submit(partial(self._answer, known))
 
     def _question(self, request: Request, known: SharedRequest, after: int) -> Question:
         """What to ask. Notes gets of others that are of use."""
-        geometry, prefix = self._geometry, self._parts.view.prefix(request)
+        geometry, prefix = self._tier.geometry, self._parts.view.prefix(request)
         limit = max(after, geometry.floor(min(request.num_tokens - 1, prefix.num_tokens)))
         index = self._tier.lookup(prefix).index
         missing: list[TokenRange] = []
         tails_tokens = limit
         if geometry.needs_rows and limit > after:
-            for first in (after, *range(geometry.chunk_end(after), limit, geometry.chunk_tokens)):
-                chunk = TokenRange(first, min(geometry.chunk_end(first), limit))
+            between = range(geometry.chunk_end(after), limit, geometry.chunk_tokens)
+            for chunk in map(TokenRange, (after, *between), (*between, limit)):
                 entry = index.present(Kind.ROWS, prefix.key_at(chunk.end_tokens))
                 self._await(known, entry)
                 missing += [] if entry else [chunk]
@@ -210,28 +189,22 @@ class SharedSide:
             tails_tokens = boundaries[num_before - 1] if num_before else 0
             if num_before:
                 self._await(known, index.present(Kind.TAILS, prefix.key_at(tails_tokens)))
-        return Question(
-            # Hashes that nobody changes while the thread reads them.
-            replace(prefix, hashes=tuple(prefix.hashes[: limit // prefix.tokens_per_hash])),
-            geometry,
-            TokenRange(after, limit),
-            tuple(missing),
-            tails_tokens,
-            self._parts.computes_holes,
-            self._segments.lacking(request.request_id),
-        )
+        # Hashes that nobody changes while the thread reads them.
+        prefix = replace(prefix, hashes=tuple(prefix.hashes[: limit // prefix.tokens_per_hash]))
+        wanted, segments = TokenRange(after, limit), self._segments.lacking(request.request_id)
+        holes = self._parts.computes_holes
+        return Question(prefix, geometry, wanted, tuple(missing), tails_tokens, holes, segments)
 
     def _await(self, known: SharedRequest, entry: Entry | None) -> None:
         """Have a request wait for an entry, if it is being got."""
         if entry in self._gets:
-            known.gets.append(self._gets[entry])
+            known.gets.append(entry)
 
     def _answer(self, known: SharedRequest) -> None:
         """On the thread. How long it takes counts from here: many at once are not a slow tier."""
         began_s = self._began_s = self._clock()
         try:
-            question = known.question
-            if question is not None:  # Somebody waits for it still.
+            if (question := known.question) is not None:  # Somebody waits for it still.
                 known.found = search(question, self._exist)
         finally:
             self._counters.shared_lookup_seconds += self._clock() - began_s
@@ -259,11 +232,10 @@ class SharedSide:
         use = self._tier.next_use()
         after_tokens = question.tokens.first_tokens
         left_bytes = self._tier.capacity_bytes * MAX_GET_SHARE
-        left_bytes -= sum(each.num_bytes for each in self._gets.values())
+        left_bytes -= sum(each.num_bytes for each in self._gets)
         is_paused = self._clock() < self._paused_until_s
         for name, piece, end_tokens, prefix in () if is_paused else known.found:
-            contents = self._contents(prefix, piece, end_tokens)
-            num_bytes = self._num_bytes(piece, contents)
+            contents, num_bytes = self._contents(prefix, piece, end_tokens)
             if num_bytes > left_bytes:
                 break
             shared_piece = piece._replace(end_tokens=end_tokens)
@@ -274,13 +246,13 @@ class SharedSide:
                 if entry in (Refusal.ALREADY_STORED, Refusal.BEING_STORED):
                     continue
                 break  # What lies behind is of less use without it.
-            left_bytes -= num_bytes
-            if not any(each.is_awaited for each in self._gets.values()):
+            left_bytes -= entry.num_bytes
+            if not self._awaited:
                 self._busy_since_s = self._last_bytes_s = self._clock()
                 self._busy_bytes = self._num_silent = 0
             # Without its tails, rows are of no use.
-            num_tokens = end_tokens - piece.first_tokens or end_tokens - after_tokens
-            self._gets[entry] = _Get(num_bytes, num_tokens)
+            self._awaited[entry] = end_tokens - piece.first_tokens or end_tokens - after_tokens
+            self._gets.add(entry)
             self._await(known, entry)
             number = self._jobs.begin((), partial(self._end_get, entry, contents, prefix, request))
             name = f"{self._namespace}/{name}"
@@ -288,36 +260,26 @@ class SharedSide:
         result = "found" if known.gets else "paused" if is_paused else "absent"
         self._counters.shared_requests[result] += 1
 
-    def _contents(self, prefix: Prefix, piece: Piece, end_tokens: int) -> RowMap | StoredTokens:
-        """What the entry of an object holds of a prefix."""
+    def _contents(self, prefix: Prefix, piece: Piece, end_tokens: int) -> tuple[Contents, int]:
+        """What the entry of an object holds of a prefix, and the bytes of the object."""
         if isinstance(prefix, SegmentPrefix):
             assert self._segments.store is not None
-            return self._segments.store.contents(prefix, piece)
+            stored = self._segments.store.contents(prefix, piece)
+            return stored, self._segments.store.num_bytes(stored)
         layout = self._parts.layout
         row_map = layout.row_map(piece)
         if end_tokens < piece.end_tokens:  # Rows behind are of another prompt.
             row_map = layout.rows_within(row_map, piece.first_tokens, end_tokens)
-        return row_map
-
-    def _num_bytes(self, piece: Piece, contents: RowMap | StoredTokens) -> int:
-        """Of the object of a piece."""
-        if isinstance(contents, StoredTokens):
-            assert self._segments.store is not None
-            return self._segments.store.num_bytes(contents)
-        return self._parts.layout.num_bytes(piece)
+        return row_map, layout.num_bytes(piece)
 
     def _end_get(
-        self,
-        entry: Entry,
-        contents: RowMap | StoredTokens,
-        prefix: Prefix,
-        request: Request,
-        has_failed: bool,
+        self, entry: Entry, contents: Contents, prefix: Prefix, request: Request, has_failed: bool
     ) -> None:
-        self._gets.pop(entry).is_awaited = False
+        self._gets.remove(entry)
+        self._awaited.pop(entry, None)
         self._last_change_s = self._clock()
         if has_failed:
-            self._tier.abandon_store(entry)
+            self._tier.fail_store(entry, is_own=False)
         elif self._tier.finish_store(entry, contents):
             entry.is_shared = True
             self._counters.shared_tokens += entry.piece.end_tokens - entry.piece.first_tokens
@@ -335,72 +297,64 @@ class SharedSide:
 
     def _check_patience(self) -> None:
         """Wait no longer for what does not come, or comes slower than it can be computed."""
-        left = [each for each in self._gets.values() if each.is_awaited]
-        if not left:
+        if not self._awaited:
             return
         now_s = self._clock()
         busy_s = now_s - self._busy_since_s
-        left_s = sum(each.num_bytes for each in left) * busy_s / max(1, self._busy_bytes)
-        compute_s = self._cost.compute_s(sum(each.num_tokens for each in left))
-        affordable_s = MAX_UNKNOWN_S if compute_s is None else compute_s
-        if self._cost.is_ignored:
-            affordable_s = math.inf
+        left_s = sum(each.num_bytes for each in self._awaited) * busy_s / max(1, self._busy_bytes)
+        compute_s = self._cost.compute_s(sum(self._awaited.values()), MAX_UNKNOWN_S)
         # What a worker gets is reported one or two steps later, and steps may take longer.
         self._num_silent += 1
         is_silent = self._num_silent > _MAX_SILENT_REPORTS
         has_stalled = is_silent and now_s - self._last_bytes_s > MAX_STALL_S
-        is_slow = busy_s > MAX_STALL_S and left_s > affordable_s + MAX_STALL_S
-        if has_stalled or (self._busy_bytes and is_slow):
+        is_slow = busy_s > MAX_STALL_S and left_s > compute_s + MAX_STALL_S
+        if has_stalled or (is_slow and self._busy_bytes and not self._cost.is_ignored):
             self._counters.shared_requests["given_up"] += 1
-            for each in left:
-                each.is_awaited = False  # What comes all the same is for later requests.
+            self._awaited.clear()  # What comes all the same is for later requests.
             self._pause("what it has does not come" if has_stalled else "computing is faster")
 
     # Putting.
 
     def note_begun(self, request: Request, computed_tokens: int) -> None:
         """A request goes on behind tokens that others have computed: what has them is put."""
-        prefix = self._parts.view.prefix(request)
-        boundary = self._geometry.floor(min(computed_tokens, prefix.num_tokens))
+        prefix, geometry = self._parts.view.prefix(request), self._tier.geometry
+        boundary = geometry.floor(min(computed_tokens, prefix.num_tokens))
         if not boundary or request.lora_request:
             return
         lookup = self._tier.lookup(prefix)
-        if self._geometry.needs_rows:
+        if geometry.needs_rows:
             for _, entry in lookup.walk_back(0, boundary):
                 self.put(entry)
-        tails = lookup.index.stored(Kind.TAILS, prefix.key_at(boundary))
-        if tails is not None:
-            self.put(tails)
+        self.put(lookup.index.stored(Kind.TAILS, prefix.key_at(boundary)))
 
     def note_stored(self, entry: Entry, request: Request) -> None:
         """A store of the engine's own has ended well."""
         if self._puts_all and not request.lora_request:
             self.put(entry)
 
-    def put(self, entry: Entry) -> None:
-        """Have an entry put, unless it was, or too much is on its way."""
-        if self._is_off or entry.is_shared:
+    def put(self, entry: Entry | None) -> None:
+        """Have an entry put, if there is one, unless it was, or too much is on its way."""
+        if entry is None or entry.is_shared or self._is_off:
             return
-        num_bytes = self._num_bytes(entry.piece, entry.row_map)
-        max_bytes = max(num_bytes, self._tier.capacity_bytes * MAX_PUT_SHARE)
-        is_busy = self._put_bytes + num_bytes > max_bytes
+        max_bytes = max(entry.num_bytes, self._tier.capacity_bytes * MAX_PUT_SHARE)
+        is_busy = self._put_bytes + entry.num_bytes > max_bytes
         if is_busy or self._clock() < self._puts_paused_until_s:
             self._counters.shared_failures["put_busy"] += 1
             return
-        load = self._tier.pin(entry)
-        if load is None:
+        if (load := self._tier.pin(entry)) is None:
             return
         is_segment = isinstance(entry.row_map, StoredTokens)
         has_notes = entry.piece.kind is Kind.ROWS and not is_segment
         notes = tuple(map(names.note_name, entry.keys)) if has_notes else ()
-        number = self._jobs.begin((), partial(self._end_put, entry, load, num_bytes))
+        number = self._jobs.begin((), partial(self._end_put, entry, load))
         name = f"{self._namespace}/{names.object_name(entry.piece, entry.key, is_segment)}"
+        num_bytes = entry.num_bytes - self._spare_bytes
         self._new_puts.append(SharedObject(number, name, entry.offset_bytes, num_bytes, notes))
-        self._put_bytes += num_bytes
+        self._put_bytes += entry.num_bytes
         entry.is_shared = True
 
-    def _end_put(self, entry: Entry, load: Load, num_bytes: int, has_failed: bool) -> None:
-        self._put_bytes -= num_bytes
+    def _end_put(self, entry: Entry, load: Load, has_failed: bool) -> None:
+        self._put_bytes -= entry.num_bytes
         self._last_change_s = self._clock()
         if has_failed:
             entry.is_shared = False
@@ -415,7 +369,7 @@ class SharedSide:
             self._check_patience()
             if self._last_asked is not None:
                 self._last_asked.is_answered.wait(_IDLE_WAIT_S)
-        self._num_asked = self._num_behind = 0
+        self._num_asked = 0
         jobs = tuple(self._new_gets), tuple(self._new_puts)
         self._new_gets, self._new_puts = [], []
         if any(jobs):

@@ -65,22 +65,18 @@ class Stores:
     Attributes:
         reasons: Why tails were stored, by the number of the entry.
         num_planned: Jobs of this step.
+        shared: Told of what is stored, and of requests that begin; None without a shared tier.
     """
 
-    def __init__(
-        self,
-        parts: SchedulerParts,
-        policy: StorePolicy,
-        events: TierEvents,
-        shared: SharedSide | None = None,
-    ) -> None:
+    shared: SharedSide | None = None
+
+    def __init__(self, parts: SchedulerParts, policy: StorePolicy, events: TierEvents) -> None:
         self._view = parts.view
         self._tier = parts.tier
         self._layout = layout = parts.layout
         self._references = parts.references
         self._events = events
         self._under_way = parts.jobs
-        self._shared = shared
         interval_tokens = parts.view.interval_tokens
         self.planner = BoundaryPlanner(layout.groups, layout.unit_tokens, interval_tokens)
         self.chooser = StoreChooser(policy)
@@ -240,8 +236,8 @@ class Stores:
                 self._tier.fail_store(entry)
             elif self._tier.finish_store(entry, self._layout.row_map(entry.piece)):
                 self._events.stored(entry, prefix, request)
-                if self._shared is not None:
-                    self._shared.note_stored(entry, request)
+                if self.shared is not None:
+                    self.shared.note_stored(entry, request)
                 continue
             self.reasons.pop(entry.number, None)
 
@@ -268,8 +264,8 @@ class Stores:
         self.release_held(state.progress)
         self.planner.report_hints(request)
         computed_tokens = request.num_computed_tokens
-        if self._shared is not None:
-            self._shared.note_begun(request, computed_tokens)
+        if self.shared is not None:
+            self.shared.note_begun(request, computed_tokens)
         shared_tokens = self._shared_tokens(request)
         boundaries = self._plan(request, state, computed_tokens, shared_tokens)
         state.planned = None

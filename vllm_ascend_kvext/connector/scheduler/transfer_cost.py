@@ -54,11 +54,9 @@ class TransferCost:
             return False
         return self._load_s(num_bytes) > num_tokens * self._s_per_token
 
-    def compute_s(self, num_tokens: int) -> float | None:
-        """How long computing so many tokens takes; None if that is not known, or ignored."""
-        if self.is_ignored or self._s_per_token is None:
-            return None
-        return num_tokens * self._s_per_token
+    def compute_s(self, num_tokens: int, unknown_s: float) -> float:
+        """How long computing so many tokens takes; ``unknown_s`` before that was measured."""
+        return unknown_s if self._s_per_token is None else num_tokens * self._s_per_token
 
     def pays_out_and_back(self, num_bytes: int, num_tokens: int) -> bool:
         """Whether storing and loading so many bytes is faster than computing so many tokens.

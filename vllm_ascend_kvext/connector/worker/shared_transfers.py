@@ -9,43 +9,36 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 
 from vllm_ascend_kvext.connector.common.messages import Direction, Traffic, WorkerOutput
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.shared_tier import open_tier
-from vllm_ascend_kvext.shared_tier.backend import Answer, SharedObject
-from vllm_ascend_kvext.shared_tier.thread import TierThread
+from vllm_ascend_kvext.shared_tier.backend import Answer, Call, SharedObject, TierThread
 
-MAX_CALL_S, MAX_FAILED_S = 5.0, 0.5
-"""What was queued while one call took longer is not begun: nobody waits for it any more. One that
-has failed may take less."""
+# What was queued while one call took longer is not begun: nobody waits for it any more.
+MAX_CALL_S, MAX_FAILED_S = 5.0, 0.5  # One that has failed may take less.
 
 
 class SharedTransfers:
     """Moves objects between the tier of the options and the memory of one worker.
 
     Args:
-        num_equal_ranks: So many ranks, from 0 on, have the same KV: an object is put by one of
-            them, another one each time, and got by all.
+        num_equal: So many ranks, from 0 on, have the same KV: an object is put by one of them,
+            another one each time, and got by all.
 
     Raises:
         SettingsError: If the tier cannot be used.
     """
 
     def __init__(
-        self,
-        options: ConnectorOptions,
-        rank: int,
-        num_equal_ranks: int,
-        host: HostBuffer,
-        on_start: Callable[[], None],
+        self, options: ConnectorOptions, rank: int, num_equal: int, host: HostBuffer, on_start: Call
     ) -> None:
         assert options.shared_tier is not None
-        self._rank, self._num_equal_ranks = rank, num_equal_ranks
-        shared_rank = rank if num_equal_ranks == 1 else 0
+        self._rank, self._num_equal = rank, num_equal
+        shared_rank = rank if num_equal == 1 else 0
         self._tier = open_tier(options.shared_tier, options.shared_tier_bytes, shared_rank)
         self._tier.register(memoryview(host.tensor.numpy()))
         self._threads: dict[Direction, TierThread] = {
@@ -93,10 +86,10 @@ class SharedTransfers:
             if submitted_s >= self._stale_before_s[direction]:
                 if direction == "get":
                     answer = self._tier.get_into(what, self._note_bytes)
-                elif self._is_put_here(what):
-                    answer = self._tier.put(what)
+                elif (zlib.crc32(what.name.encode()) - self._rank) % self._num_equal:
+                    answer, what = Answer.WHOLE, what._replace(num_bytes=0)  # Another puts it.
                 else:
-                    answer, what = Answer.WHOLE, what._replace(num_bytes=0)
+                    answer = self._tier.put(what)
         finally:
             ended_s = time.monotonic()
             is_unreachable = answer is Answer.UNREACHABLE
@@ -106,17 +99,11 @@ class SharedTransfers:
                 output, self._num_left = self._output, self._num_left - 1
                 output.stores_ended[what.number] = 1
                 if answer is Answer.WHOLE and what.num_bytes:
-                    moved = Traffic(what.num_bytes, ended_s - began_s, 1)
-                    output.traffic.setdefault(direction, Traffic()).add(moved)
+                    output.traffic[direction].add(Traffic(what.num_bytes, ended_s - began_s, 1))
                 elif answer is not Answer.WHOLE:
                     output.failed_stores.add(what.number)
                     output.shared_failures[f"{direction}_{answer.value}"] += 1
                 self._changed.notify_all()
-
-    def _is_put_here(self, what: SharedObject) -> bool:
-        return zlib.crc32(what.name.encode()) % self._num_equal_ranks == (
-            self._rank % self._num_equal_ranks
-        )
 
     def _note_bytes(self, num_bytes: int) -> None:
         with self._changed:

@@ -144,12 +144,10 @@ class WorkerSide:
             from vllm_ascend_kvext.connector.common.engine_identity import num_equal_ranks
             from vllm_ascend_kvext.connector.worker.shared_transfers import SharedTransfers
 
+            rank = self._vllm_config.parallel_config.rank
+            num_equal = num_equal_ranks(self._vllm_config, layout)
             self._shared = SharedTransfers(
-                self._options,
-                self._vllm_config.parallel_config.rank,
-                num_equal_ranks(self._vllm_config, layout),
-                host,
-                self._move_to_copy_cpus,
+                self._options, rank, num_equal, host, self._move_to_copy_cpus
             )
 
     def _make_segments(
