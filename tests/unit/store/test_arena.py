@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_ascend_kvext.errors import TierError
 from vllm_ascend_kvext.store.arena import ALIGNMENT_BYTES, Arena
+from vllm_ascend_kvext.transfer.schema import HOST_ALIGNMENT_BYTES
 
 CAPACITY_BYTES = 40 * ALIGNMENT_BYTES
 Places = dict[int, int]
@@ -75,3 +76,11 @@ def test_places_are_those_of_the_model(data: st.DataObject, spare_bytes: int) ->
 def test_an_arena_without_room_for_anything_is_refused() -> None:
     with pytest.raises(TierError, match="at least 64 bytes, found 63"):
         Arena(63)
+
+
+@pytest.mark.parametrize("spare_bytes", [0, ALIGNMENT_BYTES])
+def test_contents_fill_their_places_but_for_spare_bytes(spare_bytes: int) -> None:
+    """A shared tier takes the size of an object from its place."""
+    arena = Arena(1 << 20, spare_bytes)
+    for num_bytes in range(HOST_ALIGNMENT_BYTES, 4096, HOST_ALIGNMENT_BYTES):
+        assert arena.place_bytes(num_bytes) == num_bytes + spare_bytes

@@ -348,7 +348,7 @@ class SharedSide:
         notes = tuple(map(names.note_name, entry.keys)) if has_notes else ()
         number = self._jobs.begin((), partial(self._end_put, entry, load))
         name = f"{self._namespace}/{names.object_name(entry.piece, entry.key, is_segment)}"
-        num_bytes = entry.num_bytes - self._spare_bytes
+        num_bytes = entry.num_bytes - self._spare_bytes  # Contents are multiples of 64 bytes.
         self._new_puts.append(SharedObject(number, name, entry.offset_bytes, num_bytes, notes))
         self._put_bytes += entry.num_bytes
         entry.is_shared = True
