@@ -131,6 +131,7 @@ def serve(
     found = Answers()
     if mode.blends:
         found.store_s = [store(engine, segment) for segment in workload.stored]
+        found.learn_s = finish_learning(engine)
     for number, prompt in enumerate(tqdm(workload.prompts, mode.name, unit=" prompts")):
         answer = ask(engine, prompt)
         if reference is not None:

@@ -146,7 +146,7 @@ NUM_OWN = st.integers(0, 20)
 SEEDS = st.integers(0, 99)
 NEW_TOKENS = st.integers(1, MAX_NEW_TOKENS)
 ASKED = {"max_tokens": NEW_TOKENS, "salt": SALTS, "priority": st.integers(0, 2)}
-BEGINNING = tuple(tokens(random.Random("beginning"), 9))
+BEGINNING = tuple(tokens(random.Random("beginning"), 7))
 """Of many prompts."""
 PLAIN: dict[str, Any] = {SEGMENTS_KEY: []}
 """Of a request that wants all of its prompt computed."""
@@ -729,7 +729,8 @@ def patches_installed() -> Iterator[None]:
 def test_random_lives(is_blending: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_contexts, "NUM_DOCUMENTS", 2)
     monkeypatch.setattr(segment_contexts, "FEW_DOCUMENTS", 1)
-    monkeypatch.setattr(segment_contexts, "NUM_PROMPTS", 1)
+    monkeypatch.setattr(segment_contexts, "NUM_PROMPTS", 2)
+    monkeypatch.setattr(segment_contexts, "MIN_BEGINNING_TOKENS", 1)
     monkeypatch.setattr(make_blending, "MIN_REUSED_TOKENS", 1)
     monkeypatch.setattr(blended_requests, "_is_exact", counted_exact)
     monkeypatch.setattr(loads, "MIN_RUN_TOKENS", loads.MIN_RUN_TOKENS)  # and back again

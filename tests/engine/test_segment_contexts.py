@@ -21,7 +21,6 @@ from support.connector.simulated_segments import SimulatedMover
 from support.scheduler.workload import RequestPlan
 from test_shared_tier import _equal_seeds, _patience, weights
 
-from vllm_ascend_kvext.blending import segment_contexts
 from vllm_ascend_kvext.blending.segment_contexts import (
     FEW_DOCUMENTS,
     NUM_DOCUMENTS,
@@ -80,41 +79,44 @@ def test_segments_are_stored_behind_the_first_documents(
         assert engine.counts.reused_tokens == 3 * (40 - HEAD_TOKENS)
 
 
-@pytest.mark.parametrize("num_stored", [NUM_DOCUMENTS, NUM_DOCUMENTS - 1], ids=["later", "first"])
+BEGINNING = tuple(tokens(random.Random("beginning"), 21))
+PROMPTS = [tuple(tokens(random.Random(f"prompt {n}"), 40)) for n in range(NUM_PROMPTS)]
+
+
+def begin(engine: LearningEngine) -> None:
+    """Prompts come that begin alike, and go on differently."""
+    for number, segment in enumerate(PROMPTS):
+        engine.answer(segment, beginning=(*BEGINNING, number))
+
+
 @pytest.mark.parametrize("layout", [FULL, GPT_OSS], ids=["full", "windows"])
-def test_contexts_begin_like_prompts(layout: PagedLayout, num_stored: int) -> None:
-    """Whether prompts or documents come first."""
-    beginning = tuple(tokens(random.Random("beginning"), 21))
+def test_contexts_begin_like_prompts(layout: PagedLayout) -> None:
     with choosing(layout, {"segment_sink": None}) as engine:
-        contexts = engine.side.segments.store.contexts
-        store(engine, *FIRST[:num_stored])
-        for number in range(NUM_PROMPTS):
-            assert not engine.own_plans
-            engine.answer(LATER[2], beginning=(*beginning, number))
-        store(engine, *FIRST[num_stored:])
-        assert len(engine.learned) == 3 * len(FIRST)
-        store(engine, *LATER[:2])
-        sinks = [each.token_ids for each in contexts.sinks(None, LATER[0])]
-        assert sinks[0] == beginning and sinks[1] == contexts.sink_ids
-        assert sinks[-1] == (*beginning, *CONTEXT)
+        begin(engine)
+        store(engine, *FIRST, *LATER[:2])
+        assert len(engine.learned) == 3 * (len(FIRST) + 2)
         segments = engine.side.segments.store
+        sinks = [each.token_ids for each in segments.contexts.sinks(None, LATER[0])]
+        assert sinks[:2] == [BEGINNING, segments.contexts.sink_ids]
+        assert sinks[-1] == (*BEGINNING, *CONTEXT)
         prefixes = segments.prefixes(LATER[0], None)
         assert len(prefixes) == 4 and not any(map(segments.is_missing, prefixes))
         assert reused_tokens(engine, *LATER[:2], FIRST[0]) == 3 * (40 - HEAD_TOKENS)
 
 
-def test_documents_for_which_there_was_no_room_to_wait_are_learned_once_they_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(segment_contexts, "MAX_WAITING_DOCUMENTS", NUM_DOCUMENTS)
+def test_documents_are_learned_once_more_when_it_is_known_what_prompts_begin_with() -> None:
+    """Where two requests have them; until then, what is stored is reused."""
     with choosing(connector={"segment_sink": None}) as engine:
         store(engine, *FIRST, *LATER[:2])
-        for _ in range(NUM_PROMPTS):
-            engine.answer(LATER[2], beginning=tokens(random.Random("beginning"), 21))
-        num_learned = 3 * len(FIRST)
-        assert len(engine.learned) == num_learned
-        engine.answer(LATER[0], LATER[1])
-        assert sorted(engine.learned[num_learned:]) == sorted(LATER[:2])
+        num_learned = len(engine.learned)
+        assert num_learned == 2 * (len(FIRST) + 2)
+        begin(engine)
+        asked = (FIRST[3], *LATER[:2])
+        for already in (False, True, True):
+            assert reused_tokens(engine, *asked) == 3 * (40 - HEAD_TOKENS)
+            assert sorted(engine.learned[num_learned:]) == sorted(asked * already)
+        store(engine, LATER[2])
+        assert engine.learned[num_learned + 3 :] == [LATER[2]] * 3, "not behind what is past"
 
 
 def reused_tokens(engine: LearningEngine, *documents: tuple[int, ...], **more: Any) -> int:
@@ -125,14 +127,13 @@ def reused_tokens(engine: LearningEngine, *documents: tuple[int, ...], **more: A
 
 
 def test_what_was_computed_behind_all_that_stands_before_it_has_no_head() -> None:
-    beginning = tuple(tokens(random.Random("beginning"), 21))
     with choosing(connector={"segment_sink": None}) as engine:
-        for _ in range(NUM_PROMPTS):
-            engine.answer(LATER[2], beginning=beginning)
+        begin(engine)
         store(engine, *FIRST, *LATER[:2])
         two = 2 * (40 - HEAD_TOKENS)
-        assert reused_tokens(engine, *LATER[:2], beginning=beginning) == two + HEAD_TOKENS
-        for other in ((*beginning[:-1], 0), beginning[:-1], (*beginning, 0), (0, *beginning)):
+        assert reused_tokens(engine, *LATER[:2], beginning=BEGINNING) == two + HEAD_TOKENS
+        others = (*BEGINNING[:-1], 0), BEGINNING[:-1], (*BEGINNING, 0), (0, *BEGINNING)
+        for other in others:
             assert reused_tokens(engine, *LATER[:2], beginning=other) == two
 
 

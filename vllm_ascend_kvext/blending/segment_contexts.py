@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What segments are computed behind: with ``segment_context``, other documents of their salt.
 
-Behind what prompts begin with, and other documents, the KV of one comes nearer to what it is in a
-prompt: nearest behind about as many as stand before it there. So it is stored behind none, a few
-and many. What the first prompts of a salt have in common before their documents, and its first
-documents, become its contexts, and stay that: a segment behind another context is another segment.
-See ``docs/blending_contexts.md``.
+Behind other documents, the KV of one comes nearer to what it is in a prompt of documents: nearest
+behind about as many as stand before it there, and behind what stands before all of them. So it is
+stored behind none, a few and many. The first documents of a salt become its contexts, and stay
+that; what its prompts begin with comes before them once it is known. A segment behind another
+context is another segment. See ``docs/blending_contexts.md``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from functools import cache, partial
 from itertools import chain, takewhile
 from typing import Generic, NamedTuple, TypeVar
 
+from vllm_ascend_kvext.token_range import TokenRange
+
 logger = logging.getLogger("vllm.ascend_kvext.blending")
 
 FEW_DOCUMENTS, NUM_DOCUMENTS = 2, 8
@@ -28,23 +30,31 @@ MAX_DOCUMENT_TOKENS = 256
 which is worse."""
 
 NUM_PROMPTS = 4
-"""So many are compared with each other: one may begin with what only its user has said."""
+"""So many, whose first segments differ, are compared for what they begin with: the turns of one
+chat begin with what its user has said."""
 
-MAX_BEGINNING_TOKENS = 2048
+MIN_BEGINNING_TOKENS, MAX_BEGINNING_TOKENS = 16, 2048
+"""More than what segments are computed behind anyway. Shorter ones are not worth a computation."""
+
 MAX_DOCUMENTS_SHARE, MAX_BEGINNING_SHARE = 1 / 2, 1 / 4
 """Of the longest request."""
 
-MAX_SALTS, MAX_WAITING_DOCUMENTS = 128, 64
-"""So many salts have a context, and as many wait for one, each with so many of its documents."""
+MAX_SALTS = 128
+"""So many salts have contexts, as many some documents of one, which are kept as a whole, and of as
+many it is known what prompts begin with."""
 
 
 class Sink(NamedTuple):
-    """What segments are computed behind; keys of what may stand for each other have one space."""
+    """What segments are computed behind; keys of what may stand for each other have one space.
+
+    Behind one that ``is_past`` nothing is stored any more.
+    """
 
     token_ids: tuple[int, ...]
     space: bytes
     num_documents: int = 0
     has_context: bool = False
+    is_past: bool = False
 
 
 Beginning = tuple[int, ...]
@@ -70,14 +80,13 @@ class SegmentContexts(Generic[Document]):
     ) -> None:
         self.sink_ids = tuple(sink_ids)
         self._max_request_tokens, self._min_tokens = max_request_tokens, min_tokens
-        self._num_prompts = NUM_PROMPTS if reads_prompts else 0
         max_documents_tokens = int(max_request_tokens * MAX_DOCUMENTS_SHARE)
         self._document_tokens = min(MAX_DOCUMENT_TOKENS, max_documents_tokens // NUM_DOCUMENTS)
-        self._max_beginning_tokens = min(
-            MAX_BEGINNING_TOKENS, int(max_request_tokens * MAX_BEGINNING_SHARE)
-        )
-        self._contexts: OrderedDict[str, _Context] = OrderedDict()
-        self._waiting: OrderedDict[str, _Waiting[Document]] = OrderedDict()
+        max_beginning_tokens = int(max_request_tokens * MAX_BEGINNING_SHARE) * reads_prompts
+        self._max_beginning_tokens = min(MAX_BEGINNING_TOKENS, max_beginning_tokens)
+        self._contexts: OrderedDict[str, list[_Context]] = OrderedDict()  # the latest first
+        self._documents: OrderedDict[str, dict[Beginning, Document]] = OrderedDict()
+        self._prompts: OrderedDict[str, _Prompts] = OrderedDict()
 
     def without_context(self, cache_salt: str | None) -> Sink:
         """The sink of what clients store, and of all before there is a context."""
@@ -92,13 +101,16 @@ class SegmentContexts(Generic[Document]):
         in a prompt, then those with more, then those with fewer.
         """
         found: list[Sink] = []
-        context = self._contexts.get(cache_salt or "")
-        if context is not None:
-            self._contexts.move_to_end(cache_salt or "")
-            # Its tokens a second time would be copied: that makes it worse than no context does.
-            sinks = context.of_documents.get(self._beginning(token_ids), context.sinks)
+        salt = cache_salt or ""
+        contexts = self._contexts.get(salt, ())
+        if contexts:
+            self._contexts.move_to_end(salt)
             max_tokens = self._max_request_tokens - len(token_ids)
-            found = [each for each in sinks if len(each.token_ids) < max_tokens]
+            beginning = self._beginning(token_ids)
+        for context in contexts:
+            # Its tokens a second time would be copied: that makes it worse than no context does.
+            sinks = context.of_documents.get(beginning, context.sinks)
+            found += [each for each in sinks if len(each.token_ids) < max_tokens]
         found.append(self.without_context(cache_salt))
         return sorted(
             found,
@@ -109,27 +121,32 @@ class SegmentContexts(Generic[Document]):
         )
 
     def note_prompt(
-        self, token_ids: Sequence[int], first_tokens: int, cache_salt: str | None
-    ) -> Sequence[Document]:
-        """A prompt has come, whose first segment begins at ``first_tokens``.
-
-        Returns:
-            What is to be stored behind contexts from now on, as `add` does.
-        """
+        self, token_ids: Sequence[int], first_segment: TokenRange, cache_salt: str | None
+    ) -> None:
+        """A prompt with segments has come."""
         salt = cache_salt or ""
-        if not self._document_tokens or salt in self._contexts:
-            return ()
-        waiting = self._wait(salt)
-        if waiting.num_prompts < self._num_prompts:
-            waiting.add_prompt(token_ids[: min(first_tokens, self._max_beginning_tokens)])
-        return self._complete(salt, waiting)
+        if not self._max_beginning_tokens:
+            return
+        prompts = self._prompts.setdefault(salt, _Prompts())
+        self._prompts.move_to_end(salt)
+        if len(self._prompts) > MAX_SALTS:
+            self._prompts.popitem(last=False)
+        if len(prompts.segments) == NUM_PROMPTS:
+            return
+        num_tokens = min(first_segment.first_tokens, self._max_beginning_tokens)
+        prompts.add(token_ids[:num_tokens], self._beginning(token_ids[slice(*first_segment)]))
+        first_ids = self._first_ids(salt)
+        if first_ids != self.sink_ids and salt in self._contexts:
+            (before,) = self._contexts[salt]
+            latest = self._context(list(before.of_documents), salt)
+            self._contexts[salt] = [latest, _as_past(before)]
 
     def add(
         self, token_ids: Sequence[int], cache_salt: str | None, document: Document
     ) -> Sequence[Document]:
-        """A document has been stored; what is to be stored behind contexts from now on.
+        """A document has been stored; what is to be stored behind a context from now on.
 
-        That is the document or, where it has completed the contexts, all that were waiting.
+        That is the document or, where it has completed the context, all of those in it.
         """
         salt = cache_salt or ""
         if not self._document_tokens:
@@ -138,42 +155,40 @@ class SegmentContexts(Generic[Document]):
             return (document,)
         if len(token_ids) < self._min_tokens:
             return ()
-        waiting = self._wait(salt)
-        beginning = self._beginning(token_ids)
-        if beginning in waiting.documents or len(waiting.documents) < MAX_WAITING_DOCUMENTS:
-            waiting.documents[beginning] = document
-        return self._complete(salt, waiting)
+        documents = self._documents.setdefault(salt, {})
+        documents[self._beginning(token_ids)] = document
+        self._documents.move_to_end(salt)
+        if len(documents) < NUM_DOCUMENTS:
+            if len(self._documents) > MAX_SALTS:
+                self._documents.popitem(last=False)
+            return ()
+        del self._documents[salt]
+        self._contexts[salt] = [self._context(list(documents), salt)]
+        if len(self._contexts) > MAX_SALTS:
+            self._contexts.popitem(last=False)
+        return tuple(documents.values())
 
     def clear(self) -> None:
         """Choose anew."""
-        self._contexts.clear()
-        self._waiting.clear()
+        for each in (self._contexts, self._documents, self._prompts):
+            each.clear()
 
-    def _wait(self, salt: str) -> _Waiting[Document]:
-        waiting = self._waiting.setdefault(salt, _Waiting())
-        self._waiting.move_to_end(salt)
-        if len(self._waiting) > MAX_SALTS:
-            self._waiting.popitem(last=False)
-        return waiting
+    def _first_ids(self, salt: str) -> tuple[int, ...]:
+        """What contexts of a salt begin with."""
+        prompts = self._prompts.get(salt)
+        min_tokens = len(self.sink_ids) + MIN_BEGINNING_TOKENS
+        if prompts is None or len(prompts.segments) < NUM_PROMPTS:
+            return self.sink_ids
+        return prompts.common_ids if len(prompts.common_ids) >= min_tokens else self.sink_ids
 
-    def _complete(self, salt: str, waiting: _Waiting[Document]) -> Sequence[Document]:
-        """Make the contexts of a salt, if all that they need is there."""
-        num_documents = len(waiting.documents)
-        if num_documents < NUM_DOCUMENTS or waiting.num_prompts < self._num_prompts:
-            return ()
-        del self._waiting[salt]
-        first_ids = waiting.common_ids if self._num_prompts else ()
-        if len(first_ids) <= len(self.sink_ids):
-            first_ids = self.sink_ids
-        documents = list(waiting.documents)[:NUM_DOCUMENTS]
-        others = {each: [other for other in documents if other != each] for each in documents}
+    def _context(self, documents: Sequence[Beginning], salt: str) -> _Context:
+        first_ids = self._first_ids(salt)
         sink = cache(partial(self._sink, first_ids, salt))  # Most documents share most of them.
-        self._contexts[salt] = context = _Context(
+        others = {each: [other for other in documents if other != each] for each in documents}
+        context = _Context(
             self._sinks(sink, documents),
             {each: self._sinks(sink, of_each) for each, of_each in others.items()},
         )
-        if len(self._contexts) > MAX_SALTS:
-            self._contexts.popitem(last=False)
         logger.info(
             "KvextConnector: segments of one cache_salt are computed again from now on: behind the "
             "%d tokens that its prompts begin with, and %d and %d of its first documents, %d "
@@ -181,7 +196,7 @@ class SegmentContexts(Generic[Document]):
             *(len(first_ids), FEW_DOCUMENTS, NUM_DOCUMENTS),
             len(context.sinks[-1].token_ids),
         )
-        return tuple(waiting.documents.values())
+        return context
 
     def _beginning(self, token_ids: Sequence[int]) -> Beginning:
         return tuple(token_ids[: self._document_tokens])
@@ -203,19 +218,20 @@ class SegmentContexts(Generic[Document]):
 
 
 @dataclass(slots=True)
-class _Waiting(Generic[Document]):
-    """What is known of a salt without contexts: documents, and how all prompts so far begin."""
+class _Prompts:
+    """What prompts of a salt have in common before their first ``segments``, which differ."""
 
-    documents: dict[Beginning, Document] = field(default_factory=dict)
+    segments: set[Beginning] = field(default_factory=set)
     common_ids: tuple[int, ...] = ()
-    num_prompts: int = 0
 
-    def add_prompt(self, ids: Sequence[int]) -> None:
-        if self.num_prompts:
-            pairs = zip(self.common_ids, ids, strict=False)
-            ids = [each for each, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
-        self.common_ids = tuple(ids)
-        self.num_prompts += 1
+    def add(self, ids_before: Sequence[int], segment: Beginning) -> None:
+        if segment in self.segments:
+            return
+        if self.segments:
+            pairs = zip(self.common_ids, ids_before, strict=False)
+            ids_before = [each for each, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        self.common_ids = tuple(ids_before)
+        self.segments.add(segment)
 
 
 class _Context(NamedTuple):
@@ -223,6 +239,17 @@ class _Context(NamedTuple):
 
     sinks: tuple[Sink, ...]
     of_documents: Mapping[Beginning, tuple[Sink, ...]]
+
+
+def _as_past(context: _Context) -> _Context:
+    """Behind which nothing is stored any more; what is stored is of use."""
+    return _Context(
+        tuple(each._replace(is_past=True) for each in context.sinks),
+        {
+            document: tuple(each._replace(is_past=True) for each in sinks)
+            for document, sinks in context.of_documents.items()
+        },
+    )
 
 
 def key_space(sink_ids: Sequence[int], cache_salt: str | None) -> bytes:

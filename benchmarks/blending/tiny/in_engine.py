@@ -131,7 +131,7 @@ def serve(mode: Mode, variant: Variant, seed: int, num_questions: int) -> Row:
     Raises:
         RuntimeError: Some documents were not stored.
     """
-    from vllm_ascend_kvext.blending.segment_contexts import NUM_DOCUMENTS, NUM_PROMPTS
+    from vllm_ascend_kvext.blending.segment_contexts import NUM_DOCUMENTS
     from vllm_ascend_kvext.connector.segments import make_blending, questions
 
     asked = task.ask_references(np.random.default_rng(QUESTION_SEED + seed), num_questions)
@@ -155,7 +155,6 @@ def serve(mode: Mode, variant: Variant, seed: int, num_questions: int) -> Row:
         # Windows reach across documents: computing all of their tokens would leave nothing.
         blending = engine.scheduler.connector.scheduler_side.segments
         blending.options = replace(blending.options, min_head_tokens=0)
-        engine.ask_all(prompts[:NUM_PROMPTS], [{"kvext_segments": segments}] * NUM_PROMPTS)
         documents = {tokens[first:end]: None for tokens in prompts for first, end in segments}
         _store(engine, [EQUAL_TOKENS])
         _store(engine, list(documents))

@@ -3,20 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from vllm_ascend_kvext.blending import segment_contexts
 from vllm_ascend_kvext.blending.segment_contexts import (
     FEW_DOCUMENTS,
     MAX_DOCUMENT_TOKENS,
-    MAX_WAITING_DOCUMENTS,
+    MIN_BEGINNING_TOKENS,
     NUM_DOCUMENTS,
     NUM_PROMPTS,
     SegmentContexts,
     Sink,
 )
+from vllm_ascend_kvext.token_range import TokenRange
 
 FIRST = (1,)
 
@@ -25,24 +24,17 @@ def document(number: int, num_tokens: int = 3) -> tuple[int, ...]:
     return tuple(range(100 * number, 100 * number + num_tokens))
 
 
-def note_prompt(
-    contexts: SegmentContexts, before: tuple[int, ...], cache_salt: str | None = None
-) -> Sequence[object]:
-    """Of a prompt with these tokens before its first segment, and others behind."""
-    return contexts.note_prompt([*before, *before, *range(99)], len(before), cache_salt)
-
-
-def ask(
+def note_prompts(
     contexts: SegmentContexts, *beginnings: tuple[int, ...], cache_salt: str | None = None
 ) -> None:
-    for each in beginnings or (FIRST,):
-        for _ in range(NUM_PROMPTS // max(1, len(beginnings))):
-            note_prompt(contexts, each, cache_salt)
+    """Of prompts with these tokens before their first segments, which differ."""
+    for number, before in enumerate(beginnings):
+        segment = TokenRange(len(before), len(before) + 3)
+        prompt = [*before, *document(1000 + number), *range(99)]
+        contexts.note_prompt(prompt, segment, cache_salt)
 
 
 def fill(contexts: SegmentContexts, cache_salt: str | None = None, num_tokens: int = 3) -> None:
-    """All that the contexts of a salt need. Its prompts begin with nothing of their own."""
-    ask(contexts, cache_salt=cache_salt)
     for number in range(NUM_DOCUMENTS):
         contexts.add(document(number, num_tokens), cache_salt, number)
 
@@ -57,7 +49,6 @@ def joined(*numbers: int) -> tuple[int, ...]:
 
 def test_the_first_documents_become_the_contexts_and_stay_them() -> None:
     contexts = SegmentContexts(FIRST, 1000)
-    ask(contexts)
     documents = [document(number) for number in range(NUM_DOCUMENTS)]
     for each in (*documents[:-1], documents[0]):
         assert not contexts.add(each, None, each)
@@ -123,7 +114,6 @@ def test_a_reset_chooses_anew() -> None:
     contexts = SegmentContexts(FIRST, 1000)
     fill(contexts)
     contexts.add(document(1), "other", 1)
-    ask(contexts, (7, 7), cache_salt="other")
     contexts.clear()
     assert longest(contexts) == contexts.without_context(None)
     fill(contexts, "other")
@@ -137,7 +127,7 @@ def test_the_salts_that_are_known_are_bounded(monkeypatch: pytest.MonkeyPatch) -
         contexts.sinks("full a", ())  # It is used all the time.
         contexts.add(document(1), salt, 1)
         fill(contexts, f"full {salt}")
-    assert len(contexts._waiting) <= 2 and len(contexts._contexts) == 2
+    assert len(contexts._documents) <= 2 and len(contexts._contexts) == 2
     assert longest(contexts, "full b") == contexts.without_context("full b")
     assert longest(contexts, "full a") != contexts.without_context("full a")
 
@@ -161,91 +151,116 @@ def test_a_document_of_the_context_stands_behind_others(number: int, few: tuple[
     assert contexts.sinks("salt", document(number)) == [contexts.without_context("salt")]
 
 
-BEFORE = (*FIRST, 7, 8, 9)
+BEFORE = (*FIRST, *range(7000, 7000 + MIN_BEGINNING_TOKENS))
+BEGUN = (BEFORE,) * NUM_PROMPTS
 
 
-@pytest.mark.parametrize("are_prompts_first", [True, False])
-def test_contexts_begin_like_prompts(are_prompts_first: bool) -> None:
+def token_ids_of(contexts: SegmentContexts, **place: int) -> list[tuple[int, ...]]:
+    return [each.token_ids for each in contexts.sinks(None, document(99), **place)]
+
+
+def behind(beginning: tuple[int, ...], *numbers: int) -> tuple[int, ...]:
+    return beginning + joined(*numbers)[len(FIRST) :]
+
+
+def test_contexts_begin_like_the_prompts_before_them() -> None:
     contexts = SegmentContexts(FIRST, 1000)
-    documents = [document(number) for number in range(NUM_DOCUMENTS + 5)]
-    if are_prompts_first:
-        ask(contexts, BEFORE)
-        documents = documents[:NUM_DOCUMENTS]
-    for each in documents[:-1]:
-        assert not contexts.add(each, None, each)
-    if are_prompts_first:
-        found = contexts.add(documents[-1], None, documents[-1])
-    else:
-        assert not contexts.add(documents[-1], None, documents[-1])
-        found = [note_prompt(contexts, BEFORE) for _ in range(NUM_PROMPTS)][-1]
-    assert found == tuple(documents)
-    sinks = contexts.sinks(None, ())
+    note_prompts(contexts, *BEGUN)
+    fill(contexts)
+    sinks = contexts.sinks(None, document(99))
     assert [each.token_ids for each in sinks] == [
         BEFORE,
         FIRST,
-        BEFORE + joined(0, 1)[1:],
-        BEFORE + joined(*range(8))[1:],
+        behind(BEFORE, 0, 1),
+        behind(BEFORE, *range(8)),
     ]
     assert [each.has_context for each in sinks] == [True, False, True, True]
-    assert contexts.sinks(None, (), num_before=1)[-2:] == sinks[:2]
-    assert not note_prompt(contexts, FIRST), "they stay"
-    assert contexts.sinks(None, ()) == sinks
+    assert not any(each.is_past for each in sinks)
+    assert token_ids_of(contexts, num_before=1)[-2:] == [BEFORE, FIRST]
+    assert contexts.sinks(None, document(1), num_before=8)[0].token_ids == (
+        behind(BEFORE, 0, *range(2, 8))
+    )
+
+
+def test_contexts_get_a_beginning_once_it_is_known_and_keep_it() -> None:
+    """What is stored behind those before is found, too."""
+    contexts = SegmentContexts(FIRST, 1000)
+    fill(contexts)
+    note_prompts(contexts, *BEGUN)
+    few, many = (0, 1), range(8)
+    for _ in range(2):
+        assert token_ids_of(contexts) == [
+            *(BEFORE, FIRST, behind(BEFORE, *few), joined(*few)),
+            *(behind(BEFORE, *many), joined(*many)),
+        ]
+        past = [each.is_past for each in contexts.sinks(None, document(99))]
+        assert past == [False, False, False, True, False, True]
+        best = [token_ids_of(contexts, num_before=number)[0] for number in (0, 1, 3)]
+        assert best == [BEFORE, behind(BEFORE, *few), behind(BEFORE, *many)]
+        note_prompts(contexts, *[FIRST] * 9)
+    assert contexts.add(document(99), None, "later") == ("later",)
 
 
 @pytest.mark.parametrize(
-    ("beginnings", "expected"),
+    ("beginnings", "num_common"),
     [
-        ([(1, 7, 8), (1, 7, 8, 9)], (1, 7, 8)),
-        ([(1, 7, 8), (1, 7, 9)], (1, 7)),
-        ([(1, 7), (2, 7)], FIRST),
-        ([(1, 7), ()], FIRST),
-        ([(1,), (1,)], FIRST),
-        ([(3, 4), (3, 4)], (3, 4)),
+        ([BEFORE, BEFORE, (*BEFORE, 5), (*BEFORE, 6)], len(BEFORE)),
+        ([(*BEFORE, 5, 6), (*BEFORE, 5, 7)] * 2, len(BEFORE) + 1),
+        ([BEFORE, BEFORE, BEFORE, BEFORE[:-1]], None),
+        ([BEFORE, BEFORE, BEFORE, BEFORE[1:]], None),
+        ([BEFORE, BEFORE, BEFORE, ()], None),
+        ([BEFORE] * 3, None),
+        ([BEFORE[1:] + (1,)] * 4, len(BEFORE)),
     ],
 )
-def test_a_beginning_is_what_all_prompts_have_in_common(
-    beginnings: list[tuple[int, ...]], expected: tuple[int, ...]
+def test_a_beginning_is_what_prompts_have_in_common(
+    beginnings: list[tuple[int, ...]], num_common: int | None
 ) -> None:
     contexts = SegmentContexts(FIRST, 1000)
-    ask(contexts, *beginnings)
-    for number in range(NUM_DOCUMENTS):
-        contexts.add(document(number), None, number)
-    sinks = contexts.sinks(None, ())
-    assert sinks[0].token_ids == expected
-    assert len(sinks) == 3 + (expected != FIRST)
+    note_prompts(contexts, *beginnings)
+    fill(contexts)
+    sinks = token_ids_of(contexts)
+    assert sinks[0] == (FIRST if num_common is None else beginnings[0][:num_common])
+    assert len(sinks) == 3 + (num_common is not None)
 
 
-def test_one_prompt_says_nothing() -> None:
+def test_the_turns_of_a_chat_are_one_prompt() -> None:
     contexts = SegmentContexts(FIRST, 1000)
-    for number in range(NUM_DOCUMENTS):
-        contexts.add(document(number), None, number)
-    for _ in range(NUM_PROMPTS - 1):
-        assert not note_prompt(contexts, BEFORE)
-        assert not note_prompt(contexts, BEFORE, "other")
-        assert len(contexts.sinks(None, ())) == 1
+    fill(contexts)
+    segment = TokenRange(len(BEFORE), len(BEFORE) + 30)
+    for _ in range(3 * NUM_PROMPTS):
+        contexts.note_prompt([*BEFORE, *range(99)], segment, None)
+    note_prompts(contexts, *[BEFORE] * (NUM_PROMPTS - 2))
+    assert BEFORE not in token_ids_of(contexts)
+    note_prompts(contexts, *[BEFORE] * (NUM_PROMPTS - 1))
+    assert BEFORE in token_ids_of(contexts)
 
 
 def test_of_long_beginnings_contexts_have_a_part() -> None:
     contexts = SegmentContexts(FIRST, 1000)
-    ask(contexts, tuple(range(5000, 6000)))
-    for number in range(NUM_DOCUMENTS):
-        contexts.add(document(number, 100), None, number)
-    assert contexts.sinks(None, ())[0].token_ids == tuple(range(5000, 5250))
+    long = tuple(range(5000, 6000))
+    note_prompts(contexts, *[long] * NUM_PROMPTS)
+    fill(contexts, num_tokens=100)
+    assert token_ids_of(contexts)[0] == long[:250]
     assert len(longest(contexts).token_ids) == 250 + 62 * NUM_DOCUMENTS
 
 
 def test_a_sink_of_ones_own_stands_before_all_documents() -> None:
     contexts = SegmentContexts((5, 6), 1000, reads_prompts=False)
-    for number in range(NUM_DOCUMENTS):
-        note_prompt(contexts, BEFORE)
-        contexts.add(document(number), None, number)
-    assert [each.token_ids[:3] for each in contexts.sinks(None, ())[1:]] == [(5, 6, 0)] * 2
+    note_prompts(contexts, *BEGUN)
+    fill(contexts)
+    assert [each[:3] for each in token_ids_of(contexts)[1:]] == [(5, 6, 0)] * 2
+    assert not contexts._prompts
 
 
-def test_the_documents_that_wait_are_bounded() -> None:
+def test_prompts_of_other_salts_take_nothing_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_contexts, "MAX_SALTS", 2)
     contexts = SegmentContexts(FIRST, 1000)
-    for number in range(MAX_WAITING_DOCUMENTS + 3):
-        contexts.add(document(number), None, number)
-    contexts.add(document(1), None, "again")
-    *_, found = (note_prompt(contexts, FIRST) for _ in range(NUM_PROMPTS))
-    assert len(found) == MAX_WAITING_DOCUMENTS and found[1] == "again"
+    fill(contexts)
+    for number in range(NUM_DOCUMENTS - 1):
+        contexts.add(document(number), "few", number)
+    for number in range(9):
+        note_prompts(contexts, *BEGUN, cache_salt=f"salt {number}")
+    assert len(contexts._prompts) == 2
+    assert len(token_ids_of(contexts)) == 3
+    assert len(contexts.add(document(77), "few", 77)) == NUM_DOCUMENTS

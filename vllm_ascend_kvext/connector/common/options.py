@@ -197,7 +197,7 @@ class ConnectorOptions:
     with; `[]` is nothing. See `docs/blending.md`."""
 
     segment_context: Annotated[bool | None, _FLAG] = None
-    """With `blending`. `true`: segments are computed, too, behind what the first prompts of their
+    """With `blending`. `true`: segments are computed, too, behind what prompts of their
     `cache_salt` begin with, and that and two or eight of the first documents that were stored under
     it. Answers come nearer to those without reuse, and may be taken from these documents; see
     `docs/blending.md`. Unset: `true` where the question chooses what is computed, which lets little

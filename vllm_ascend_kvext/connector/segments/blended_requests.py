@@ -149,10 +149,7 @@ class Blending(SegmentStores):
         ]
         self._states[request.request_id] = _State(known)
         if self.learning is not None:
-            first_tokens, contexts = segments[0].first_tokens, self.store.contexts
-            self._store_behind_contexts(
-                contexts.note_prompt(token_ids, first_tokens, request.cache_salt)
-            )
+            self.store.contexts.note_prompt(token_ids, segments[0], request.cache_salt)
             runs = [(self._reusable(each, each.num_tokens), prefixes) for each, prefixes in known]
             worth_storing = [
                 self.store.to_learn(prefixes)

@@ -68,7 +68,7 @@ def make_blending(
         "without their first %d%s. It is approximate. Ask once whether it suits the "
         "model: `python -m vllm_ascend_kvext check-model MODEL`.",
         len(contexts.sink_ids),
-        ", what prompts begin with and the first documents" if has_context else "",
+        ", what prompts begin with and the first documents" if has_context and learning else "",
         max(blend_options.head_tokens, blend_options.min_head_tokens),
         "" if questions is None else ", and without what the question attends to",
     )

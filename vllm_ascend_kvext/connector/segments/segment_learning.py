@@ -111,17 +111,15 @@ class SegmentLearning:
             of_request.add(key)
             if not self._store.is_missing(prefix):
                 self._seen.pop(key, None)
-            elif key not in self._known and self._was_seen(key, prefix.has_context):
+            elif key not in self._known and self._was_seen(key):
+                if prefix.has_context:  # One that is lost again and again is not worth it.
+                    self._needed.put(key, 2 * self._needed.get(key, 2))
                 self.enqueue(WantedSegment(prefix, cache_salt, block_hasher), MAX_QUEUED_SEGMENTS)
 
-    def _was_seen(self, key: bytes, has_context: bool) -> bool:
-        """Whether enough requests have had a segment; it then counts as never seen.
-
-        That is two. Behind a context it is one, for what is stored without, and twice as many each
-        time it is lost: what is lost again and again is not worth it.
-        """
+    def _was_seen(self, key: bytes) -> bool:
+        """Whether another request had a segment before; it then counts as never seen."""
         times = self._seen.pop(key, 0) + 1
-        if times >= self._needed.get(key, 1 if has_context else 2):
+        if times >= self._needed.get(key, 2):
             return True
         self._seen.put(key, times)
         return False
@@ -211,8 +209,6 @@ class SegmentLearning:
             if key not in self._known:
                 self._known.add(key)
                 queue.append(wanted)
-                if prefix.has_context:
-                    self._needed.put(key, 2 * self._needed.get(key, 1))
 
     def _settle(self, request_id: str, begun: _Begun) -> None:
         if begun.is_storing or not begun.is_computed:

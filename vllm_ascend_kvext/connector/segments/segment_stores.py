@@ -10,7 +10,7 @@ rows are stored, in one job. Until then the pages that leave its windows are hel
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -237,13 +237,9 @@ class SegmentStores(NoSegments):
         prefix, cache_salt, *_ = wanted
         if self.learning is None or prefix.has_context:
             return
-        self._store_behind_contexts(self.store.contexts.add(prefix.token_ids, cache_salt, wanted))
-
-    def _store_behind_contexts(self, documents: Iterable[WantedSegment]) -> None:
-        for document in documents:
-            assert self.learning is not None
-            for each in self.store.prefixes(document.prefix.token_ids, document.cache_salt):
-                if each.has_context:
+        for document in self.store.contexts.add(prefix.token_ids, cache_salt, wanted):
+            for each in self.store.prefixes(document.prefix.token_ids, cache_salt):
+                if each.has_context and not each.sink.is_past:
                     self.learning.enqueue(document._replace(prefix=each), MAX_QUEUED_DOCUMENTS)
 
     def _put(self, entry: Entry) -> None:
