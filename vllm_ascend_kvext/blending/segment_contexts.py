@@ -135,11 +135,10 @@ class SegmentContexts(Generic[Document]):
             return
         num_tokens = min(first_segment.first_tokens, self._max_beginning_tokens)
         prompts.add(token_ids[:num_tokens], self._beginning(token_ids[slice(*first_segment)]))
-        first_ids = self._first_ids(salt)
-        if first_ids != self.sink_ids and salt in self._contexts:
-            (before,) = self._contexts[salt]
-            latest = self._context(list(before.of_documents), salt)
-            self._contexts[salt] = [latest, _as_past(before)]
+        contexts = self._contexts.get(salt)
+        if contexts and contexts[0].first_ids == self.sink_ids != self._first_ids(salt):
+            latest = self._context(list(contexts[0].of_documents), salt)
+            self._contexts[salt] = [latest, _as_past(contexts[0])]
 
     def add(
         self, token_ids: Sequence[int], cache_salt: str | None, document: Document
@@ -186,6 +185,7 @@ class SegmentContexts(Generic[Document]):
         sink = cache(partial(self._sink, first_ids, salt))  # Most documents share most of them.
         others = {each: [other for other in documents if other != each] for each in documents}
         context = _Context(
+            first_ids,
             self._sinks(sink, documents),
             {each: self._sinks(sink, of_each) for each, of_each in others.items()},
         )
@@ -237,15 +237,16 @@ class _Prompts:
 class _Context(NamedTuple):
     """The sinks of one salt, and, by their beginnings, those of the documents in it: the others."""
 
+    first_ids: tuple[int, ...]
     sinks: tuple[Sink, ...]
     of_documents: Mapping[Beginning, tuple[Sink, ...]]
 
 
 def _as_past(context: _Context) -> _Context:
     """Behind which nothing is stored any more; what is stored is of use."""
-    return _Context(
-        tuple(each._replace(is_past=True) for each in context.sinks),
-        {
+    return context._replace(
+        sinks=tuple(each._replace(is_past=True) for each in context.sinks),
+        of_documents={
             document: tuple(each._replace(is_past=True) for each in sinks)
             for document, sinks in context.of_documents.items()
         },

@@ -210,7 +210,7 @@ def test_contexts_get_a_beginning_once_it_is_known_and_keep_it() -> None:
         ([BEFORE, BEFORE, BEFORE, BEFORE[1:]], None),
         ([BEFORE, BEFORE, BEFORE, ()], None),
         ([BEFORE] * 3, None),
-        ([BEFORE[1:] + (1,)] * 4, len(BEFORE)),
+        ([(*BEFORE[1:], 1)] * 4, len(BEFORE)),
     ],
 )
 def test_a_beginning_is_what_prompts_have_in_common(
@@ -262,5 +262,11 @@ def test_prompts_of_other_salts_take_nothing_from_one(monkeypatch: pytest.Monkey
     for number in range(9):
         note_prompts(contexts, *BEGUN, cache_salt=f"salt {number}")
     assert len(contexts._prompts) == 2
-    assert len(token_ids_of(contexts)) == 3
+    note_prompts(contexts, *BEGUN)
+    begun = token_ids_of(contexts)
+    assert len(begun) == 6
+    for number in range(9):  # Nobody remembers its prompts; others come, and its contexts stay.
+        note_prompts(contexts, *BEGUN, cache_salt=f"salt {number}")
+    note_prompts(contexts, *[(*BEFORE[::-1], 1)] * NUM_PROMPTS)
+    assert token_ids_of(contexts) == begun
     assert len(contexts.add(document(77), "few", 77)) == NUM_DOCUMENTS
