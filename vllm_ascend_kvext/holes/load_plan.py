@@ -55,6 +55,7 @@ class LoadPlan:
         exact_tokens: Rows from here on are those of other prefixes, or computed behind such rows;
             ``boundary_tokens`` if there are none.
         spans: From ``after_tokens`` to ``boundary_tokens``. Empty if the model has no rows.
+        segments_end_tokens: Where the last segment of the prompt ends, reused or not; 0 without.
     """
 
     prefix: Prefix
@@ -63,6 +64,7 @@ class LoadPlan:
     exact_tokens: int
     spans: tuple[Span, ...]
     tails: Mapping[int, Entry]
+    segments_end_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -30,8 +30,8 @@ def score_errors(
 ) -> tuple[float, float]:
     """The largest differences of a probe's scores from the oracle's, and from a control's.
 
-    Heads are not computed, and the end of a long question stands first. In the control, segments
-    are computed anew.
+    Heads are not computed, and the end of what is long behind them stands first; the question is
+    what stands behind the last segment, stored or not. In the control, segments are computed anew.
     """
     asked, reuse_ends = PROMPTS[place], behind_heads(place, head_tokens)[-1][1]
     stored = [
@@ -40,8 +40,9 @@ def score_errors(
         if number != MISSING and end <= reuse_ends
     ]
     assert probe["scored"] == stored
-    num_asked = min(len(asked.token_ids) - reuse_ends, STEP_TOKENS // 2)
-    prompt = [*asked.token_ids[:reuse_ends], *asked.token_ids[-num_asked:]]
+    num_behind = min(len(asked.token_ids) - reuse_ends, STEP_TOKENS // 2)
+    num_asked = min(len(asked.token_ids) - asked.segments[-1][1], num_behind)
+    prompt = [*asked.token_ids[:reuse_ends], *asked.token_ids[-num_behind:]]
     is_scored = torch.zeros(len(prompt), dtype=torch.bool)
     for first, end in stored:
         is_scored[first:end] = True

@@ -19,10 +19,10 @@ from support.scenarios.engine import STORED, Prompt, Tokens, sampling_of
 
 HEAD_TOKENS = 16
 STEP_TOKENS = 256
-ORDERS = ((2, 0, 1), (1, 3, 0, 2), (3, 1), (0, MISSING, 2), (1, 0, 1))
+ORDERS = ((2, 0, 1), (1, 3, 0, 2), (3, 1), (0, MISSING, 2), (1, 0, 1), (2, 0, MISSING))
 """Of documents; one stands in two places."""
-QUESTION_TOKENS = (23, 40, 23, 1, 200)
-"""Of each order. The last one is longer than half a step."""
+QUESTION_TOKENS = (23, 40, 23, 1, 200, 23)
+"""Of each order. One is longer than half a step."""
 CROWD = (0, 1, 2, 3, 4, 0, 2, 3)
 MAX_STEPS = 400
 

@@ -77,6 +77,27 @@ def test_a_question_is_no_longer_than_there_is_room_for(
     assert (plan and plan.run.num_tokens) == expected
 
 
+@pytest.mark.parametrize(
+    ("segments_end_tokens", "num_tokens", "expected"),
+    [
+        (100, 130, (100, 130)),
+        (120, 130, (120, 130)),  # The last segment is not stored: it is no question.
+        (130, 130, (100, 130)),
+        (500, 130, (100, 130)),
+        (100, 400, (100, 356)),
+        (390, 400, (346, 356)),  # As if the end stood right behind the segments.
+    ],
+)
+def test_the_question_stands_behind_the_last_segment(
+    segments_end_tokens: int, num_tokens: int, expected: tuple[int, int]
+) -> None:
+    questions, _ = questions_of()
+    plan = dataclasses.replace(PLAN, segments_end_tokens=segments_end_tokens)
+    probe = questions.begin(request_of(num_tokens), plan)
+    assert probe is not None and probe.run == (100, min(num_tokens, 356))
+    assert questions.queries("a", probe.run) == expected
+
+
 @pytest.mark.parametrize("value", [None, np.nan, np.inf])
 def test_scores_that_say_nothing_choose_nothing(value: float | None) -> None:
     questions, counters = questions_of(ratio=1.0)

@@ -115,10 +115,11 @@ class LoadJob:
 
 @dataclass(frozen=True, slots=True)
 class ProbeJob:
-    """A row of the step whose queries are compared with keys in pages.
+    """A row of the step, the queries of whose last tokens are compared with keys in pages.
 
     Attributes:
         row_id: Unique in the engine.
+        tokens: These last ones.
         scored: Tokens whose scores are wanted, before those of the row; ascending and disjoint.
         block_ids: The row's block table, from its first page on, by KV cache group.
     """

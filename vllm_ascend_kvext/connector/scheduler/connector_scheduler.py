@@ -272,9 +272,10 @@ class ConnectorScheduler:
             for manager in self._view.managers
         ]
         parts = tuple(TablePart(0, tuple(ids)) for ids in row.tables(block_ids))
-        assert self.segments.questions is not None
-        scored = self.segments.questions.scored(row.request_id)
-        return ProbeJob(row.row_id, row.run, scored, parts)
+        questions, request_id = self.segments.questions, row.request_id
+        assert questions is not None
+        queries = questions.queries(request_id, row.run)
+        return ProbeJob(row.row_id, queries, questions.scored(request_id), parts)
 
     def take_new_holes(self) -> list[NewHoles]:
         """Holes of loads that have begun, or left something out, since the last call."""

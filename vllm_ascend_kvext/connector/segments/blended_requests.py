@@ -211,6 +211,7 @@ class Blending(SegmentStores):
             exact_tokens,
             (*exact, *behind),
             tails,
+            state.known[-1].segment.end_tokens,
         )
 
     def _reusable(

@@ -9,6 +9,8 @@ question is not looked at, with more holes::
     first pass                            =====                     ========    scores
     second pass        ====      ===      ========      ===
     the request                                                     ========
+
+The question is what follows the last segment, stored or not.
 """
 
 from __future__ import annotations
@@ -33,8 +35,12 @@ CHOSEN_RUN_TOKENS = 8
 
 
 class _Compared(NamedTuple):
-    """What of each segment is loaded, and what of that may be computed after all."""
+    """What of each segment is loaded, and what of that may be computed after all.
 
+    The last ``num_queries`` tokens of the first pass are the question.
+    """
+
+    num_queries: int
     scored: tuple[TokenRange, ...]
     reused: tuple[TokenRange, ...]
 
@@ -62,7 +68,9 @@ class Questions:
         if num_tokens <= 0:
             return None
         scored = list(plan.segment_spans)
+        question_tokens = request.num_tokens - max(first_tokens, plan.segments_end_tokens)
         self._compared[request.request_id] = _Compared(
+            min(num_tokens, question_tokens) if question_tokens > 0 else num_tokens,
             _by_segment(scored),
             _by_segment(span for span in scored if not (span.is_computed or span.is_exact)),
         )
@@ -73,6 +81,11 @@ class Questions:
     def scored(self, request_id: str) -> tuple[TokenRange, ...]:
         """The tokens that the question of a request is compared with."""
         return self._compared[request_id].scored
+
+    def queries(self, request_id: str, run: TokenRange) -> TokenRange:
+        """The question, of what the first pass computes behind the segments."""
+        num_queries = self._compared[request_id].num_queries
+        return TokenRange(run.end_tokens - num_queries, run.end_tokens)
 
     def choose(self, request_id: str, scores: Scores | None) -> tuple[TokenRange, ...]:
         """What is computed after all, by scores of the tokens of `scored`; None without any."""
