@@ -369,7 +369,7 @@ def test_what_runs_ends_and_what_is_queued_fails(end: str, worker: SmallWorker, 
     move.gate.close()
     worker.begin(worker.job, worker.store(2, TOKENS, worker.tables))
     move.gate.wait_for_arrival()
-    threading.Timer(0.1, move.gate.open).start()
+    threading.Timer(0.5, move.gate.open).start()
     getattr(worker.side, end)(*([worker.pages.kv_caches] if end == "register" else []))
     assert worker.take().results.stores_ended.keys() >= {1}, "what runs is waited for"
     assert move.num_stores == 1
