@@ -6,7 +6,7 @@ All KV is exact then, so the answer has to be that of a prompt without reuse::
 
     stored      [sink][segment                     ]
     in place    [sink][segment                     ] others  copy
-    reused              (head)---------------------
+    reused              ---------------------------
 
 *Moved*: segments stand elsewhere, behind each other, so answers differ. They are asked for with
 segments as they are stored, and with what is repaired of them. Prompts end with a copy of some
@@ -234,14 +234,14 @@ class ModelGate:
 
     def _ask_in_place(self, prompts: GatePrompts) -> list[InPlace]:
         others = [
-            GateQuestion(prompt.without(self._reused_runs(prompt, self.heads), prompts.others))
+            GateQuestion(prompt.without(self._reused_runs(prompt, _AS_STORED), prompts.others))
             for prompt in prompts.in_place
         ]
         whole = [GateQuestion(prompt.token_ids) for prompt in prompts.in_place]
         alone = [self._whole([question])[0] for question in whole]
         beside = self._whole(whole)
         other = self._whole(others)
-        found = self._reused(prompts.in_place, self.heads)
+        found = self._reused(prompts.in_place, _AS_STORED)  # In place, nothing has a head.
         differences = (_differences(alone, each) for each in (found, beside, other))
         return list(zip(*differences, strict=True))
 

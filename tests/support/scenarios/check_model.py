@@ -66,7 +66,7 @@ def _run_with(owner: Any, name: str, wrong: Callable[..., Any]) -> Callable[[Eng
 
 def _one_token_further(placed: Any) -> Any:
     rows = _rows_to_load(placed)
-    return rows._replace(first_row=max(0, rows.first_row - 1))
+    return rows._replace(first_row=rows.first_row + 1, end_tokens=rows.end_tokens - 1)
 
 
 nothing = scenario(Engine.run)

@@ -44,7 +44,7 @@ TABLE: dict[str, tuple[str, list[tuple[Any, Any]], tuple[Any, ...]]] = {
     "blending": ("false", list(FLAG.items()), NO_FLAG),
     "blend_selector": ("unset", [("question", Selector.QUESTION)], ("head", "QUESTION", True, "")),
     "blend_head_tokens": ("unset", [(0, 0), (8, 8)], (-1, True, "16", 16.0)),
-    "blend_ratio": ("0.18", [(0, 0.0), (1, 1.0)], (-0.1, 1.1, True, "0.1", float("nan"), [0.1])),
+    "blend_ratio": ("0.16", [(0, 0.0), (1, 1.0)], (-0.1, 1.1, True, "0.1", float("nan"), [0.1])),
     "blend_check_layer": ("unset", [(0, 0), (18, 18)], (-1, True, "1", 1.0)),
     "segment_separator": (
         "unset",

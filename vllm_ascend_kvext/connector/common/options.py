@@ -176,7 +176,7 @@ class ConnectorOptions:
     shorter than twice that are computed whole. `0` reuses segments as they are. Unset: 4 where the
     question chooses others, else 16."""
 
-    blend_ratio: Annotated[float, _RATIO] = 0.18
+    blend_ratio: Annotated[float, _RATIO] = 0.16
     """With `blend_selector=question`: this part of the tokens behind heads is computed, but no less
     than one run of each segment. `1.0` computes all of them."""
 
