@@ -49,12 +49,10 @@ class Answers:
     """What one mode answered.
 
     Attributes:
-        store_s: Seconds for each stored document.
-        learn_s: Seconds for storing them behind contexts.
+        store_s: Seconds for each stored document, behind contexts, too, if there are any.
     """
 
     store_s: list[float] = field(default_factory=list)
-    learn_s: float = 0.0
     answers: list[Answer] = field(default_factory=list)
 
 
@@ -78,14 +76,12 @@ def store(engine: CpuEngine, segment: Sequence[int]) -> float:
     return time.perf_counter() - began_s
 
 
-def finish_learning(engine: CpuEngine) -> float:
-    """Seconds until the engine has stored what it stores by itself, while it is not busy."""
-    began_s = time.perf_counter()
+def finish_learning(engine: CpuEngine) -> None:
+    """Until the engine has stored what it stores by itself, as it does while it is not busy."""
     learning = engine.scheduler.connector.scheduler_side.segments.learning
     while learning is not None and (learning.has_queue or learning.request_ids):
         engine.ask(WARM_UP, num_output_tokens=4)  # In the first step somebody waits.
         engine.settle()
-    return time.perf_counter() - began_s
 
 
 def _answer(asked: Asked) -> Answer:
@@ -131,7 +127,7 @@ def serve(
     found = Answers()
     if mode.blends:
         found.store_s = [store(engine, segment) for segment in workload.stored]
-        found.learn_s = finish_learning(engine)
+        finish_learning(engine)
     for number, prompt in enumerate(tqdm(workload.prompts, mode.name, unit=" prompts")):
         answer = ask(engine, prompt)
         if reference is not None:
@@ -140,7 +136,7 @@ def serve(
             answer = replace(answer, top=again.top)
         found.answers.append(answer)
         if mode.blends:
-            found.learn_s += finish_learning(engine)
+            finish_learning(engine)
     engine.close()
     return found
 

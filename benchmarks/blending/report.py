@@ -187,6 +187,5 @@ def storing(workload: Workload, answers: Answers) -> str:
     num_tokens, seconds = sum(map(len, workload.stored)), sum(answers.store_s)
     return (
         f"stored before: {len(workload.stored)} documents, {num_tokens:,} tokens, in "
-        f"{seconds:.1f} s ({num_tokens / seconds:.0f} tokens/s), and behind contexts in "
-        f"{answers.learn_s:.1f} s"
+        f"{seconds:.1f} s ({num_tokens / seconds:.0f} tokens/s)"
     )

@@ -190,9 +190,9 @@ class SegmentContexts(Generic[Document]):
             {each: self._sinks(sink, of_each) for each, of_each in others.items()},
         )
         logger.info(
-            "KvextConnector: segments of one cache_salt are computed again from now on: behind the "
-            "%d tokens that its prompts begin with, and %d and %d of its first documents, %d "
-            "tokens at most, whose KV the prefix cache keeps.",
+            "KvextConnector: segments of one cache_salt are computed again from now on: behind %d "
+            "tokens before all documents, and %d and %d of its first documents, %d tokens at most, "
+            "whose KV the prefix cache keeps.",
             *(len(first_ids), FEW_DOCUMENTS, NUM_DOCUMENTS),
             len(context.sinks[-1].token_ids),
         )

@@ -68,7 +68,7 @@ class StatusReport:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--patches", action="store_true", help="list every patch, too")
-    parser.add_argument("--shared-tier", metavar="URL", help="show a shared tier; 0 if it works")
+    parser.add_argument("--shared-tier", metavar="URL", help="show this tier; exits 0 if it works")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -194,7 +194,7 @@ class FilesTier(SharedTier):
         sizes: Counter[str] = Counter()
         counts: Counter[str] = Counter()
         for _, taken_bytes, path in files_below(self.root):
-            namespace = path.split(os.sep)[-5]
+            namespace = os.path.relpath(path, self.root).partition(os.sep)[0]
             sizes[namespace] += taken_bytes
             counts[namespace] += 1
         space = os.statvfs(self.root)
