@@ -118,8 +118,8 @@ BLENDING = st.fixed_dictionaries(
         "store_policy": st.sampled_from(["all", "all", "second_touch", "never"]),
         "blend_head_tokens": st.sampled_from([4, 0, 1, 8]),
         "learn_segments": st.sampled_from([False, True]),
-        "segment_sink": st.sampled_from([[5], [], [5, 9, 2, 5, 11, 3, 8, 1, 40], None]),
-        "segment_context": st.booleans(),
+        "segment_sink": st.sampled_from([None, [5], [], [5, 9, 2, 5, 11, 3, 8, 1, 40]]),
+        "segment_context": st.sampled_from([True, True, False]),
         "host_memory_gib": st.sampled_from([1 << 22, 1 << 22, 1 << 14]).map(
             lambda n: n / (1 << 30)
         ),
@@ -400,11 +400,16 @@ class RequestMachine(RuleBasedStateMachine):
     def _begin_with_segments(self, data: st.DataObject) -> None:
         numbers = st.integers(0, len(DOCUMENTS) - 1)
         stored = st.lists(numbers, min_size=3, max_size=len(DOCUMENTS), unique=True)
+        beginning = data.draw(st.sampled_from([BEGINNING, ()]))
+        for documents in ([5, 0, 1], [1, 5, 0]):
+            self.ask(documents, beginning=beginning)
         for document in data.draw(stored):
             self.store(document)
         self.go_on(40)
-        self.ask([5, 0, 1, 3])
+        self.ask([5, 0, 1, 3], beginning=beginning)
         self.ask([1, 5, 0], named=False)
+        self.go_on(40)
+        self.ask([0, 5, 3], beginning=beginning)
 
     def _begin_with_chats(self, lost_share: float, seed: int) -> None:
         for documents in ([0, 1, 2, 3], [2, 4, 1], [4, 0, 3, 2], [1, 3, 4]):

@@ -58,7 +58,8 @@ def held_by(side: ConnectorScheduler) -> Held:
             request_ids |= blending.questions._compared.keys()
         if (learning := blending.learning) is not None:
             request_ids.update(learning.request_ids)
-            num_known = len(learning._known) - len(learning._queue)
+            num_queued = len(learning._queue) + len(learning._behind_contexts)
+            num_known = len(learning._known) - num_queued
             num_begun_segments = max(num_known, len(learning._begun))
     return Held(
         request_ids=frozenset(request_ids),
