@@ -47,7 +47,6 @@ SYSTEM_TOKENS = 40
 DOCUMENT_TOKENS = (100, 200)
 QUESTION_TOKENS = 20
 SEPARATOR = (1, 2, 3)
-SINK = (0,)
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """What else runs then does less harm to the times."""
 
@@ -139,7 +138,6 @@ def start(mode: str, model: str, texts: Texts, host_gib: float = 1) -> None:
             host_memory_gib=host_gib,
             blending=True,
             segment_separator=list(SEPARATOR),
-            segment_sink=list(SINK),
             learn_segments=mode == LEARNED,
         )
     _engine = CpuEngine(

@@ -195,15 +195,28 @@ def test_behind_a_context_that_host_memory_has_lost_documents_are_stored_once_mo
         assert is_stored_everywhere(engine, LATER[0])
 
 
-def test_what_two_requests_had_is_learned_alone_and_then_behind_both_contexts() -> None:
-    """Wherever it stood in them."""
+def test_what_two_requests_had_is_learned_alone_and_behind_what_both_would_have_reused() -> None:
     with choosing(connector={"learn_segments": True}) as engine:
         store(engine, *FIRST)
         num_learned = len(engine.learned)
-        for _ in range(3):
-            engine.answer(FIRST[0], FIRST[1], FIRST[2], LATER[0])
-        assert engine.learned[num_learned:] == [LATER[0]] * 3
+        for before, num_asked, times in ((FIRST[:3], 3, 2), (FIRST[:1], 1, 2), (FIRST[:1], 2, 3)):
+            for _ in range(num_asked):
+                engine.answer(*before, LATER[0])
+            assert engine.learned[num_learned:] == [LATER[0]] * times
         assert is_stored_everywhere(engine, LATER[0])
+
+
+def test_what_two_requests_had_in_different_places_is_learned_alone() -> None:
+    with choosing(connector={"learn_segments": True}) as engine:
+        store(engine, *FIRST)
+        num_learned = len(engine.learned)
+        engine.answer(FIRST[0], LATER[0])
+        engine.answer(*FIRST[:3], LATER[0])
+        assert engine.learned[num_learned:] == [LATER[0]]
+        before = engine.counts.reused_tokens
+        engine.answer(*FIRST[:3], LATER[0])
+        assert engine.counts.reused_tokens - before == 4 * (40 - HEAD_TOKENS)
+        assert engine.learned[num_learned:] == [LATER[0]] * 2, "two have wanted it there"
 
 
 def test_other_engines_are_asked_for_what_is_stored_behind_no_context_either() -> None:
@@ -220,16 +233,35 @@ def test_other_engines_are_asked_for_what_is_stored_behind_no_context_either() -
             assert asked == ({prefixes[-1]} if is_asked else set())
 
 
-def test_what_was_seen_once_is_learned_behind_the_context_that_came_meanwhile() -> None:
-    with choosing(connector={"learn_segments": True}) as engine:
-        engine.answer(LATER[0])
-        engine.side.segments.learning.is_held = True
-        engine.answer(LATER[0])
+def test_what_no_client_has_stored_is_not_learned_where_that_is_left_to_clients() -> None:
+    with choosing(connector={"learn_segments": False}) as engine:
         store(engine, *FIRST)
-        engine.side.segments.learning.is_held = False
-        engine.answer(LATER[1])
-        assert engine.learned.count(LATER[0]) == 3
-        assert is_stored_everywhere(engine, LATER[0])
+        num_learned = len(engine.learned)
+        for _ in range(3):
+            engine.answer(*FIRST[:3], LATER[0])
+        assert engine.learned[num_learned:] == []
+
+
+def test_what_is_stored_behind_a_context_is_not_learned_alone_once_more() -> None:
+    with choosing(connector={"learn_segments": True}) as engine:
+        store(engine, *FIRST, LATER[0])
+        alone = engine.side.segments.store.prefixes(LATER[0], None)[0]
+        assert not alone.has_context
+        keys = {alone.key_at(end) for end in range(1, alone.num_tokens + 1)}
+        engine.tier.evict(lambda entry: entry.key in keys)
+        num_learned = len(engine.learned)
+        for _ in range(3):
+            engine.answer(*FIRST[:3], LATER[0])
+        assert engine.learned[num_learned:] == []
+
+
+def test_what_was_seen_before_there_was_a_context_is_learned_alone_at_first() -> None:
+    with choosing(connector={"learn_segments": True}) as engine:
+        engine.answer(*LATER[1:3], LATER[0])
+        store(engine, *FIRST)
+        for times in (1, 2, 2):
+            engine.answer(*LATER[1:3], LATER[0])
+            assert engine.learned.count(LATER[0]) == times
 
 
 def test_a_part_behind_a_context_does_not_hide_what_is_stored_whole() -> None:

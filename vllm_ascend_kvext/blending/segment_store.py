@@ -155,13 +155,18 @@ class SegmentStore:
             return True  # Nearly all that is missing lacks its end.
         return bool(lookup.missing_pieces(0, prefix.num_tokens))
 
-    def to_learn(self, prefixes: Sequence[SegmentPrefix]) -> SegmentPrefix:
-        """Which one of a segment is to be computed, if it is missing.
+    def to_learn(
+        self, prefixes: Sequence[SegmentPrefix], learns_new: bool
+    ) -> Sequence[SegmentPrefix]:
+        """Which ones of a segment are to be computed, if they are missing.
 
-        That is the first one. Where none is stored, it is the one without a context: when that is
-        stored, the others follow.
+        That is the first one; and where none is stored, the one without a context, too, which
+        serves every place, if anything is. Unless it ``learns_new``, only what has a context.
         """
-        return _alone(prefixes) if all(map(self.is_missing, prefixes)) else prefixes[0]
+        first, is_new = prefixes[0], all(map(self.is_missing, prefixes))
+        if learns_new:
+            return [first, _alone(prefixes)] if is_new else [first]
+        return [first] if first.has_context and not is_new else []
 
     def lacking(self, prefixes: Sequence[SegmentPrefix]) -> Iterator[tuple[SegmentPrefix, Piece]]:
         """Chunks of a segment that are not stored, those on their way among them.

@@ -152,9 +152,10 @@ class Blending(SegmentStores):
             self.store.contexts.note_prompt(token_ids, segments[0], request.cache_salt)
             runs = [(self._reusable(each, each.num_tokens), prefixes) for each, prefixes in known]
             worth_storing = [
-                self.store.to_learn(prefixes)
+                each
                 for run, prefixes in runs
                 if run and run.num_tokens >= self.options.min_tokens
+                for each in self.store.to_learn(prefixes, self.learning.learns_new)
             ]
             self.learning.note_seen(worth_storing, request.cache_salt, request._block_hasher)
 

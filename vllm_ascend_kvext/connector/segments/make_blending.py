@@ -94,17 +94,17 @@ def _why_no_blending(parts: SchedulerParts, workers: Sequence[WorkerLayout]) -> 
 def _make_learning(
     parts: SchedulerParts, store: SegmentStore, options: ConnectorOptions
 ) -> SegmentLearning | None:
-    view, learns_seen = parts.view, options.learns_segments
+    view, learns_new = parts.view, options.learns_segments
     if view.num_data_parallel > 1:
         logger.log(
-            logging.WARNING if learns_seen or options.segment_context else logging.INFO,
+            logging.WARNING if learns_new or options.segment_context else logging.INFO,
             "KvextConnector: %s is off: the %d data-parallel engines of a mixture "
             "of experts take their steps together, and one of them would begin some alone. Let "
             "clients store segments, and set it to false.",
-            *("learn_segments" if learns_seen else "segment_context", view.num_data_parallel),
+            *("learn_segments" if learns_new else "segment_context", view.num_data_parallel),
         )
         return None
-    return SegmentLearning(store, view.max_model_len, parts.counters.blending, learns_seen)
+    return SegmentLearning(store, view.max_model_len, parts.counters.blending, learns_new)
 
 
 def _make_questions(

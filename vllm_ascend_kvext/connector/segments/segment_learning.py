@@ -24,7 +24,8 @@ from vllm_ascend_kvext.connector.common.counters import BlendCounters
 from vllm_ascend_kvext.store.remembered_keys import RememberedKeys
 
 MAX_SEEN_SEGMENTS = 8192
-"""So many are known to have been in one request; of each, 32 bytes and a place in a dictionary."""
+"""So many are known to have been in one request, alone and where it would have reused them; of
+each, 32 bytes and a place in a dictionary."""
 
 MAX_QUEUED_SEGMENTS = 64
 MAX_QUEUED_DOCUMENTS, MAX_TRIES = 4096, 3
@@ -61,7 +62,7 @@ class _Begun:
 class SegmentLearning:
     """The segments that one engine learns; none is begun while ``is_held``.
 
-    Unless it ``learns_seen``, only those that somebody enqueues, and what contexts have lost.
+    Unless it ``learns_new``, only those that somebody enqueues, and what contexts have lost.
     """
 
     def __init__(
@@ -69,10 +70,10 @@ class SegmentLearning:
         store: SegmentStore,
         max_model_len: int,
         counters: BlendCounters,
-        learns_seen: bool = True,
+        learns_new: bool = True,
     ) -> None:
         self._store = store
-        self._learns_seen = learns_seen
+        self.learns_new = learns_new
         self._max_model_len = max_model_len
         self._counters = counters
         self._seen = RememberedKeys[int](MAX_SEEN_SEGMENTS)
@@ -106,7 +107,7 @@ class SegmentLearning:
         of_request: set[bytes] = set()
         for prefix in prefixes:
             key = _key_of(prefix)
-            if key in of_request or not (prefix.has_context or self._learns_seen):
+            if key in of_request:
                 continue
             of_request.add(key)
             if not self._store.is_missing(prefix):
