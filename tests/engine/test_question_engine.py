@@ -68,7 +68,8 @@ def report(
         blend_check_layer=CHECK_LAYERS[request.param],
         segment_sink=SINK,
     )
-    synchronous, asynchronous = {"async_scheduling": False}, {"async_scheduling": True}
+    synchronous = {"async_scheduling": False}
+    asynchronous = {"async_scheduling": True, "enforce_eager": False}
     plans = {
         "cold": Plan(model, ["cold"], "question", synchronous),
         "blends": Plan(model, ["reused"], "question", blending | synchronous),
@@ -96,6 +97,8 @@ def test_what_is_reused_changes_the_answer(report: Report) -> None:
 
 @pytest.mark.parametrize("label", ["crowd", "async", "async again"])
 def test_requests_at_once_answer_as_alone(report: Report, label: str) -> None:
+    """In a compiled model, too."""
+    assert report.facts["compiled graphs"] >= 1
     assert report.worst(label, "solo", CROWD) < TOLERANCE
     for answer, place in zip(report.answers[label], CROWD, strict=True):
         assert answer.params == report.answers["solo"][place].params

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections import Counter
@@ -51,6 +52,14 @@ class Prompt(NamedTuple):
     def arguments(self) -> dict[str, Any] | None:
         """Of the request, besides."""
         return {"kvext_segments": self.segments} if self.segments and self.is_named else None
+
+
+def _allow_compilation() -> None:
+    """Which is off for all that is started: see `processes.ENGINE_ENVIRON`."""
+    import torch._dynamo
+
+    os.environ |= {"TORCHDYNAMO_DISABLE": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"}
+    torch._dynamo.config.disable = False
 
 
 STORED = {"kvext_store_segment": True}
@@ -108,7 +117,10 @@ class Engine:
         from vllm import LLM
 
         self.plan = plan
-        self.llm = LLM(plan["model"], **COMMON | dict(self.defaults) | plan["engine"])
+        arguments = COMMON | dict(self.defaults) | plan["engine"]
+        if not arguments["enforce_eager"]:
+            _allow_compilation()
+        self.llm = LLM(plan["model"], **arguments)
         self.request_ids = count()
         self.take_up(getattr(self.llm.llm_engine.engine_core, "engine_core", None))
 

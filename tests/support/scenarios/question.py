@@ -2,7 +2,8 @@
 """Blended prompts of which what is reused is chosen by their questions.
 
 Three engines follow each other: one without a connector, one that blends, and one that blends with
-asynchronous scheduling, whose requests end while their question is looked at.
+asynchronous scheduling, whose model is compiled, and whose requests end while their question is
+looked at.
 """
 
 from __future__ import annotations
@@ -117,6 +118,13 @@ class Engine(blending.Engine):
         self.blending.choose = watched
 
 
+def num_compiled_graphs() -> int:
+    """Of the model."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
 @scenario
 def cold(engine: Engine) -> None:
     """Without anything that is reused."""
@@ -141,6 +149,7 @@ def reused(engine: Engine) -> None:
 @scenario
 def interrupted(engine: Engine) -> None:
     """Requests that are aborted, or begin again, while their question is looked at."""
+    engine.note("compiled graphs", num_compiled_graphs())
     engine.store(DOCUMENTS[:MISSING], STORED)
     engine.ask("async", IN_CROWD)
     abort = partial(engine.llm.llm_engine.abort_request, ["aborted"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions are compared with keys in pages, by a hook on an attention module.
+"""Questions are compared with keys in pages, when the attention of a layer is computed.
 
 torch is imported when a test runs: the tests are collected where there is none.
 """
@@ -73,6 +73,13 @@ def slot_of(token: int) -> int:
     return IDS[token // PAGE_TOKENS] * PAGE_TOKENS + token % PAGE_TOKENS
 
 
+class Attention:
+    """An attention implementation."""
+
+    def forward(self, layer: Any, query: Any, key: Any = None, output: Any = None) -> Any:
+        return "computed", layer, query, key, output
+
+
 class Step:
     """A layer, and a step that it computes: tokens of others, padding, and the row in no order."""
 
@@ -86,10 +93,6 @@ class Step:
         self.slots = torch.tensor([4, slot_of(16), slot_of(14), -1, slot_of(15), 77, -1])
         self.queries = torch.randn((len(self.slots), HEADS * ELEMENTS), generator=generator)
 
-        class Attention(torch.nn.Module):
-            def forward(self, query: Any, key: Any = None, value: Any = None) -> Any:
-                return query
-
         self.attention = Attention()
         layer = CheckLayer(LAYER, self.attention, 0.3)
         self.probe: QuestionProbe = QuestionProbe(layer, self.pages, lambda: self.slots)
@@ -97,7 +100,8 @@ class Step:
     def scores(self, *jobs: ProbeJob) -> dict[str, Any]:
         """Of one step."""
         self.probe.begin_step(jobs)
-        self.attention(self.queries, key=None)
+        returned = self.attention.forward("layer", self.queries, "key", output=3)
+        assert returned == ("computed", "layer", self.queries, "key", 3)
         return self.probe.end_step()
 
     def expected(self) -> np.ndarray:
@@ -139,7 +143,9 @@ def test_scores_are_attention_probabilities_of_all_heads_and_tokens(
     monkeypatch.setattr(question_selection, "MAX_LOGITS", 1)  # Part by part.
     assert np.allclose(step.scores(JOB)["a-hole-1"], expected, atol=1e-5)
     step.probe.shutdown()
+    step.probe.shutdown()
     assert step.scores(JOB) == {"a-hole-1": None}
+    assert not vars(step.attention)
 
 
 @pytest.mark.parametrize(
@@ -158,9 +164,16 @@ def test_what_fails_does_not_end_the_step(step: Step, job: ProbeJob) -> None:
     assert step.probe.end_step() == {JOB.row_id: None}, "no step has computed it"
 
 
-class Mode(enum.Enum):
+class Graphs(enum.Enum):
+    """Values of vLLM's ``CUDAGraphMode``: of steps that only decode, and of others."""
+
     NONE = 0
-    SOME = 3
+    PIECEWISE = 1
+    FULL = 2
+    FULL_AND_PIECEWISE = (2, 1)
+
+    def mixed_mode(self) -> Graphs:
+        return Graphs(self.value[1]) if isinstance(self.value, tuple) else self
 
 
 def choose(windows: list[int], index: int | None = None, **changes: Any) -> str:
@@ -172,8 +185,11 @@ def choose(windows: list[int], index: int | None = None, **changes: Any) -> str:
         str(place): LayerKeys(SIGNATURE, KEY_HEADS, has_values, tokens)
         for place, tokens in enumerate(windows)
     }
-    attention = SimpleNamespace(impl=changes.pop("impl", SimpleNamespace(scale=0.125)))
-    settings = {"mode": 0, "cudagraph_mode": Mode.NONE} | changes
+    attention = SimpleNamespace(
+        impl=changes.pop("impl", SimpleNamespace(scale=0.125)),
+        use_direct_call=changes.pop("use_direct_call", False),
+    )
+    settings = {"mode": 0, "cudagraph_mode": Graphs.NONE} | changes
     compilation = SimpleNamespace(
         static_forward_context=dict.fromkeys(layers, attention), **settings
     )
@@ -196,15 +212,28 @@ def test_the_default_layer_has_full_attention_and_lies_three_fifths_into_the_mod
 
 
 @pytest.mark.parametrize(
+    "compiled",
+    [
+        {"mode": 0, "use_direct_call": True},
+        {"mode": 2},
+        {"mode": 3, "cudagraph_mode": Graphs.PIECEWISE},
+        {"mode": 3, "cudagraph_mode": Graphs.FULL_AND_PIECEWISE},
+        {"cudagraph_mode": None},
+    ],
+)
+def test_attention_may_be_called_by_a_compiled_model(compiled: dict[str, Any]) -> None:
+    assert choose([0], **compiled) == "0"
+
+
+@pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         ({"windows": [0, 0], "index": 2}, "expected one of the layers with full attention"),
         ({"windows": [64, 0], "index": 0}, "expected one of the layers with full attention"),
         ({"windows": [64, 64]}, "found windows or latents in all 2"),
         ({"windows": [0, 0], "has_values": False}, "found windows or latents in all 2"),
-        ({"windows": [0], "mode": 3}, "found mode 3"),
-        ({"windows": [0], "mode": Mode.SOME}, "found mode Mode.SOME"),
-        ({"windows": [0], "cudagraph_mode": Mode.SOME}, "found cudagraph_mode Mode.SOME"),
+        ({"windows": [0], "mode": 3, "use_direct_call": True}, "found compilation mode 3"),
+        ({"windows": [0], "cudagraph_mode": Graphs.FULL}, "found cudagraph_mode Graphs.FULL"),
         ({"windows": [0], "impl": None}, "with a scale"),
         ({"windows": [0], "impl": SimpleNamespace(scale=None)}, "with a scale"),
     ],

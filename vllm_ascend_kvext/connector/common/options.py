@@ -168,8 +168,8 @@ class ConnectorOptions:
     """With `blending`: which tokens of reused segments are computed. `heads`: the first
     `blend_head_tokens` of each. `question`: these, and behind them what the question attends to.
     What follows the last segment is computed once, at the price of one more step, only to find that
-    out. It needs `--enforce-eager`; elsewhere it is `heads`, and the log says why. Unset:
-    `question` on a CPU, where that can be."""
+    out. Not with a `cudagraph_mode` of `FULL`, nor without full attention: there it is `heads`, and
+    the log says why. Unset: `question` on a CPU, where that can be."""
 
     blend_head_tokens: Annotated[int | None, _NATURAL_NUMBER] = None
     """With `blending`: so many first tokens of each reused segment are computed, and segments

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares questions with the keys of segments while a worker's model computes.
 
-A hook on the attention module of one layer, called when that layer has written its keys. vLLM is
-not imported: the module is read by attributes.
+The attention implementation of one layer is watched: when it is called, the layer's keys have been
+written. A compiled model calls it as an eager one does, in an operator whose inside vLLM hides from
+the compiler (``vllm.model_executor.layers.attention``). vLLM is not imported.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ the one with index 18 is by far the best at finding the answer to a question."""
 class CheckLayer:
     """The layer at which questions are compared, and the scale of its attention's products.
 
-    Its attention module is vLLM's, which is called with queries, keys and values.
+    ``impl`` is vLLM's ``AttentionImpl``, whose ``forward`` takes the module and then queries.
     """
 
     name: str
-    attention: torch.nn.Module
+    impl: Any
     scale: float
 
 
@@ -54,14 +55,6 @@ def check_layer_of(
     Raises:
         BlendingError: Questions cannot be compared in this model, or not there.
     """
-    for key in ("mode", "cudagraph_mode"):
-        mode = getattr(compilation, key, None)
-        if mode is not None and getattr(mode, "value", mode) != 0:
-            raise BlendingError(
-                f"blend_selector=question: expected a model that is neither compiled nor captured, "
-                f"so that queries can be read while it runs, found {key} {mode!s}. Serve with "
-                "--enforce-eager, or set blend_selector to heads."
-            )
     names = list(layers)
     full = [
         place
@@ -83,13 +76,32 @@ def check_layer_of(
             f"{index}. Correct it, or leave it out for the default."
         )
     attention = compilation.static_forward_context[names[index]]
+    _check_is_called(compilation, attention)
     scale = getattr(getattr(attention, "impl", None), "scale", None)
     if not isinstance(scale, float):
         raise BlendingError(
             f"layer {names[index]}: expected an attention module with a scale, found "
             f"{type(attention).__qualname__} with {scale!r}. Set blend_selector to heads."
         )
-    return CheckLayer(names[index], attention, scale)
+    return CheckLayer(names[index], attention.impl, scale)
+
+
+def _check_is_called(compilation: Any, attention: Any) -> None:
+    """The attention implementation is called in steps that compute prompts."""
+    if compilation.mode and getattr(attention, "use_direct_call", False):
+        raise BlendingError(
+            "blend_selector=question: expected attention that is not compiled with the model, so "
+            f"that queries can be read while it runs, found compilation mode {compilation.mode!s}. "
+            "Serve with --enforce-eager, or set blend_selector to heads."
+        )
+    captured = compilation.cudagraph_mode
+    if captured is not None and captured.mixed_mode().name == "FULL":
+        raise BlendingError(
+            "blend_selector=question: expected attention of prompts that no graph captures, so "
+            f"that queries can be read while it runs, found cudagraph_mode {captured!s}. Set "
+            "it to FULL_AND_PIECEWISE or PIECEWISE, serve with --enforce-eager, or set "
+            "blend_selector to heads."
+        )
 
 
 class QuestionProbe:
@@ -112,7 +124,8 @@ class QuestionProbe:
             for index, plane in enumerate(pages.planes)
             if plane.layer_name == layer.name and plane.keys is not None
         )
-        self._hook = layer.attention.register_forward_hook(self._see, with_kwargs=True)
+        self._compute = layer.impl.forward
+        layer.impl.forward = self._compute_and_see
 
     def begin_step(self, jobs: Sequence[ProbeJob]) -> None:
         """The next forward computes the rows of these probes."""
@@ -125,20 +138,17 @@ class QuestionProbe:
         return {job.row_id: self._scores.get(job.row_id) for job in jobs}
 
     def shutdown(self) -> None:
-        """Take the hook away. Idempotent."""
-        self._hook.remove()
+        """The layer is no longer watched. Idempotent."""
+        vars(self._layer.impl).pop("forward", None)
 
-    def _see(
-        self, module: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any], output: Any
-    ) -> None:
-        """The layer has been computed."""
-        if not self._jobs:
-            return
-        try:
-            queries = inputs[0] if inputs else keywords["query"]
-            self._compare(queries)
-        except Exception:  # A forward serves others, too; a row that lacks scores is reported.
-            logger.exception("A question was not compared with its segments")
+    def _compute_and_see(self, module: Any, query: torch.Tensor, *others: Any, **more: Any) -> Any:
+        output = self._compute(module, query, *others, **more)
+        if self._jobs:
+            try:
+                self._compare(query)
+            except Exception:  # A forward serves others, too; a row that lacks scores is reported.
+                logger.exception("A question was not compared with its segments")
+        return output
 
     def _compare(self, queries: torch.Tensor) -> None:
         import torch
