@@ -197,13 +197,20 @@ def test_requests_go_on_whatever_becomes_of_a_server(
             record_property("wait_ms", wait_s * 1000)
             record_property("schedule_ms", schedule_s * 1000)
             began_s, number = time.monotonic(), 0
+            # Mooncake gives up what hangs after a minute, and may go on writing: see `MooncakeTier`.
+            is_given_up = (call, server, how) == ("get", "owner", signal.SIGSTOP)
             while engine.side.shared is not None and engine.side.shared._jobs:
                 # Until what hangs has ended: its place was kept. No step is made for it alone.
                 serve(engine, plan_of(f"while {(number := number + 1)}", prompts[0][:5]))
                 time.sleep(0.1)
-                assert time.monotonic() - began_s < 200
-            serve(engine)
-            check_nothing_is_left(engine)
+                taken_s = time.monotonic() - began_s
+                assert taken_s < 200
+                if is_given_up and taken_s > 90:
+                    break  # Its place, and those of the gets behind it, are nobody's any more.
+            else:
+                assert not is_given_up
+                serve(engine)
+                check_nothing_is_left(engine)
             # It comes back, and is used again.
             process.send_signal(signal.SIGCONT)
             if how is signal.SIGKILL:
@@ -216,7 +223,7 @@ def test_requests_go_on_whatever_becomes_of_a_server(
                 assert time.monotonic() < deadline_s
                 time.sleep(0.3)
                 prompt = prompt_of(FULL, f"later {(number := number + 1)}")
-                hit_tokens(engine, plan_of(f"later {number}", prompt))
+                serve(engine, plan_of(f"later {number}", prompt))
         with engine_of(FULL, offloading=sharing(FULL, servers)) as engine:
             assert hit_tokens(engine, plan_of("again", prompt)) > 0
     finally:
