@@ -197,7 +197,7 @@ def test_requests_go_on_whatever_becomes_of_a_server(
             record_property("wait_ms", wait_s * 1000)
             record_property("schedule_ms", schedule_s * 1000)
             began_s, number = time.monotonic(), 0
-            # Mooncake gives up what hangs after a minute, and may go on writing: see `MooncakeTier`.
+            # After a minute Mooncake gives up, and may go on writing: see `MooncakeTier`.
             is_given_up = (call, server, how) == ("get", "owner", signal.SIGSTOP)
             while engine.side.shared is not None and engine.side.shared._jobs:
                 # Until what hangs has ended: its place was kept. No step is made for it alone.
