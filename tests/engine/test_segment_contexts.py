@@ -219,6 +219,72 @@ def test_what_two_requests_had_in_different_places_is_learned_alone() -> None:
         assert engine.learned[num_learned:] == [LATER[0]] * 2, "two have wanted it there"
 
 
+@pytest.mark.parametrize("last_is_learned", [False, True])
+def test_what_clients_stored_is_computed_behind_the_context_whoever_completes_it(
+    last_is_learned: bool,
+) -> None:
+    with choosing(connector={"learn_segments": True}) as engine:
+        for is_learned, documents in (
+            (not last_is_learned, FIRST[:-1]),
+            (last_is_learned, FIRST[-1:]),
+        ):
+            for document in documents:
+                if is_learned:
+                    for _ in range(2):
+                        engine.answer(document)
+                else:
+                    store(engine, document)
+        engine.answer(LATER[0])
+        assert context_of(engine) == CONTEXT
+        learned, stored = (FIRST[-1:], FIRST[:-1])[:: 1 if last_is_learned else -1]
+        assert engine.learned == [*learned, *(each for each in stored for _ in range(2))]
+
+
+def test_what_found_no_place_in_the_queue_is_learned_when_two_more_requests_want_it() -> None:
+    with choosing(connector={"learn_segments": True}) as engine:
+        store(engine, *FIRST)
+        engine.side.segments.learning.is_held = True
+        store(engine, *(tuple(tokens(random.Random(f"many {n}"), 40)) for n in range(33)))
+        for _ in range(8):
+            engine.answer(*FIRST[:3], LATER[0])
+        assert engine.drops
+        engine.side.segments.learning.is_held = False
+        for times in (1, 2, 2):
+            engine.answer(*FIRST[:3], LATER[0])
+            assert engine.learned.count(LATER[0]) == times
+
+
+def test_after_a_reset_two_requests_are_enough_again() -> None:
+    with choosing(connector={"learn_segments": True}) as engine:
+        for _ in range(2):
+            store(engine, *FIRST)
+            num_learned = len(engine.learned)
+            for _ in range(2):
+                engine.answer(*FIRST[:3], LATER[0])
+            assert engine.learned[num_learned:] == [LATER[0]] * 2
+            engine.reset(reset_connector=True)
+
+
+def test_nothing_is_learned_behind_what_is_past() -> None:
+    """Not where a document is too long for the latest context, nor by the prompt that made it."""
+    options = {"learn_segments": True, "segment_sink": None}
+    with choosing(connector=options, max_model_len=384) as engine:
+        store(engine, *FIRST)
+        segments = engine.side.segments.store
+        for number, segment in enumerate(PROMPTS):
+            seen = (FIRST[0], LATER[0]) if number >= len(PROMPTS) - 2 else ()
+            engine.answer(segment, *seen, beginning=(*BEGINNING, number))
+        past_tokens = [len(s.token_ids) for s in segments.contexts.sinks(None, ()) if s.is_past]
+        long = tuple(tokens(random.Random("long"), 384 - max(past_tokens) - 2))
+        assert segments.prefixes(long, None, num_before=3)[0].sink.is_past
+        for _ in range(3):
+            engine.answer(*(each[:20] for each in LATER), long)
+        for document in (LATER[0], long):
+            prefixes = segments.prefixes(document, None)
+            assert all(segments.is_missing(each) for each in prefixes if each.sink.is_past)
+            assert not all(map(segments.is_missing, prefixes))
+
+
 def test_other_engines_are_asked_for_what_is_stored_behind_no_context_either() -> None:
     with choosing() as engine:
         store(engine, *FIRST, LATER[0])

@@ -163,7 +163,8 @@ class SegmentStore:
         That is the first one; and where none is stored, the one without a context, too, which
         serves every place, if anything is. Unless it ``learns_new``, only what has a context.
         """
-        first, is_new = prefixes[0], all(map(self.is_missing, prefixes))
+        first = next(each for each in prefixes if not each.sink.is_past)
+        is_new = all(map(self.is_missing, prefixes))
         if learns_new:
             return [first, _alone(prefixes)] if is_new else [first]
         return [first] if first.has_context and not is_new else []

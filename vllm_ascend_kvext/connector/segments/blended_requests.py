@@ -141,6 +141,8 @@ class Blending(SegmentStores):
         if why_no_holes(request) is not None:
             self._refuse(request.request_id, BlendRefusal.UNSUITED_REQUEST)
             return
+        if self.learning is not None:
+            self.store.contexts.note_prompt(token_ids, segments[0], request.cache_salt)
         known = [
             _KnownSegment(
                 each, self.store.prefixes(token_ids[slice(*each)], request.cache_salt, num_before)
@@ -149,7 +151,6 @@ class Blending(SegmentStores):
         ]
         self._states[request.request_id] = _State(known)
         if self.learning is not None:
-            self.store.contexts.note_prompt(token_ids, segments[0], request.cache_salt)
             runs = [(self._reusable(each, each.num_tokens), prefixes) for each, prefixes in known]
             worth_storing = [
                 each

@@ -37,13 +37,15 @@ MAX_BEGUN_SEGMENTS = 2
 class WantedSegment(NamedTuple):
     """A segment that is to be computed, with the salt of the requests that had it.
 
-    The block hasher is ``vllm.v1.request.Request``'s, the same for all requests of an engine.
+    The block hasher is ``vllm.v1.request.Request``'s, the same for all requests of an engine. What
+    ``is_learned``, two requests have had; the rest follows from what a client stored.
     """
 
     prefix: SegmentPrefix
     cache_salt: str | None
     block_hasher: Callable[[Any], list[bytes]] | None
     num_tries: int = 0
+    is_learned: bool = False
 
 
 @dataclass(slots=True)
@@ -113,9 +115,8 @@ class SegmentLearning:
             if not self._store.is_missing(prefix):
                 self._seen.pop(key, None)
             elif key not in self._known and self._was_seen(key):
-                if prefix.has_context:  # One that is lost again and again is not worth it.
-                    self._needed.put(key, 2 * self._needed.get(key, 2))
-                self.enqueue(WantedSegment(prefix, cache_salt, block_hasher), MAX_QUEUED_SEGMENTS)
+                wanted = WantedSegment(prefix, cache_salt, block_hasher, is_learned=True)
+                self.enqueue(wanted, MAX_QUEUED_SEGMENTS)
 
     def _was_seen(self, key: bytes) -> bool:
         """Whether another request had a segment before; it then counts as never seen."""
@@ -167,6 +168,7 @@ class SegmentLearning:
         begun = self._begun.get(request_id)
         if begun is not None:
             begun.wanted = begun.wanted._replace(num_tries=MAX_TRIES)
+            self._note_again(begun.wanted)
 
     def end_store(self, request_id: str, has_failed: bool) -> None:
         """Workers have ended a store."""
@@ -176,6 +178,8 @@ class SegmentLearning:
         begun.is_storing = False
         begun.is_stored = not has_failed
         self._counters.learned_segments += begun.is_stored
+        if begun.is_stored:
+            self._note_again(begun.wanted)
         self._settle(request_id, begun)
 
     def forget(self, request_id: str) -> None:
@@ -188,6 +192,7 @@ class SegmentLearning:
     def clear(self) -> None:
         """What was seen, and is queued, is not worth anything any more."""
         self._seen.clear()
+        self._needed.clear()
         for queue in (self._queue, self._behind_contexts):
             self._known.difference_update(_key_of(wanted.prefix) for wanted in queue)
             self._counters.learning_drops += len(queue)
@@ -210,6 +215,12 @@ class SegmentLearning:
             if key not in self._known:
                 self._known.add(key)
                 queue.append(wanted)
+
+    def _note_again(self, wanted: WantedSegment) -> None:
+        """One that is lost again and again, or has no room, is not worth it."""
+        if wanted.is_learned and wanted.prefix.has_context:
+            key = _key_of(wanted.prefix)
+            self._needed.put(key, 2 * self._needed.get(key, 2))
 
     def _settle(self, request_id: str, begun: _Begun) -> None:
         if begun.is_storing or not begun.is_computed:

@@ -181,7 +181,7 @@ class SegmentStores(NoSegments):
             self._let_go(wanted)
             # All of it is stored, but its salt may have lost its contexts, or not have had any.
             if wanted.segment is not None:
-                self._note_document(request.request_id, wanted.segment)
+                self._note_document(wanted.segment)
             return None
         self._references.take(new)
         blocks, wanted.held = [*wanted.held.values(), *new], {}
@@ -224,12 +224,12 @@ class SegmentStores(NoSegments):
             elif self.store.finish_store(wanted.prefix, entry):
                 self._put(entry)
         if not has_failed and wanted.segment is not None:
-            self._note_document(request_id, wanted.segment)
+            self._note_document(wanted.segment)
         self._counters.stored_segments += not has_failed
         if self.learning is not None:
             self.learning.end_store(request_id, has_failed)
 
-    def _note_document(self, request_id: str, wanted: WantedSegment) -> None:
+    def _note_document(self, wanted: WantedSegment) -> None:
         """A document is stored; if its salt has contexts, a client's is stored behind them, too.
 
         Never by the client's own request: its answer would be one to the context. What was learned
@@ -238,9 +238,9 @@ class SegmentStores(NoSegments):
         prefix, cache_salt, *_ = wanted
         if self.learning is None or prefix.has_context:
             return
-        documents = self.store.contexts.add(prefix.token_ids, cache_salt, wanted)
-        is_learned = self.learning.wanted(request_id) is not None
-        for document in () if is_learned else documents:
+        for document in self.store.contexts.add(prefix.token_ids, cache_salt, wanted):
+            if document.is_learned:
+                continue
             for each in self.store.prefixes(document.prefix.token_ids, cache_salt):
                 if each.has_context and not each.sink.is_past:
                     self.learning.enqueue(document._replace(prefix=each), MAX_QUEUED_DOCUMENTS)

@@ -139,7 +139,9 @@ class QuestionProbe:
 
     def shutdown(self) -> None:
         """The layer is no longer watched. Idempotent."""
-        vars(self._layer.impl).pop("forward", None)
+        watched = vars(self._layer.impl)
+        if watched.get("forward") == self._compute_and_see:  # Not one that began later.
+            del watched["forward"]
 
     def _compute_and_see(self, module: Any, query: torch.Tensor, *others: Any, **more: Any) -> Any:
         output = self._compute(module, query, *others, **more)
