@@ -26,6 +26,7 @@ from vllm_ascend_kvext.blending.segment_contexts import (
     NUM_DOCUMENTS,
     NUM_PROMPTS,
 )
+from vllm_ascend_kvext.blending.segment_store import SegmentPrefix
 
 __all__ = ["_equal_seeds", "_patience", "weights"]
 
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("offloading_in_effect", "weights")
 DOCUMENTS = [tuple(tokens(random.Random(number), 40)) for number in range(NUM_DOCUMENTS + 3)]
 FIRST, LATER = DOCUMENTS[:NUM_DOCUMENTS], DOCUMENTS[NUM_DOCUMENTS:]
 CONTEXT = tuple(token for each in FIRST for token in each)
+MANY = [tuple(tokens(random.Random(f"many {number}"), 40)) for number in range(33)]
 
 
 @contextmanager
@@ -51,6 +53,19 @@ def store(engine: LearningEngine, *documents: tuple[int, ...], **more: Any) -> N
     for document in documents:
         engine.store(document, **more)
         engine.serve()
+
+
+def learn(engine: LearningEngine, *documents: tuple[int, ...]) -> None:
+    """Two requests have each of them."""
+    for document in documents:
+        for _ in range(2):
+            engine.answer(document)
+
+
+def lose(engine: LearningEngine, prefix: SegmentPrefix) -> None:
+    """Host memory loses a document behind a sink."""
+    keys = {prefix.key_at(end) for end in range(1, prefix.num_tokens + 1)}
+    engine.tier.evict(lambda entry: entry.key in keys)
 
 
 def context_of(engine: LearningEngine, cache_salt: str | None = None) -> tuple[int, ...]:
@@ -183,10 +198,9 @@ def test_behind_a_context_that_host_memory_has_lost_documents_are_stored_once_mo
     with choosing() as engine:
         store(engine, *FIRST, *LATER)
         segments = engine.side.segments.store
-        for prefix in segments.prefixes(LATER[0], None, num_before=2)[:1]:
-            keys = {prefix.key_at(end) for end in range(1, prefix.num_tokens + 1)}
-            engine.tier.evict(lambda entry, keys=keys: entry.key in keys)
-            assert segments.is_missing(prefix)
+        best = segments.prefixes(LATER[0], None, num_before=2)[0]
+        lose(engine, best)
+        assert segments.is_missing(best)
         num_learned = len(engine.learned)
         for asked in range(3):
             engine.answer(LATER[1], LATER[2], LATER[0])
@@ -224,19 +238,14 @@ def test_what_clients_stored_is_computed_behind_the_context_whoever_completes_it
     last_is_learned: bool,
 ) -> None:
     with choosing(connector={"learn_segments": True}) as engine:
-        for is_learned, documents in (
-            (not last_is_learned, FIRST[:-1]),
-            (last_is_learned, FIRST[-1:]),
-        ):
-            for document in documents:
-                if is_learned:
-                    for _ in range(2):
-                        engine.answer(document)
-                else:
-                    store(engine, document)
+        first, last = (store, learn) if last_is_learned else (learn, store)
+        first(engine, *FIRST[:-1])
+        last(engine, FIRST[-1])
         engine.answer(LATER[0])
         assert context_of(engine) == CONTEXT
-        learned, stored = (FIRST[-1:], FIRST[:-1])[:: 1 if last_is_learned else -1]
+        learned, stored = FIRST[-1:], FIRST[:-1]
+        if not last_is_learned:
+            learned, stored = stored, learned
         assert engine.learned == [*learned, *(each for each in stored for _ in range(2))]
 
 
@@ -244,7 +253,7 @@ def test_what_found_no_place_in_the_queue_is_learned_when_two_more_requests_want
     with choosing(connector={"learn_segments": True}) as engine:
         store(engine, *FIRST)
         engine.side.segments.learning.is_held = True
-        store(engine, *(tuple(tokens(random.Random(f"many {n}"), 40)) for n in range(33)))
+        store(engine, *MANY)
         for _ in range(8):
             engine.answer(*FIRST[:3], LATER[0])
         assert engine.drops
@@ -292,8 +301,7 @@ def test_other_engines_are_asked_for_what_is_stored_behind_no_context_either() -
         prefixes = segments.prefixes(LATER[0], None, num_before=3)
         for missing, is_asked in ((prefixes[-1:], False), (prefixes[:-1], True)):
             for prefix in missing:
-                keys = {prefix.key_at(end) for end in range(1, prefix.num_tokens + 1)}
-                engine.tier.evict(lambda entry, keys=keys: entry.key in keys)
+                lose(engine, prefix)
             assert [*map(segments.is_missing, prefixes)] == [is_asked, is_asked, True]
             asked = {prefix for prefix, _ in segments.lacking(prefixes)}
             assert asked == ({prefixes[-1]} if is_asked else set())
@@ -313,8 +321,7 @@ def test_what_is_stored_behind_a_context_is_not_learned_alone_once_more() -> Non
         store(engine, *FIRST, LATER[0])
         alone = engine.side.segments.store.prefixes(LATER[0], None)[0]
         assert not alone.has_context
-        keys = {alone.key_at(end) for end in range(1, alone.num_tokens + 1)}
-        engine.tier.evict(lambda entry: entry.key in keys)
+        lose(engine, alone)
         num_learned = len(engine.learned)
         for _ in range(3):
             engine.answer(*FIRST[:3], LATER[0])
@@ -371,7 +378,7 @@ def test_documents_behind_contexts_wait_for_what_nobody_has_stored() -> None:
     with choosing(connector={"learn_segments": True}) as engine:
         store(engine, *FIRST)
         engine.side.segments.learning.is_held = True
-        store(engine, *(tuple(tokens(random.Random(f"many {n}"), 40)) for n in range(33)))
+        store(engine, *MANY)
         num_learned = len(engine.learned)
         new = tuple(tokens(random.Random("new"), 40))
         for _ in range(2):

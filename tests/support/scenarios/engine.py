@@ -54,14 +54,6 @@ class Prompt(NamedTuple):
         return {"kvext_segments": self.segments} if self.segments and self.is_named else None
 
 
-def _allow_compilation() -> None:
-    """Which is off for all that is started: see `processes.ENGINE_ENVIRON`."""
-    import torch._dynamo
-
-    os.environ |= {"TORCHDYNAMO_DISABLE": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"}
-    torch._dynamo.config.disable = False
-
-
 STORED = {"kvext_store_segment": True}
 """Arguments of a request that is stored as a segment."""
 
@@ -104,6 +96,14 @@ def watch(owner: Any, name: str, note: Callable[..., None]) -> None:
         return result
 
     setattr(owner, name, call_and_note)
+
+
+def _allow_compilation() -> None:
+    """Which is off for all that is started: see `processes.ENGINE_ENVIRON`."""
+    import torch._dynamo
+
+    os.environ |= {"TORCHDYNAMO_DISABLE": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"}
+    torch._dynamo.config.disable = False
 
 
 class Engine:

@@ -149,10 +149,8 @@ def test_scores_are_attention_probabilities_of_all_heads_and_tokens(
 
 
 def test_a_probe_that_ends_late_leaves_the_next_one(step: Step) -> None:
-    before, step.probe = (
-        step.probe,
-        type(step.probe)(step.probe._layer, step.pages, lambda: step.slots),
-    )
+    before = step.probe
+    step.probe = type(before)(before._layer, step.pages, lambda: step.slots)
     before.shutdown()
     assert step.scores(JOB)[JOB.row_id] is not None
 
