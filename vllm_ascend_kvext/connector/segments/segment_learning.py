@@ -298,7 +298,6 @@ class SegmentLearning:
         else:
             self._counters.learning_drops += 1
 
-
     def _try_again(self, check: WantedSegment) -> None:
         """Keys have not been compared. What cannot be reused is not learned."""
         if self._has_stopped or self._are_keys_checked:
