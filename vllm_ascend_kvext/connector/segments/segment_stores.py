@@ -229,9 +229,9 @@ class SegmentStores(NoSegments):
                 self._tier.fail_store(entry, is_own=has_failed)
             elif self.store.finish_store(wanted.prefix, entry):
                 self._put(entry)
-        if not has_failed and segment is not None and not is_check:
+        if not has_failed and segment is not None:
             self._note_document(segment)
-            if not (self.keys_are_checked or self.why_no_reuse):
+            if not (is_check or self.keys_are_checked or self.why_no_reuse):
                 self._note_unchecked(segment)
         self._counters.stored_segments += not (has_failed or is_check)
         if self.learning is not None:
@@ -258,7 +258,7 @@ class SegmentStores(NoSegments):
         follows behind each context that two requests have wanted it behind.
         """
         prefix, cache_salt, *_ = wanted
-        if self.learning is None or prefix.has_context:
+        if self.learning is None or prefix.has_context or wanted.is_check:
             return
         for document in self.store.contexts.add(prefix.token_ids, cache_salt, wanted):
             if document.is_learned:
