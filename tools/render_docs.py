@@ -39,6 +39,14 @@ def patches_page() -> str:
         "## Supported releases",
         "",
         *_releases(FingerprintStore.load()),
+        "",
+        "## What a default install changes",
+        "",
+        "Repairs that have a patch for a supported release, with vLLM alone and with vLLM-Ascend.",
+        "`connector` and `lmcache` change nothing until an engine is started with one of their",
+        "connectors. `python -m vllm_ascend_kvext status` says the same of your environment.",
+        "",
+        *_defaults(),
     ]
     for feature in FEATURES:
         rows = [
@@ -108,6 +116,27 @@ def _releases(store: FingerprintStore) -> list[str]:
         ]
         rows.append((f"`{release.vllm}`", f"`{release.vllm_ascend}` or none", *read))
     return _table(("vLLM", "vLLM-Ascend", "read and tested: vLLM", "vLLM-Ascend"), rows)
+
+
+def _defaults() -> list[str]:
+    """Each repair, and the releases that it is for."""
+    pairs = [(release, has_ascend) for release in SUPPORTED for has_ascend in (False, True)]
+    header = [
+        f"vLLM `{release.vllm}`" + f", vLLM-Ascend `{release.vllm_ascend}`" * has_ascend
+        for release, has_ascend in pairs
+    ]
+    rows = []
+    for repair in REPAIRS:
+        patches = [patch for patch in PATCHES if patch.feature == repair.name]
+        found = [
+            any(
+                release.vllm in patch.vllm and (has_ascend or not patch.is_for_vllm_ascend)
+                for patch in patches
+            )
+            for release, has_ascend in pairs
+        ]
+        rows.append((f"`{repair.name}`", *("yes" if each else "" for each in found)))
+    return _table(("repair", *header), rows)
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

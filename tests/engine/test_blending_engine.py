@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from support.blending.oracle import Oracle
+from support.blending.oracle import Oracle, Reused
 from support.blending.served import (
     MAX_TOKENS,
     MIN_TOKENS,
@@ -31,6 +31,7 @@ from support.scenarios.blending import (
     HEADS_TOKENS,
     ORDERS,
     REPLY_TOKENS,
+    SHORT_TOKENS,
 )
 from support.scenarios.documents import SEPARATOR
 from support.scenarios.processes import (
@@ -66,6 +67,7 @@ class Setting(NamedTuple):
     heads: Sequence[int] = (16,)
     sink_ids: Sequence[int] | None = None
     has_context: bool = False
+    learns: bool = False
     engine: Mapping[str, Any] = {}
     is_main_only: bool = False
 
@@ -76,7 +78,7 @@ class Setting(NamedTuple):
     def plan(self, model: Path) -> Plan:
         connector = processes.blending(
             segment_separator=SEPARATOR,
-            learn_segments=False,
+            learn_segments=self.learns,
             segment_sink=self.sink_ids,
             segment_context=self.has_context,
         )
@@ -90,6 +92,7 @@ class Setting(NamedTuple):
 
 
 TWO_WORKERS = "crowd, two workers"
+SHORT, SHORT_WITH_WRONG_KEYS = "short documents", "short documents, wrong keys"
 ALL_SETTINGS = {
     "llama": Setting("full", ("orders", "exact", "controls"), HEADS_TOKENS),
     "qwen3": Setting("qwen3", sink_ids=SINK_IDS, is_main_only=True),
@@ -104,6 +107,8 @@ ALL_SETTINGS = {
     TWO_WORKERS: Setting(
         "full", ("crowd",), engine={**IN_SMALL_POOL, "tensor_parallel_size": 2}, is_main_only=True
     ),
+    SHORT: Setting("full", ("short",), learns=True),
+    SHORT_WITH_WRONG_KEYS: Setting("full", ("short_with_wrong_keys",), learns=True),
 }
 SETTINGS = {
     name: setting
@@ -200,7 +205,36 @@ def test_blended_answers_are_those_of_the_oracle(
         assert oracle_error(oracles(name), answer, ()) > WRONG
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+def test_short_documents_of_different_tokens_are_reused_at_their_third_sighting(
+    reports: LazyReports, oracles: Oracles
+) -> None:
+    """Keys have been compared by a text of the engine's own: these documents cannot be asked."""
+    for label in ("first", "second"):
+        (answer,) = reports[SHORT].answers(label)
+        assert answer.params is None
+    (answer,) = reports[SHORT].answers("third")
+    reused = [
+        Reused(first + 16, end, (first, end), number)
+        for number, (first, end) in enumerate(answer.segments)
+    ]
+    assert answer.reused_tokens == num_tokens(reused) == 2 * (SHORT_TOKENS - 16)
+    assert oracle_error(oracles(SHORT), answer, reused) <= ORACLE_TOLERANCE
+    assert oracle_error(oracles(SHORT), answer, ()) > WRONG, "it could be told from full recompute"
+
+
+def test_of_a_model_with_wrong_keys_short_documents_are_not_learned_or_reused(
+    reports: LazyReports, oracles: Oracles
+) -> None:
+    found = reports[SHORT_WITH_WRONG_KEYS].report
+    assert found["facts"]["why no reuse"].startswith("keys of the first layer, token ")
+    assert found["own"]["blend_stored_segments"] == 0
+    for label in ("first", "second", "third"):
+        (answer,) = reports[SHORT_WITH_WRONG_KEYS].answers(label)
+        assert answer.params is None
+        assert oracle_error(oracles(SHORT_WITH_WRONG_KEYS), answer, ()) <= ORACLE_TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != SHORT_WITH_WRONG_KEYS])
 def test_tokens_of_a_response_add_up(reports: LazyReports, name: str) -> None:
     found = [
         (label, answer)

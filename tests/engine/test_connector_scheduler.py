@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from support.connector.engines import engine_of, plan_of
@@ -40,6 +41,9 @@ from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
 from support.sample import IS_LONG, sampled
 from support.scheduler.workload import RequestPlan
+from support.upstream_version import IS_SINCE_0_30
+from vllm import SamplingParams
+from vllm.v1.metrics.stats import PrefixCacheStats
 
 from vllm_ascend_kvext.connector.scheduler import loads
 from vllm_ascend_kvext.holes.load_plan import plan_of_hit
@@ -410,3 +414,63 @@ def prefix_of(engine: SimulatedEngine, plan: RequestPlan) -> HashedPrefix:
 def entries_of(engine: SimulatedEngine) -> list[Entry]:
     """What can be found, the oldest first."""
     return [entry for entry in engine.entries if entry.state is EntryState.STORED]
+
+
+# What vLLM's own counters say beside the connector: docs/metrics.md.
+
+
+def counted(engine: SimulatedEngine) -> tuple[PrefixCacheStats, PrefixCacheStats]:
+    """What vLLM counts from now on: of the device, and of the connector."""
+    manager = engine.scheduler.kv_cache_manager
+    manager.log_stats, manager.prefix_cache_stats = True, PrefixCacheStats()
+    engine.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
+    return manager.prefix_cache_stats, engine.scheduler.connector_prefix_cache_stats
+
+
+def counts_of(stats: PrefixCacheStats) -> tuple[int, int, int]:
+    return stats.requests, stats.queries, stats.hits
+
+
+@pytest.mark.parametrize("reads_caches", [True, False], ids=["plain", "prompt logprobs"])
+def test_what_reads_no_cache_is_an_external_miss_to_vllm_and_nothing_here(
+    reads_caches: bool,
+) -> None:
+    """vLLM issue 57596. Its counters of the device leave such a request out."""
+    layout = LAYOUTS[0]
+    prompt = tokens(random.Random(6), 6 * layout.unit_tokens)
+    assert SamplingParams(prompt_logprobs=1).skip_reading_prefix_cache
+    with engine_of(layout, caching=True) as engine:
+        serve(engine, plan_of("first", prompt))
+        assert engine.reset()
+        device, external = counted(engine)
+        before = dict(engine.side.counters.tier.shortfalls)
+        hit_tokens = engine.side.counters.hit_tokens
+        request = engine.add_request(plan_of("second", prompt))
+        request.skip_reading_prefix_cache = not reads_caches
+        serve(engine)
+        hits = engine.side.counters.hit_tokens - hit_tokens
+        assert (hits > 0) is reads_caches
+        assert counts_of(external) == (1, len(prompt), hits)
+        assert counts_of(device) == ((1, len(prompt), 0) if reads_caches else (0, 0, 0))
+        assert engine.side.counters.tier.shortfalls == before
+
+
+def test_what_waits_for_the_load_of_another_is_one_external_query() -> None:
+    """vLLM 0.23.0 counts it as a query of the device each time that it looks again."""
+    layout = LAYOUTS[0]
+    prompt = tokens(random.Random(7), 6 * layout.unit_tokens)
+    with engine_of(layout, caching=True) as engine:
+        serve(engine, plan_of("first", prompt))
+        assert engine.reset()
+        device, external = counted(engine)
+        for name in ("second", "third"):
+            engine.add_request(plan_of(name, prompt))
+        (worker,) = engine.workers
+        with mock.patch.object(worker.transfers, "end_some"):
+            for _ in range(4):
+                engine.step()
+        serve(engine)
+        assert engine.side.counters.joined_loads == 1
+        assert external.requests == 2 and external.hits == engine.side.counters.hit_tokens
+        assert external.queries == 2 * len(prompt) - device.hits
+        assert (device.requests == 2) is IS_SINCE_0_30 and device.requests >= 2

@@ -7,7 +7,7 @@ What is computed, loaded, counted and answered in general is looked at by ``test
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,19 +24,25 @@ from support.connector.learning_engine import (
 from support.connector.offload_workloads import tokens
 from support.connector.paged_layouts import FULL, GEMMA, GPT_OSS, PagedLayout
 from support.connector.scripted_transfers import TransferScript
+from support.connector.simulated_segments import SimulatedMover
+from support.scheduler.token_stream import VOCAB_SIZE
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
+from vllm_ascend_kvext.blending.key_check import FEWEST_PAIRS, find_pairs
+from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, StoredTokens
 from vllm_ascend_kvext.blending.segments import SEGMENTS_KEY, STORE_KEY
+from vllm_ascend_kvext.blending.token_rows import SegmentRows
 from vllm_ascend_kvext.connector.common.counters import BlendRefusal
 from vllm_ascend_kvext.connector.common.messages import WorkerOutput
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.connector.segments import segment_learning
 from vllm_ascend_kvext.connector.segments.segment_learning import MAX_BEGUN_SEGMENTS
 from vllm_ascend_kvext.patches.connector import scheduler as patched_scheduler
-from vllm_ascend_kvext.store.counters import Removal
+from vllm_ascend_kvext.store.counters import Refusal, Removal
+from vllm_ascend_kvext.store.entries import Entry
 
 pytestmark = pytest.mark.usefixtures("offloading_in_effect")
 
@@ -403,6 +409,190 @@ def test_no_more_are_remembered_or_queued_than_the_limits(monkeypatch: pytest.Mo
         for document in (ONE, OTHER, ONE):
             engine.answer(document)
         assert not engine.own_plans, "it was seen longest ago"
+
+
+# Documents with few equal tokens, by which keys are compared.
+
+ALL_DIFFERENT = [tuple(random.Random(seed).sample(range(VOCAB_SIZE), 48)) for seed in range(10)]
+FEW_ALIKE = (*ALL_DIFFERENT[0], *ALL_DIFFERENT[0][: FEWEST_PAIRS - 1])
+
+
+def checks(engine: LearningEngine) -> list[tuple[int, ...]]:
+    """Texts of the engine's own by which keys are compared: those with enough pairs."""
+    return [each for each in engine.learned if len(find_pairs(each)) >= FEWEST_PAIRS]
+
+
+@pytest.fixture
+def comparing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Workers compare only what has pairs, and find what is in the list, if anything is."""
+    wrong: list[str] = []
+
+    def check_keys(mover: SimulatedMover, rows: Sequence[SegmentRows]) -> str | None:
+        token_ids = [token_id for each in rows for token_id in each.token_ids]
+        if len(find_pairs(token_ids)) < FEWEST_PAIRS:
+            return None
+        return "".join(wrong)
+
+    monkeypatch.setattr(SimulatedMover, "check_keys", check_keys)
+    return wrong
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("layout", [FULL, GPT_OSS], ids=["full", "windows"])
+@pytest.mark.parametrize("document", [ALL_DIFFERENT[0], FEW_ALIKE], ids=["none", "few"])
+@pytest.mark.usefixtures("comparing")
+def test_a_document_with_few_equal_tokens_is_reused_by_the_third(
+    document: tuple[int, ...], layout: PagedLayout, num_workers: int
+) -> None:
+    with learning_engine(layout, num_workers=num_workers) as engine:
+        engine.choose(min_head_tokens=0)
+        for _ in range(3):
+            engine.answer(document)
+        assert engine.counts.reused_tokens == len(document) - HEAD_TOKENS
+        (check,) = checks(engine)
+        assert engine.learned == [check, document], "keys are compared before it is learned"
+        for other in ALL_DIFFERENT[1:4]:
+            engine.show_twice(other)
+        assert checks(engine) == [check], "once"
+
+
+@pytest.mark.usefixtures("comparing")
+def test_of_what_keys_are_compared_by_nothing_is_kept_or_counted() -> None:
+    with learning_engine() as engine:
+        for _ in range(2):
+            engine.answer(ALL_DIFFERENT[0])
+        stored = [each for each in engine.entries if isinstance(each.row_map, StoredTokens)]
+        assert sum(each.row_map.num_rows for each in stored) == len(ALL_DIFFERENT[0])
+        assert engine.counts.stored_segments == engine.counts.learned_segments == 1
+        assert not engine.side.counters.tier.failed_stores and not engine.drops
+
+
+@pytest.mark.usefixtures("comparing")
+@pytest.mark.parametrize("has_context", [False, True])
+def test_what_clients_store_with_few_equal_tokens_is_reused(has_context: bool) -> None:
+    settings = {"learn_segments": False, "segment_context": has_context}
+    with learning_engine(connector=settings) as engine:
+        for document in ALL_DIFFERENT[:8]:
+            engine.store(document)
+            engine.serve()
+        (check,) = checks(engine)
+        assert check == engine.learned[0]
+        assert len(engine.learned) == 1 + 2 * 8 * has_context, "no context has it"
+        engine.answer(ALL_DIFFERENT[0])
+        assert engine.counts.reused_tokens == len(ALL_DIFFERENT[0]) - HEAD_TOKENS
+
+
+@pytest.mark.usefixtures("comparing")
+def test_a_document_with_enough_equal_tokens_needs_no_other_text() -> None:
+    with learning_engine() as engine:
+        for _ in range(3):
+            engine.answer(LONG)
+        assert engine.learned == [LONG]
+        engine.answer(ALL_DIFFERENT[0])
+        engine.answer(ALL_DIFFERENT[0])
+        assert engine.learned == [LONG, ALL_DIFFERENT[0]]
+
+
+@pytest.mark.parametrize("is_stored", [False, True], ids=["learned", "stored"])
+def test_of_a_model_with_wrong_keys_no_document_with_few_equal_tokens_is_reused(
+    is_stored: bool, comparing: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    comparing.append("keys of equal tokens differ.")
+    with learning_engine() as engine:
+        if is_stored:
+            engine.store(ALL_DIFFERENT[0])
+        for document in ALL_DIFFERENT[:4] * 3:
+            engine.answer(document)
+        assert engine.learned == checks(engine) and len(engine.learned) == 1
+        assert engine.counts.reused_tokens == engine.counts.learned_segments == 0
+        assert engine.counts.refusals[BlendRefusal.UNCHECKED_KEYS] > 0
+    assert "blending is off: keys of equal tokens differ." in caplog.text
+
+
+@pytest.mark.usefixtures("comparing")
+def test_where_keys_cannot_be_compared_nothing_is_learned_and_the_log_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with learning_engine(script=TransferScript(seed=1, failing_stores=1.0)) as engine:
+        for _ in range(2):
+            engine.answer(ALL_DIFFERENT[0])
+        num_tries = len(engine.learned)
+        assert engine.learned == checks(engine) and num_tries > 1
+        assert engine.drops == 1
+        for _ in range(2):
+            engine.answer(ALL_DIFFERENT[0])
+        assert len(engine.learned) == 2 * num_tries, "two requests have to have it again"
+    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert any("segments are not reused yet" in each for each in warnings)
+
+
+@pytest.mark.usefixtures("comparing")
+def test_a_request_that_cannot_reuse_what_is_stored_has_keys_compared_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with learning_engine(connector=STORED_ONLY) as engine:
+        segments = engine.side.segments.store
+        begin_store = segments.begin_store
+
+        def begin_of_document(prefix: SegmentPrefix) -> list[Entry] | Refusal:
+            is_document = tuple(prefix.token_ids) == ALL_DIFFERENT[0]
+            return begin_store(prefix) if is_document else Refusal.NO_ROOM
+
+        with monkeypatch.context() as patch:
+            patch.setattr(segments, "begin_store", begin_of_document)
+            engine.store(ALL_DIFFERENT[0])
+            engine.step_until(lambda: engine.own_plans and not engine.has_work())
+        engine.answer(ALL_DIFFERENT[1])
+        assert len(engine.own_plans) == 1, "what is not stored is nothing to compare for"
+        engine.answer(ALL_DIFFERENT[0])
+        assert engine.counts.reused_tokens == 0 and len(engine.own_plans) == 2
+        engine.answer(ALL_DIFFERENT[0])
+        assert engine.counts.reused_tokens == len(ALL_DIFFERENT[0]) - HEAD_TOKENS
+
+
+@pytest.mark.usefixtures("comparing")
+def test_why_nothing_is_reused_is_said_before_keys_are_compared(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO"), learning_engine() as engine:
+        engine.show_twice(ALL_DIFFERENT[0])
+    assert "48 tokens has 0 pairs of equal tokens, 8 are needed" in caplog.text
+
+
+@pytest.mark.usefixtures("comparing")
+def test_engines_without_requests_of_their_own_say_why_nothing_is_reused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def two_engines(**facts: Any) -> SchedulerView:
+        return SchedulerView(**{**facts, "num_data_parallel": 2})
+
+    monkeypatch.setattr(patched_scheduler, "SchedulerView", two_engines)
+    with learning_engine(connector=STORED_ONLY) as engine:
+        for document in ALL_DIFFERENT[:2]:
+            engine.store(document)
+            engine.answer(document)
+        assert engine.counts.reused_tokens == 0 and not engine.own_plans
+        engine.store(LONG)
+        engine.answer(ALL_DIFFERENT[0])
+        engine.answer(ALL_DIFFERENT[0])
+        assert engine.counts.reused_tokens > 0, "as the log says"
+    assert caplog.text.count("segments are not reused yet") == 1
+    assert "segment_context is off" not in caplog.text, "nobody has asked for it"
+
+
+@pytest.mark.usefixtures("comparing")
+@pytest.mark.parametrize("way", CANCELS)
+def test_resets_and_an_abort_of_all_requests_while_keys_are_compared(way: str) -> None:
+    with learning_engine(max_num_batched_tokens=32) as engine:
+        engine.show_twice(ALL_DIFFERENT[0], max_tokens=1)
+        engine.step_until(lambda: engine.own_ids)
+        assert engine.learned == checks(engine)
+        assert CANCELS[way](engine) is not False
+        assert not engine.own_ids
+        engine.serve()
+        for _ in range(4):
+            engine.answer(ALL_DIFFERENT[0])
+        assert engine.counts.reused_tokens > 0
 
 
 # Segments that clients store.

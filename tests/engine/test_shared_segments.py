@@ -18,9 +18,11 @@ from support.connector.offload_workloads import tokens
 from support.connector.paged_layouts import FULL, GPT_OSS, PagedLayout
 from support.connector.shared_objects import forge, objects
 from support.connector.simulated_segments import SimulatedMover
+from support.scheduler.token_stream import VOCAB_SIZE
 from support.scheduler.workload import RequestPlan
 from test_shared_tier import Slow, _equal_seeds, _patience, payload, weights
 
+from vllm_ascend_kvext.blending.key_check import FEWEST_PAIRS, find_pairs
 from vllm_ascend_kvext.connector.common.counters import BlendRefusal
 
 __all__ = ["_equal_seeds", "_patience", "weights"]
@@ -135,6 +137,27 @@ def test_what_has_failed_the_comparison_is_not_put(
         engine.store(OTHER)
         engine.serve()
         assert objects(tmp_path) == []
+
+
+def test_what_keys_are_compared_by_is_not_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = tuple(random.Random(0).sample(range(VOCAB_SIZE), 40))
+
+    def check_keys(mover: SimulatedMover, rows: Any) -> str | None:
+        token_ids = [token_id for each in rows for token_id in each.token_ids]
+        return "" if len(find_pairs(token_ids)) >= FEWEST_PAIRS else None
+
+    monkeypatch.setattr(SimulatedMover, "check_keys", check_keys)
+    with sharing(tmp_path) as engine:
+        engine.store(document)
+        engine.serve()
+        assert engine.side.segments.keys_are_checked and objects(tmp_path) == []
+        assert reused_tokens(engine, document) == len(document) - HEAD_TOKENS
+        assert names_of(tmp_path) == ["S0-16", "S16-32", "S32-40"], "it is used: so it is put"
+    with sharing(tmp_path) as engine:
+        assert reused_tokens(engine, document) == len(document) - HEAD_TOKENS
+        assert not engine.own_plans, "the engine that put it has compared keys"
 
 
 def test_learned_segments_are_shared(tmp_path: Path) -> None:

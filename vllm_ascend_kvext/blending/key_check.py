@@ -105,6 +105,21 @@ def find_pairs(token_ids: Sequence[int]) -> list[tuple[int, int]]:
     return sorted(pairs, key=lambda pair: (pair[0] - pair[1], pair))[:MAX_PAIRS]
 
 
+def has_enough_pairs(token_ids: Sequence[int]) -> bool:
+    """Whether the keys of a text can be compared, once all of it is stored."""
+    return len(find_pairs(token_ids)) >= FEWEST_PAIRS
+
+
+def text_with_pairs(token_ids: Sequence[int], max_tokens: int) -> list[int]:
+    """A text of tokens of another, each at least twice, near and far: the model is asked by it.
+
+    It has enough pairs if the other one has `FEWEST_PAIRS` tokens, and twice as many are allowed.
+    It does not begin like the other one.
+    """
+    first_ids = list(token_ids[: min(MAX_PAIRS, max_tokens // 2)])
+    return first_ids[::-1] + first_ids
+
+
 def turn(keys: Numbers, signature: RotarySignature, shifts: npt.NDArray[np.int64]) -> Numbers:
     """Keys as they would be so many positions further on.
 

@@ -29,12 +29,14 @@ from support.scenarios.documents import (
 )
 from support.scenarios.engine import (
     STORED,
+    VOCABULARY_TOKENS,
     Prompt,
     Tokens,
     sampling_of,
     watch,
     wrong_bytes,
 )
+from vllm_ascend_kvext.blending import key_check
 
 REPLY_TOKENS = 8
 ORDERS = ((2, 0, 1), (1, 3, 0, 2), (3, 1), (0, MISSING, 2), (4, 2, 1, 5))
@@ -48,6 +50,7 @@ CROWD = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
 """As many requests as there are, small steps; the pool is too small for them."""
 
 INSTRUCTIONS_TOKENS = 140
+SHORT_TOKENS = 48
 
 
 class Engine(scenarios_engine.Engine):
@@ -80,11 +83,18 @@ class Engine(scenarios_engine.Engine):
                 self.store([prompt], prompt.arguments)
             self.store(context, STORED)
         self.store(documents, STORED)
+        self.learn(rng)
+        self.note_sinks()
+
+    def learn(self, rng: random.Random) -> None:
+        """Have all computed that the engine is to learn."""
         learning = self.blending.learning
         while learning is not None and (learning.has_queue or learning.request_ids):
             # What is learned is computed beside others, in steps in which nobody waits.
             self.llm.generate([Prompt(random_tokens(rng, 5)).inputs], sampling_of(4))
             self.finish()
+
+    def note_sinks(self) -> None:
         sinks = self.blending.store.contexts.sinks(None, ())
         self.note("sinks", [(each.num_documents, list(each.token_ids)) for each in sinks])
 
@@ -235,6 +245,29 @@ def crowd(engine: Engine) -> None:
     outputs = [prompt for pair in zip(blended, plain, strict=True) for prompt in pair]
     engine.ask("crowd", outputs, CROWD_REPLY_TOKENS)
     engine.note("preemptions", preempted.call_count)
+
+
+@scenario
+def short(engine: Engine) -> None:
+    """Documents none of whose tokens occurs twice; nobody stores them, three requests have them."""
+    rng = random.Random(4)
+    texts = [rng.sample(range(4, VOCABULARY_TOKENS), SHORT_TOKENS) for _ in range(2)]
+    for label, order in (("first", (0, 1)), ("second", (1, 0)), ("third", (0, 1))):
+        engine.ask(label, [separated(rng, texts, order)])
+        engine.learn(rng)
+    engine.note_sinks()
+    engine.note("why no reuse", engine.blending.why_no_reuse)
+
+
+@scenario
+def short_with_wrong_keys(engine: Engine) -> None:
+    """The same, of a model whose keys turn otherwise than its rotary module says."""
+    turn = key_check.turn
+    turning = mock.patch.object(
+        *(key_check, "turn"), lambda keys, signature, shifts: turn(keys, signature, 2 * shifts)
+    )
+    with turning:
+        short(engine)
 
 
 @scenario

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 from vllm_ascend_kvext.blending.key_check import (
+    FEWEST_PAIRS,
     MAX_PAIRS,
     check_keys,
     find_pairs,
+    has_enough_pairs,
+    text_with_pairs,
     turn,
 )
 from vllm_ascend_kvext.blending.rotary import RotarySignature
@@ -165,6 +168,40 @@ def test_pairs_are_of_equal_tokens_and_far_apart() -> None:
     assert find_pairs(token_ids) == [(0, 5), (1, 4), (2, 5), (0, 2)]
     many = [0] * 500
     assert len(find_pairs(many)) == MAX_PAIRS and find_pairs(many)[0] == (0, 499)
+
+
+@pytest.mark.parametrize("num_tokens", [FEWEST_PAIRS, 9, 48, 64, 65, 500])
+@pytest.mark.parametrize("max_tokens", [2 * FEWEST_PAIRS, 41, 128, 10_000])
+@pytest.mark.parametrize("num_different", [1, 5, 500])
+def test_a_text_with_enough_pairs_is_made_of_any(
+    num_tokens: int, max_tokens: int, num_different: int
+) -> None:
+    document = [token % num_different for token in range(num_tokens)]
+    text = text_with_pairs(document, max_tokens)
+    assert len(text) <= min(max_tokens, 2 * MAX_PAIRS) and set(text) <= set(document)
+    pairs = find_pairs(text)
+    assert has_enough_pairs(text) and len(pairs) >= FEWEST_PAIRS
+    assert len({other - one for one, other in pairs}) > 1 or num_different == 1
+    # Else its first chunk would be the document's, and not be stored and compared again.
+    assert num_different == 1 or text[:5] != document[:5]
+
+
+@pytest.mark.parametrize(("num_tokens", "max_tokens"), [(FEWEST_PAIRS - 1, 100), (100, 15)])
+def test_of_too_few_tokens_there_is_none(num_tokens: int, max_tokens: int) -> None:
+    assert not has_enough_pairs(text_with_pairs(range(num_tokens), max_tokens))
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("dtype", list(RowDtype))
+def test_another_model_fails_by_a_text_of_different_tokens(name: str, dtype: RowDtype) -> None:
+    class Short(Model):
+        def __init__(self, signature: RotarySignature) -> None:
+            super().__init__(signature)
+            self.token_ids = text_with_pairs(range(VOCABULARY), 2 * MAX_PAIRS)
+            self.positions = FIRST_POSITION + np.arange(len(self.token_ids))
+
+    assert Short(signature_of(dtype)).check() == ""
+    assert Short(signature_of(dtype)).check(wrong=WRONG[name])
 
 
 def test_positions_between_which_tokens_are_missing_are_turned_as_far() -> None:

@@ -144,7 +144,7 @@ def test_one_worker_that_cannot_compare_leaves_it_at_heads(
     assert logged == ([(level, message)] if refusal else [])
     assert isinstance(blending, Blending) and (blending.questions is None) == bool(refusal)
     assert blending.options.head_tokens == (16 if refusal else 4)
-    assert (blending.learning is None) == bool(refusal), "a context is computed by itself"
+    assert blending.learning is not None and not blending.learning.learns_new
 
 
 def test_the_first_pass_computes_what_is_in_no_segment_and_the_question() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_ascend_kvext.blending.question_selection import Scores
 from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, SegmentStore
@@ -26,7 +26,7 @@ from vllm_ascend_kvext.connector.common.scheduler_view import Block, Request
 from vllm_ascend_kvext.connector.segments.no_segments import SchedulerParts
 from vllm_ascend_kvext.connector.segments.private_hashes import PrivateHashes
 from vllm_ascend_kvext.connector.segments.questions import Questions
-from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning
+from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning, WantedSegment
 from vllm_ascend_kvext.connector.segments.segment_stores import SegmentStores
 from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.holes.eligibility import why_no_holes
@@ -92,9 +92,6 @@ class Blending(SegmentStores):
 
     Without ``questions`` nothing is compared, without ``learning`` only clients have segments
     computed. The keys of so many workers are to be compared.
-
-    Attributes:
-        why_no_reuse: Why nothing is reused for good; empty if something may be.
     """
 
     is_on = True
@@ -115,7 +112,6 @@ class Blending(SegmentStores):
         self.options = options
         self.questions = questions
         self._key_checks_missing = num_workers
-        self.why_no_reuse = ""
         self._states: dict[str, _State] = {}
 
     # Admission.
@@ -173,6 +169,8 @@ class Blending(SegmentStores):
         if state is None or not state.known:
             return None
         if not self.keys_are_checked:
+            if not state.is_refused:
+                self._have_keys_checked(request, state.known)
             self._refuse(request_id, BlendRefusal.UNCHECKED_KEYS)
             return None
         exact_tokens = hit.boundary_tokens
@@ -215,6 +213,16 @@ class Blending(SegmentStores):
             tails,
             state.known[-1].segment.end_tokens,
         )
+
+    def _have_keys_checked(self, request: Any, known: Iterable[_KnownSegment]) -> None:
+        """A document is stored, and cannot be reused: what was to be compared has been dropped."""
+        if self.learning is None:
+            return
+        stored = (each for _, prefixes in known for each in prefixes if self.store.find([each], 0))
+        prefix = next(stored, None)
+        if prefix is not None:
+            wanted = WantedSegment(prefix, request.cache_salt, request._block_hasher)
+            self.learning.check_keys(wanted)
 
     def _reusable(
         self, segment: TokenRange, stored_tokens: int, is_exact: bool = False
@@ -295,6 +303,8 @@ class Blending(SegmentStores):
         elif not failure and self._key_checks_missing > 0:
             self._key_checks_missing -= num_workers
             self.keys_are_checked = self._key_checks_missing <= 0 and not self.why_no_reuse
+            if self.keys_are_checked and self.learning is not None:
+                self.learning.note_keys_checked()
 
     # What is told to others.
 

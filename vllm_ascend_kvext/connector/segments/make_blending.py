@@ -60,9 +60,7 @@ def make_blending(
         MIN_REUSED_TOKENS,
         segment_tokens.separator_ids,
     )
-    learning = None
-    if options.learns_segments or has_context:
-        learning = _make_learning(parts, store, options)
+    learning = _make_learning(parts, store, options, has_context)
     logger.info(
         "KvextConnector: blending is on: segments are computed behind %d tokens%s, and reused "
         "without their first %d%s. It is approximate. Ask once whether it suits the "
@@ -92,10 +90,13 @@ def _why_no_blending(parts: SchedulerParts, workers: Sequence[WorkerLayout]) -> 
 
 
 def _make_learning(
-    parts: SchedulerParts, store: SegmentStore, options: ConnectorOptions
+    parts: SchedulerParts, store: SegmentStore, options: ConnectorOptions, has_context: bool
 ) -> SegmentLearning | None:
+    """Also where nothing is learned: the text by which keys are compared is computed by it."""
     view, learns_new = parts.view, options.learns_segments
     if view.num_data_parallel > 1:
+        if not (learns_new or has_context):
+            return None
         logger.log(
             logging.WARNING if learns_new or options.segment_context else logging.INFO,
             "KvextConnector: %s is off: the %d data-parallel engines of a mixture "

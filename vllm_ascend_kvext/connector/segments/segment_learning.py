@@ -8,20 +8,32 @@ The life of one::
     begun      a request of our own computes it, which `SegmentStores` treats like a client's
     ended      it is stored, or counted as dropped: to be tried again, it has to be seen twice again
 
+Nothing is reused before workers have compared keys of equal tokens, which short documents may not
+have. Then a text that has some is computed first: a *check*, of which nothing is kept.
+
 Decides what is computed, and what becomes of it. Knows nothing of the scheduler: its requests are
 made, and taken back, by ``patches.connector.learned_requests``.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from vllm_ascend_kvext.blending.key_check import (
+    FEWEST_PAIRS,
+    find_pairs,
+    has_enough_pairs,
+    text_with_pairs,
+)
 from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, SegmentStore
 from vllm_ascend_kvext.connector.common.counters import BlendCounters
 from vllm_ascend_kvext.store.remembered_keys import RememberedKeys
+
+logger = logging.getLogger("vllm.ascend_kvext.blending")
 
 MAX_SEEN_SEGMENTS = 8192
 """So many are known to have been in one request, alone and where it would have reused them; of
@@ -38,7 +50,8 @@ class WantedSegment(NamedTuple):
     """A segment that is to be computed, with the salt of the requests that had it.
 
     The block hasher is ``vllm.v1.request.Request``'s, the same for all requests of an engine. What
-    ``is_learned``, two requests have had; the rest follows from what a client stored.
+    ``is_learned``, two requests have had; the rest follows from what a client stored. What
+    ``is_check`` is there for its keys to be compared.
     """
 
     prefix: SegmentPrefix
@@ -46,6 +59,7 @@ class WantedSegment(NamedTuple):
     block_hasher: Callable[[Any], list[bytes]] | None
     num_tries: int = 0
     is_learned: bool = False
+    is_check: bool = False
 
 
 @dataclass(slots=True)
@@ -82,6 +96,8 @@ class SegmentLearning:
         self._needed = RememberedKeys[int](MAX_SEEN_SEGMENTS)  # requests that have to have one
         self._queue: deque[WantedSegment] = deque()
         self._behind_contexts: deque[WantedSegment] = deque()  # when nothing else is queued
+        self._check: WantedSegment | None = None  # before all others
+        self._are_keys_checked = False
         self._known: set[bytes] = set()  # keys of those that are queued or begun
         self._begun: dict[str, _Begun] = {}
         self._has_stopped = False
@@ -90,7 +106,7 @@ class SegmentLearning:
     @property
     def has_queue(self) -> bool:
         """Whether segments wait to be computed."""
-        return bool(self._queue or self._behind_contexts)
+        return bool(self._check or self._queue or self._behind_contexts)
 
     @property
     def request_ids(self) -> list[str]:
@@ -132,7 +148,14 @@ class SegmentLearning:
         The next one waits until one of so many tokens ``has_room`` to be stored beside what is
         being stored: its request would be taken back.
         """
+        if any(begun.wanted.is_check for begun in self._begun.values()):
+            return None  # What is computed meanwhile might not be reused.
         while not self.is_held and len(self._begun) < MAX_BEGUN_SEGMENTS:
+            if self._check is not None:
+                if not has_room(self._check.prefix.num_segment_tokens):
+                    return None
+                check, self._check = self._check, None
+                return check
             queue = self._queue or self._behind_contexts
             if not queue:
                 return None
@@ -177,7 +200,7 @@ class SegmentLearning:
             return
         begun.is_storing = False
         begun.is_stored = not has_failed
-        self._counters.learned_segments += begun.is_stored
+        self._counters.learned_segments += begun.is_stored and not begun.wanted.is_check
         if begun.is_stored:
             self._note_again(begun.wanted)
         self._settle(request_id, begun)
@@ -193,6 +216,10 @@ class SegmentLearning:
         """What was seen, and is queued, is not worth anything any more."""
         self._seen.clear()
         self._needed.clear()
+        self._check = None
+        self._drop_queued()
+
+    def _drop_queued(self) -> None:
         for queue in (self._queue, self._behind_contexts):
             self._known.difference_update(_key_of(wanted.prefix) for wanted in queue)
             self._counters.learning_drops += len(queue)
@@ -213,8 +240,40 @@ class SegmentLearning:
         elif self._store.is_missing(prefix):
             key = _key_of(prefix)
             if key not in self._known:
+                if not (self._are_keys_checked or has_enough_pairs(prefix.token_ids)):
+                    self.check_keys(wanted)
                 self._known.add(key)
                 queue.append(wanted)
+
+    def check_keys(self, document: WantedSegment) -> None:
+        """Have keys compared by a text of its own, before anything else is computed.
+
+        A document has too few equal tokens, and no other one has been compared. It asks the model,
+        and not the document: so any document's tokens do.
+        """
+        is_begun = any(begun.wanted.is_check for begun in self._begun.values())
+        if self._has_stopped or self._are_keys_checked or self._check or is_begun:
+            return
+        sink = self._store.contexts.without_context(document.cache_salt)
+        max_tokens = self._max_model_len - 1 - len(sink.token_ids)
+        token_ids = document.prefix.token_ids
+        text = text_with_pairs(token_ids, max_tokens)
+        if not has_enough_pairs(text):
+            return
+        logger.info(
+            "KvextConnector: segments are not reused yet: keys of equal tokens have to be compared "
+            "once, and a document of %d tokens has %d pairs of equal tokens, %d are needed. The "
+            "engine computes a text of %d tokens of its own for that.",
+            *(len(token_ids), len(find_pairs(token_ids)), FEWEST_PAIRS, len(text)),
+        )
+        self._check = document._replace(
+            prefix=self._store.prefix(text, sink), num_tries=0, is_learned=False, is_check=True
+        )
+
+    def note_keys_checked(self) -> None:
+        """Workers have compared keys, and found nothing: what is stored may be reused."""
+        self._are_keys_checked = True
+        self._check = None
 
     def _note_again(self, wanted: WantedSegment) -> None:
         """One that is lost again and again, or has no room, is not worth it."""
@@ -230,11 +289,29 @@ class SegmentLearning:
         self._known.discard(_key_of(wanted.prefix))
         if begun.is_stored:
             return
+        if wanted.is_check:
+            self._try_again(wanted)
+            return
         # What is stored without a context may not be seen twice again.
         if wanted.prefix.has_context and wanted.num_tries < MAX_TRIES:
             self.enqueue(wanted._replace(num_tries=wanted.num_tries + 1), MAX_QUEUED_DOCUMENTS)
         else:
             self._counters.learning_drops += 1
+
+    def _try_again(self, check: WantedSegment) -> None:
+        """Keys have not been compared. What cannot be reused is not learned."""
+        if self._has_stopped or self._are_keys_checked:
+            return
+        if check.num_tries < MAX_TRIES:
+            self._check = check._replace(num_tries=check.num_tries + 1)
+            return
+        logger.warning(
+            "KvextConnector: segments are not reused yet: the text of %d tokens by which keys are "
+            "compared was not stored: clients' requests waited for it, the pool or host memory is "
+            "too small, or a store has failed. %d segments have to be seen twice again.",
+            *(check.prefix.num_segment_tokens, len(self._queue) + len(self._behind_contexts)),
+        )
+        self._drop_queued()
 
 
 def _key_of(prefix: SegmentPrefix) -> bytes:

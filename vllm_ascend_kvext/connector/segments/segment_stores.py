@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from vllm_ascend_kvext.blending.key_check import FEWEST_PAIRS, find_pairs
 from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, SegmentStore
 from vllm_ascend_kvext.blending.segments import is_to_be_stored
 from vllm_ascend_kvext.connector.common.block_references import MAX_REFERENCED_SHARE
@@ -68,9 +69,12 @@ class SegmentStores(NoSegments):
 
     Attributes:
         keys_are_checked: Whether this model's keys are known to turn with their positions alone.
+        why_no_reuse: Why nothing is reused for good; empty if something may be.
     """
 
     keys_are_checked = False
+    why_no_reuse = ""
+    _has_said_why = False
 
     def __init__(
         self,
@@ -218,16 +222,34 @@ class SegmentStores(NoSegments):
     ) -> None:
         """All workers have ended a store."""
         self._expect_nothing(wanted)
+        segment = wanted.segment
+        is_check = segment is not None and segment.is_check
         for entry in entries:
-            if has_failed:
-                self._tier.fail_store(entry)
+            if has_failed or is_check:
+                self._tier.fail_store(entry, is_own=has_failed)
             elif self.store.finish_store(wanted.prefix, entry):
                 self._put(entry)
-        if not has_failed and wanted.segment is not None:
-            self._note_document(wanted.segment)
-        self._counters.stored_segments += not has_failed
+        if not has_failed and segment is not None:
+            self._note_document(segment)
+            if not (is_check or self.keys_are_checked or self.why_no_reuse):
+                self._note_unchecked(segment)
+        self._counters.stored_segments += not (has_failed or is_check)
         if self.learning is not None:
             self.learning.end_store(request_id, has_failed)
+
+    def _note_unchecked(self, wanted: WantedSegment) -> None:
+        """A document is stored, and had too few equal tokens for its keys to be compared."""
+        if self.learning is not None:
+            self.learning.check_keys(wanted)
+        elif not self._has_said_why:
+            self._has_said_why = True
+            logger.warning(
+                "KvextConnector: segments are not reused yet: keys of equal tokens have to be "
+                "compared once, and a document of %d tokens has %d pairs of equal tokens, %d are "
+                "needed. Store any text in which more tokens occur twice.",
+                wanted.prefix.num_segment_tokens,
+                *(len(find_pairs(wanted.prefix.token_ids)), FEWEST_PAIRS),
+            )
 
     def _note_document(self, wanted: WantedSegment) -> None:
         """A document is stored; if its salt has contexts, a client's is stored behind them, too.
@@ -236,7 +258,7 @@ class SegmentStores(NoSegments):
         follows behind each context that two requests have wanted it behind.
         """
         prefix, cache_salt, *_ = wanted
-        if self.learning is None or prefix.has_context:
+        if self.learning is None or prefix.has_context or wanted.is_check:
             return
         for document in self.store.contexts.add(prefix.token_ids, cache_salt, wanted):
             if document.is_learned:
