@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/model_executor/model_loader/base_loader.py``: a worker's connector gets to know the model.
+"""Loaders of ``vllm/model_executor/model_loader/``: a worker gets to know its model and weights.
 
 How keys turn with their positions is read from the model's own modules. The loader shows each model
 that it has built to a function that may log it. ``load_model`` itself cannot be told from a wrapper
 of somebody else where OpenTelemetry is installed: upstream then wraps it.
+
+A loader of files asks a method of its own which ones to read, before it reads them. A shared tier
+knows KV by the weights' content.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.connector.worker import loaded_models
@@ -26,6 +30,46 @@ def remember_model(
     loaded_models.remember(model)
 
 
+def note_chosen_files(
+    wrapped: Callable[..., Any], instance: object, *args: Any, **kwargs: Any
+) -> Any:
+    """Note the files that a loader has chosen: its result, or the second part of it."""
+    chosen = wrapped(*args, **kwargs)
+    _note_files(chosen[1] if isinstance(chosen, tuple) else chosen)
+    return chosen
+
+
+def note_given_files(
+    wrapped: Callable[..., Any], instance: object, paths: list[str], *args: Any, **kwargs: Any
+) -> Any:
+    """Note the files that a loader is given, and reads when what it returns is iterated over."""
+    _note_files(paths)
+    return wrapped(paths, *args, **kwargs)
+
+
+def _note_files(paths: list[str]) -> None:
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    if config is None or config.kv_transfer_config is not None:  # Else no connector will ask.
+        loaded_models.note_files(paths)
+
+
+_LOADERS = "vllm.model_executor.model_loader"
+_FILES = Patch(
+    id="KVX-412",
+    target=f"{_LOADERS}.default_loader:DefaultModelLoader._prepare_weights",
+    feature="connector",
+    wrapper=note_chosen_files,
+    why="KV in a shared tier is known by the content of the weights. Files may be replaced once "
+    "they are loaded, and nobody but the loader knows which ones it reads, nor when.",
+    retire_when="upstream tells connectors what the weights in memory are",
+    relies_on=(
+        f"{_LOADERS}.default_loader:DefaultModelLoader._get_weights_iterator",
+        f"{_LOADERS}.default_loader:DefaultModelLoader.get_all_weights",
+    ),
+)
+
 PATCHES = (
     Patch(
         id="KVX-405",
@@ -36,5 +80,21 @@ PATCHES = (
         why="A connector is handed the KV caches, but not the model, whose rotary modules say how "
         "keys turn when a segment is placed elsewhere.",
         retire_when="upstream hands connectors the model",
+    ),
+    _FILES,
+    replace(
+        _FILES,
+        id="KVX-413",
+        target=f"{_LOADERS}.runai_streamer_loader:RunaiModelStreamerLoader._prepare_weights",
+        relies_on=(
+            f"{_LOADERS}.runai_streamer_loader:RunaiModelStreamerLoader._get_weights_iterator",
+        ),
+    ),
+    replace(
+        _FILES,
+        id="KVX-414",
+        target=f"{_LOADERS}.sharded_state_loader:ShardedStateLoader.iterate_over_files",
+        relies_on=(f"{_LOADERS}.sharded_state_loader:ShardedStateLoader.load_weights",),
+        wrapper=note_given_files,
     ),
 )

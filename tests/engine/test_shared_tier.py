@@ -6,6 +6,7 @@ Every byte that attention would read is compared, so that a wrong object shows w
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -41,6 +42,7 @@ from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.shared_tier import files
 from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Answer, SharedObject
 from vllm_ascend_kvext.shared_tier.files import FilesTier
+from vllm_ascend_kvext.shared_tier.names import differences
 from vllm_ascend_kvext.store.entries import Kind
 
 pytestmark = pytest.mark.usefixtures("offloading_in_effect", "weights")
@@ -340,6 +342,43 @@ def test_what_was_put_or_got_is_not_put_again(
         assert hit_tokens(engine, plan_of("a", other)) == floor(engine, len(other) - 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("load_config.load_format", "pt", "loading"),
+        ("load_config.model_loader_extra_config", {"pattern": "x"}, "loading"),
+        ("model_config.quantization", "x", "how a model computes"),
+        ("model_config.model_impl", "transformers", "how a model computes"),
+        ("model_config.code_revision", "x", "how a model computes"),
+        ("model_config.max_model_len", 512, "max_model_len"),
+        ("load_config.use_tqdm_on_load", False, ""),
+        ("load_config.download_dir", "elsewhere", ""),
+        ("model_config.revision", "another name of these files", ""),
+    ],
+)
+def test_an_engine_is_known_by_what_decides_its_kv(
+    name: str, value: object, said: str, tmp_path: Path
+) -> None:
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        config = copy.deepcopy(engine.scheduler.vllm_config)
+        layout = engine.side.shared._parts.layout
+        workers = [worker.handshake().worker for worker in engine.workers]
+        before = identity_of(config, layout, workers)
+        part, _, attribute = name.partition(".")
+        setattr(getattr(config, part), attribute, value)
+        found = differences(before, identity_of(config, layout, workers))
+    assert [each.partition(" (")[0] for each in found] == [said] * bool(said)
+
+
+def test_weights_that_a_worker_cannot_know_are_refused(tmp_path: Path) -> None:
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path), num_workers=2) as engine:
+        first, second = (worker.handshake().worker for worker in engine.workers)
+        workers = [first, replace(second, weights_refusal="Why.")]
+        layout = engine.side.shared._parts.layout
+        with pytest.raises(SettingsError, match=r"Why\. \(rank 1 of 2, load_format=auto\)"):
+            identity_of(engine.scheduler.vllm_config, layout, workers)
+
+
 @pytest.mark.vllm("<0.30")
 def test_random_seeds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED")
@@ -351,15 +390,23 @@ def test_random_seeds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("load_format", "has_own_scales"), [("dummy", False), ("auto", True)], ids=str
+    ("load_format", "has_own_scales", "said"),
+    [
+        ("dummy", False, "load_format=dummy, calculate_kv_scales=False"),
+        ("auto", True, "load_format=auto, calculate_kv_scales=True"),
+        ("npcache", False, "load_format=npcache, which reads copies"),
+    ],
+    ids=str,
 )
-def test_what_an_engine_makes_up_is_refused(load_format: str, has_own_scales: bool) -> None:
+def test_what_no_file_of_weights_tells_is_refused(
+    load_format: str, has_own_scales: bool, said: str
+) -> None:
     config = SimpleNamespace(
         model_config=None,
         cache_config=SimpleNamespace(calculate_kv_scales=has_own_scales),
         load_config=SimpleNamespace(load_format=load_format),
     )
-    with pytest.raises(SettingsError, match=f"{load_format}, calculate_kv_scales={has_own_scales}"):
+    with pytest.raises(SettingsError, match=said):
         identity_of(config, None, ())
 
 

@@ -13,11 +13,13 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
+import torch
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -34,7 +36,7 @@ from support.scheduler.options import EngineOptions
 from vllm_ascend_kvext.connector import kvext_connector
 from vllm_ascend_kvext.connector.kvext_connector import KvextConnector
 from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
-from vllm_ascend_kvext.connector.worker import worker_side
+from vllm_ascend_kvext.connector.worker import loaded_models, worker_side
 from vllm_ascend_kvext.connector.worker.worker_side import WorkerSide
 from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.patches.connector.core import drain_before_reset
@@ -71,9 +73,14 @@ class SimulatedWorker:
             mock.patch.object(worker_side, "WorkerSegments", segments),
         ):
             self._connector.register_kv_caches(pages.kv_caches)
+        # Nothing computes with it; its weights are those of the model's folder.
+        self._model = torch.nn.Identity()
+        loaded_models.remember(self._model)
+        loaded_models.note_files(Path(vllm_config.model_config.model).glob("*.safetensors"))
 
     def handshake(self) -> Any:
-        return _sent(self._connector.get_handshake_metadata())
+        with mock.patch.object(self.side, "_layers", lambda: [self._model]):
+            return _sent(self._connector.get_handshake_metadata())
 
     def begin(self, scheduler_output: Any) -> None:
         """Before the forward."""

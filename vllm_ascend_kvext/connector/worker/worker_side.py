@@ -34,10 +34,11 @@ from vllm_ascend_kvext.connector.common.options import ConnectorOptions, Selecto
 from vllm_ascend_kvext.connector.worker.cpu_backend import CpuBackend
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.connector.worker.job_runner import Job, JobRunner, Move, Moved
+from vllm_ascend_kvext.connector.worker.loaded_models import LoadedWeights
 from vllm_ascend_kvext.connector.worker.question_probe import QuestionProbe
 from vllm_ascend_kvext.connector.worker.transfer_thread import TransferThread
 from vllm_ascend_kvext.connector.worker.worker_segments import WorkerSegments
-from vllm_ascend_kvext.errors import ConnectorError, KvextError, LayoutError
+from vllm_ascend_kvext.errors import ConnectorError, KvextError, LayoutError, SettingsError
 from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.layout.model import KVLayout
 from vllm_ascend_kvext.layout.views import storage_tensors
@@ -105,6 +106,7 @@ class WorkerSide:
         self._runner: JobRunner | None = None
         self._stores_after_forward: tuple[StoreJob, ...] = ()
         self._shared: SharedTransfers | None = None
+        self._weights: LoadedWeights | None = None
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Take note of the tensors that hold the pages, and allocate host memory for them.
@@ -199,14 +201,28 @@ class WorkerSide:
         if self._runner is None or self._host is None:
             raise _nothing_registered()
         mover = self._runner.segments
-        return WorkerLayout(
+        described = WorkerLayout(
             self._runner.layout,
             self._host.num_bytes,
             None if mover is None else mover.layout,
             self._segment_refusal,
             self._probe_refusal,
-            "" if self._shared is None else _device_name(self._runner.pools.tensors[0].device),
         )
+        if self._shared is None:
+            return described
+        device = _device_name(self._runner.pools.tensors[0].device)
+        try:
+            self._weights = LoadedWeights(self._layers())
+            return replace(described, device=device, weights=self._weights.digests())
+        except SettingsError as error:  # The scheduler side refuses the tier, once for all workers.
+            return replace(described, device=device, weights_refusal=str(error))
+
+    def _layers(self) -> list[Any]:
+        """Modules of the layers that have KV."""
+        layers = self._vllm_config.compilation_config.static_forward_context
+        groups = self._kv_cache_config.kv_cache_groups
+        names = [name for group in groups for name in group.layer_names]
+        return [layers[name] for name in names if name in layers]
 
     def run_before_step(self, jobs: ConnectorMetadata) -> None:
         """Carry out ``stores_before``; they have ended when this returns, well or not.
@@ -271,6 +287,8 @@ class WorkerSide:
             results.scores = self._probe.end_step()
         if self._shared is not None:
             results.add(self._shared.take_output())
+        if self._weights is not None:
+            results.has_new_weights = self._weights.take_is_read_again()
         return EndedJobs(frozenset(loads), frozenset(failed_pages), results)
 
     def end_transfers(self) -> None:

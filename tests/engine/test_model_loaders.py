@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's loaders are about to read is noted, whichever of several sets of weights it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader import get_model_loader, runai_streamer_loader
+
+from vllm_ascend_kvext.connector.worker import loaded_models
+from vllm_ascend_kvext.connector.worker.loaded_models import LoadedWeights
+from vllm_ascend_kvext.connector.worker.weight_files import FilesOfWeights
+
+pytestmark = pytest.mark.usefixtures("offloading_in_effect")
+
+SHARDED = "model-rank-0-part-0.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a model with several sets of weights. Where there are consolidated ones, auto has them."""
+    for number, name in enumerate(("model.safetensors", "consolidated.safetensors", SHARDED)):
+        save_file({"w": torch.full((4,), float(number))}, tmp_path / name)
+    torch.save({"w": torch.full((4,), 9.0)}, tmp_path / "model.pt")
+    return tmp_path
+
+
+@pytest.fixture
+def model() -> Iterator[torch.nn.Module]:
+    loaded_models.forget_all()
+    model = torch.nn.Identity()
+    loaded_models.remember(model)
+    yield model
+    loaded_models.forget_all()
+
+
+def of_default(loader: Any, folder: Path) -> None:
+    loader._prepare_weights(str(folder), None, None, True, None)
+
+
+def of_runai(loader: Any, folder: Path) -> None:
+    loader._prepare_weights(str(folder), None)
+
+
+def of_sharded(loader: Any, folder: Path) -> None:
+    list(loader.iterate_over_files([str(folder / SHARDED)]))
+
+
+ALL = ("model.safetensors", "consolidated.safetensors", SHARDED)
+
+
+@pytest.mark.parametrize(
+    ("load_format", "choose", "names"),
+    [
+        ("auto", of_default, ("consolidated.safetensors",)),
+        ("safetensors", of_default, ALL),
+        ("pt", of_default, ("model.pt",)),
+        ("runai_streamer", of_runai, ALL),
+        ("sharded_state", of_sharded, (SHARDED,)),
+    ],
+)
+def test_a_loader_of_files_says_what_it_reads(
+    load_format: str,
+    choose: Callable[[Any, Path], None],
+    names: tuple[str, ...],
+    folder: Path,
+    model: torch.nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The package that lists them is of servers of objects.
+    monkeypatch.setattr(
+        runai_streamer_loader, "list_safetensors", lambda path: [*Path(path).glob("*.safetensors")]
+    )
+    choose(get_model_loader(LoadConfig(load_format=load_format)), folder)
+    expected = FilesOfWeights([folder / name for name in names]).digest()
+    assert LoadedWeights([model]).digests() == (expected,)
+    others = [name for name in (*ALL, "model.pt") if name not in names]
+    assert all(FilesOfWeights([folder / name]).digest() != expected for name in others)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines whose files of weights are replaced while they start, or while they run.
+
+``replaced_by`` of a plan is the file whose bytes those of the model become, and ``replaced`` says
+when. An engine of a plan without it is as others are.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from support.scenarios import connector, scenario
+
+shared = connector.shared
+
+
+class Engine(connector.Engine):
+    """Its files are replaced when its workers have loaded them, and nothing else has begun."""
+
+    def __init__(self, plan: Mapping[str, Any]) -> None:
+        from vllm.v1.engine.core import EngineCore
+
+        initialize = EngineCore._initialize_kv_caches
+
+        def replace_and_initialize(core: Any, *args: Any, **more: Any) -> Any:
+            _replace(plan)
+            return initialize(core, *args, **more)
+
+        if plan["replaced"] == "while it starts":
+            EngineCore._initialize_kv_caches = replace_and_initialize
+        try:
+            super().__init__(dict(plan))
+        finally:
+            EngineCore._initialize_kv_caches = initialize
+
+
+@scenario
+def reloaded(engine: Engine) -> None:
+    """New weights in the old folder, loaded by an engine that runs, and no reset of anything."""
+    _replace(engine.plan)
+    engine.llm.collective_rpc("reload_weights")
+    shared(engine)
+
+
+def _replace(plan: Mapping[str, Any]) -> None:
+    """Replace the weights by others of the same size, with the same times."""
+    path, new = Path(plan["model"], "model.safetensors"), Path(plan["replaced_by"])
+    before = path.stat()
+    shutil.copyfile(new, path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size

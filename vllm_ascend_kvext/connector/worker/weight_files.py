@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights by their content: the files that a loader reads, as they are before it reads them.
+
+`FilesOfWeights` is made when a loader has said which files it is about to read. The digest is taken
+when they have been loaded. It is refused if one of them is not the same file any more: nobody knows
+then which bytes are in memory. Before they are loaded, files are not in memory: little of them is
+read then.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from typing import BinaryIO, NamedTuple
+
+from vllm_ascend_kvext.errors import SettingsError
+
+_BESIDE = ("*quant*.json", "*processor_config.json")
+"""What decides, beside weights, what they mean, and how media become inputs."""
+
+_SAMPLE_BYTES, _SAMPLES_OF_STAMP = 256, 16
+_SAMPLES_OF_TENSOR, _SAMPLES_OF_FILE = 8, 4096
+_READ_BYTES = 1 << 20
+
+
+class _Stamp(NamedTuple):
+    """What a file is known by before it is loaded.
+
+    Owner and mode may change. A file that another one was copied over, size and times included, has
+    another sample.
+    """
+
+    real_path: str
+    num_bytes: int
+    modified_ns: int
+    sample: str
+
+    def __str__(self) -> str:
+        modified = time.strftime("%F %T", time.localtime(self.modified_ns / 1e9))
+        return (
+            f"{self.real_path}, {self.num_bytes} bytes, modified {modified}, "
+            f"content {self.sample[:8]}"
+        )
+
+
+class FilesOfWeights:
+    """Files that weights are going to be loaded from, and what lies beside them.
+
+    Args:
+        paths: As the loader names them. What is no file of this machine cannot be known.
+    """
+
+    def __init__(self, paths: Iterable[str | os.PathLike[str]]) -> None:
+        weights = sorted(os.fspath(path) for path in paths)
+        self._folders = sorted({os.path.dirname(path) for path in weights})
+        beside = {
+            path
+            for folder in map(glob.escape, self._folders)
+            for pattern in _BESIDE
+            for path in glob.glob(os.path.join(folder, pattern))
+        }
+        self._stamps = {path: _stamp(path) for path in (*weights, *sorted(beside))}
+
+    def digest(self) -> str:
+        """The same for the same weights, wherever they lie; for others it is another.
+
+        Of each file it hashes name and size; of one of safetensors the header, whole embeddings, of
+        which few rows may have been trained, and 256 bytes at 8 places of every other tensor:
+        80,000 reads of a block where there are 10,000 tensors. Weights that are trained differ
+        there. Of another file 256 bytes at 4,096 places, and the last 1 MiB, where a file of
+        ``torch.save`` has the checksums of its tensors.
+
+        Raises:
+            SettingsError: If there are no files, they cannot be read, or are not what they were.
+        """
+        self._require_same()
+        digest, path = hashlib.sha256(), ""
+        try:
+            root = os.path.commonpath(self._folders)
+            for path in self._stamps:
+                with open(path, "rb") as file:
+                    size = os.fstat(file.fileno()).st_size
+                    digest.update(f"{os.path.relpath(path, root)} {size}\n".encode())
+                    for first, num_bytes in _samples(path, size, file):
+                        file.seek(first)
+                        digest.update(file.read(num_bytes))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self._require_same()
+            raise _unreadable(f"{path}: {type(error).__name__}: {error}") from error
+        self._require_same()
+        return digest.hexdigest()
+
+    def _require_same(self) -> None:
+        """Refuse files that have been replaced, or written to."""
+        if not self._stamps:
+            raise _unreadable("none")
+        for path, before in self._stamps.items():
+            if isinstance(before, str):
+                raise _unreadable(before)
+            found = _stamp(path)
+            if found != before:
+                raise SettingsError(
+                    "shared_tier: expected files of weights that nobody changes while an engine "
+                    f"loads them ({before}), found {path} changed since ({found}): KV of the "
+                    "weights in memory would get the name of others. Put new weights into another "
+                    "folder, or wait until no engine loads the old ones, and start the engine "
+                    "again; or leave shared_tier out."
+                )
+
+
+def _stamp(path: str) -> _Stamp | str:
+    """What a file is known by; or why it is not."""
+    try:
+        with open(path, "rb") as file:
+            found, digest = os.fstat(file.fileno()), hashlib.sha256()
+            step = max(_SAMPLE_BYTES, (found.st_size - _SAMPLE_BYTES) // (_SAMPLES_OF_STAMP - 1))
+            for first in range(0, found.st_size, step):
+                file.seek(first)
+                digest.update(file.read(_SAMPLE_BYTES))
+    except OSError as error:
+        return f"{path}: {type(error).__name__}: {error}"
+    real_path = os.path.realpath(path)
+    return _Stamp(real_path, found.st_size, found.st_mtime_ns, digest.hexdigest())
+
+
+def _unreadable(found: str) -> SettingsError:
+    return SettingsError(
+        "shared_tier: expected files of weights on this machine, by whose content KV of this model "
+        f"is known, found {found}. Serve the model from a folder with its weights, or leave "
+        "shared_tier out."
+    )
+
+
+def _samples(path: str, size: int, file: BinaryIO) -> Iterator[tuple[int, int]]:
+    """Where the bytes are that a file is known by; and how many."""
+    if not path.endswith(".safetensors"):
+        step = max(_SAMPLE_BYTES, size // _SAMPLES_OF_FILE)
+        yield from ((first, _SAMPLE_BYTES) for first in range(0, size, step))
+        yield max(0, size - _READ_BYTES), _READ_BYTES
+        return
+    begin = 8 + int.from_bytes(file.read(8), "little")
+    if begin > size:
+        raise ValueError("it has no header of safetensors")
+    tensors = json.loads(file.read(begin - 8))
+    yield 0, begin
+    for name, tensor in tensors.items():
+        if name != "__metadata__":
+            first, end = (begin + each for each in tensor["data_offsets"])
+            num_bytes = _READ_BYTES if "embed" in name else _SAMPLE_BYTES
+            step = num_bytes if "embed" in name else (end - first) // _SAMPLES_OF_TENSOR
+            places = range(first, end, max(num_bytes, step))
+            yield from ((each, min(num_bytes, end - each)) for each in places)
