@@ -209,7 +209,7 @@ def test_what_stands_behind_a_lost_object_is_got(
     prompt = prompt_of(FULL, 1, 12)
     chunk = 2 * FULL.unit_tokens
     store_in(tmp_path, FULL, prompt)
-    (lost,) = tmp_path.glob(f"kvext2/*/*/objects/*/R{2 * chunk}-{3 * chunk}-*")
+    (lost,) = tmp_path.glob(f"kvext3/*/*/objects/*/R{2 * chunk}-{3 * chunk}-*")
     lost.unlink()
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         assert hit_tokens(engine, plan_of("a", prompt)) == floor(engine, len(prompt) - 1) - chunk
@@ -596,7 +596,7 @@ def test_names_that_somebody_has_made_up_are_not_got(
     see_log(caplog, monkeypatch)
     prompt = prompt_of(FULL, 1)
     store_in(tmp_path, FULL, prompt)
-    for link in tmp_path.glob("kvext2/*/r0/notes/*/*"):
+    for link in tmp_path.glob("kvext3/*/r0/notes/*/*"):
         target = Path(os.readlink(link))
         crooked = target.with_name(f"R3-7-{target.name.rpartition('-')[2]}")
         (link.parent / target).with_name(crooked.name).write_bytes(b"")
@@ -855,7 +855,7 @@ def test_random_requests(
             counts = run_offloading(workload).counts
             soaked["requests"] += counts["requests"]
             soaked["hit requests"] += counts["hit requests"]
-        taken = sum(taken for _, taken, _ in files.files_below(str(folder / "kvext2")))
+        taken = sum(taken for _, taken, _ in files.files_below(str(folder / "kvext3")))
         assert taken <= CAPACITY_BYTES
     soaked.update(faults.counts)
 

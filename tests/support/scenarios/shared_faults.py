@@ -170,7 +170,7 @@ def stuck(engine: Engine) -> None:
         time.sleep(1000)
         return exist(tier, names)
 
-    assert objects_of(folder / "kvext2")
+    assert objects_of(folder / "kvext3")
     if engine.plan["call"] == "get":
         FilesTier._read = read_and_hang  # type: ignore[method-assign]
     else:
@@ -272,7 +272,7 @@ def faults(engine: Engine) -> None:
     from vllm_ascend_kvext.connector.scheduler import shared_side
 
     patience_s = {name: getattr(shared_side, name) for name in PATIENCE_S}
-    root = Path(engine.plan["folder"]) / "kvext2"
+    root = Path(engine.plan["folder"]) / "kvext3"
     kept = root.with_name("kept")
     shutil.copytree(root, kept, symlinks=True)
     stream, shared = _Stream(engine), engine.side.shared

@@ -84,8 +84,8 @@ def test_ranks_with_the_same_kv_put_it_once(make: Callable[..., Worker], tmp_pat
     for worker in workers:
         worker.run(puts=whats)
         assert 0 < worker.results.traffic["put"].transfers < len(whats)
-    assert len(list(tmp_path.glob("kvext2/*/r0/objects/*/*"))) == len(whats)
-    assert not list(tmp_path.glob("kvext2/*/r1"))
+    assert len(list(tmp_path.glob("kvext3/*/r0/objects/*/*"))) == len(whats)
+    assert not list(tmp_path.glob("kvext3/*/r1"))
     assert sum(worker.results.traffic["put"].num_bytes for worker in workers) == 16 * 4096
     for worker in workers:
         worker.run(gets=[each._replace(number=100 + each.number) for each in whats])

@@ -143,7 +143,7 @@ def any_backend(
         yield Backend(f"file://{folder}", overwrite_file, "r{rank}/{name}")
         return
     servers = Servers(folder)
-    backend = Backend(servers.url, overwrite_in_mooncake, "kvext2/r{rank}/{name}")
+    backend = Backend(servers.url, overwrite_in_mooncake, "kvext3/r{rank}/{name}")
     try:
         yield backend
         backend.end()

@@ -201,7 +201,7 @@ def test_identities_are_not_evicted(rank: Rank) -> None:
 def test_an_identity_that_is_damaged_is_not_shown(rank: Rank) -> None:
     identity = {"dtype": "bf16"}
     rank.tier.introduce(namespace_of(identity), identity)
-    (key,) = rank.tier._there([f"kvext2/engine-{number}" for number in range(1024)])
+    (key,) = rank.tier._there([f"kvext3/engine-{number}" for number in range(1024)])
     rank.raw.upsert(key, b"something else")
     assert rank.tier.engines() == {}
 

@@ -19,7 +19,7 @@ from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart
 from vllm_ascend_kvext.token_range import TokenRange
 
 if TYPE_CHECKING:
-    from vllm_ascend_kvext.shared_tier.backend import SharedObject
+    from vllm_ascend_kvext.shared_tier.backend import SharedObject, UsedObjects
 
 Direction = Literal["store", "load", "get", "put"]
 """Pages to host memory and back; and from the shared tier to host memory, and back."""
@@ -143,6 +143,7 @@ class ConnectorMetadata:
         probes: Rows that the step computes, and whose scores are wanted.
         gets: Objects of the shared tier, which every worker brings into host memory.
         puts: Those which every worker puts there. Numbers are those of stores.
+        touches: Objects there that were used. Numbers are those of stores.
     """
 
     stores_before: tuple[StoreJob, ...] = ()
@@ -153,6 +154,7 @@ class ConnectorMetadata:
     probes: tuple[ProbeJob, ...] = ()
     gets: tuple[SharedObject, ...] = ()
     puts: tuple[SharedObject, ...] = ()
+    touches: tuple[UsedObjects, ...] = ()
 
 
 @dataclass(slots=True)
@@ -174,7 +176,8 @@ class WorkerOutput:
     """What workers report after a step.
 
     Attributes:
-        stores_ended: By number: on how many workers a store, get or put has ended, well or not.
+        stores_ended: By number: on how many workers a store, get, put or touch has ended, well or
+            not.
         failed_stores: Numbers of those of them that failed on some worker.
         failed_loads: Requests whose load failed on some worker. All loads that have ended are
             reported to vLLM.
@@ -188,6 +191,7 @@ class WorkerOutput:
             other, summed over workers. None if some worker has none.
         got_bytes: What has come from the shared tier, summed over workers.
         shared_failures: Gets and puts that failed on some worker, by kind.
+        absent_objects: By number of a touch: which of its objects some worker has not found.
     """
 
     stores_ended: dict[int, int] = field(default_factory=dict)
@@ -201,6 +205,7 @@ class WorkerOutput:
     scores: dict[str, Scores | None] = field(default_factory=dict)
     got_bytes: int = 0
     shared_failures: Counter[str] = field(default_factory=Counter)
+    absent_objects: dict[int, set[int]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """Whether there is anything to report."""
@@ -232,3 +237,5 @@ class WorkerOutput:
             self.scores[row_id] = None if own is None or scores is None else own + scores
         self.got_bytes += other.got_bytes
         self.shared_failures += other.shared_failures
+        for number, absent in other.absent_objects.items():
+            self.absent_objects.setdefault(number, set()).update(absent)
