@@ -214,10 +214,13 @@ class TierThread:
             began_s = min(self._began_s.values(), default=math.inf)
         return max(0.0, time.monotonic() - began_s)
 
-    def leave_behind(self) -> int:
-        """Leave threads behind whose call hangs; returns how many.
+    def leave_behind(self, before: Callable[[int], object] = lambda _: None) -> None:
+        """Leave threads behind whose call hangs.
 
         There are only so many. If all of these hang, further calls wait until one ends.
+
+        Args:
+            before: Told of their number before others go on.
         """
         before_s = time.monotonic() - MAX_HANG_S
         with self._changed:
@@ -226,9 +229,10 @@ class TierThread:
             self._left_behind.update(hanging)
             for thread in hanging:
                 del self._began_s[thread]
+        if hanging:
+            before(len(hanging))
         for _ in hanging:
             self._start()
-        return len(hanging)
 
     def is_left_behind(self) -> bool:
         """Whether the thread that asks was left behind."""

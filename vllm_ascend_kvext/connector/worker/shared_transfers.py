@@ -81,20 +81,19 @@ class SharedTransfers:
         thread.submit(call)
 
     def _leave_hanging_behind(self) -> None:
-        if not self._num_left:
-            return
-        for direction, num_threads in (("get", self._tier.num_get_threads), ("put", 1)):
-            num_hanging = self._threads[direction].leave_behind()
-            if not num_hanging:
-                continue
-            if num_hanging >= num_threads:  # All of them: what was queued has stood for as long.
-                self._stale_before_s[direction] = time.monotonic()
-            logger.warning(
-                "Shared tier: %d %s(s) have taken more than %.0f s. What is lacking is computed; "
-                "other threads go on, and host memory that a get may write to is not used until "
-                "it ends.",
-                *(num_hanging, direction, MAX_HANG_S),
-            )
+        if self._num_left:
+            for direction, thread in self._threads.items():
+                thread.leave_behind(partial(self._note_hanging, direction))
+
+    def _note_hanging(self, direction: Direction, num_threads: int) -> None:
+        if direction == "put" or num_threads >= self._tier.num_get_threads:
+            # All of them: what was queued has stood there for as long.
+            self._stale_before_s[direction] = time.monotonic()
+        logger.warning(
+            "Shared tier: %d %s(s) have taken more than %.0f s, and others go on without them. Host "
+            "memory that a get may still write to is not used before it ends.",
+            *(num_threads, direction, MAX_HANG_S),
+        )
 
     def take_output(self) -> WorkerOutput:
         """What has ended, and come, since the last call."""
