@@ -282,19 +282,23 @@ class SharedSide:
         before_s = self._clock() - MAX_HANG_S
         if self._last_bytes_s > before_s:
             return
-        for entry, (began_s, name) in [*self._gets.items()]:
-            if entry not in self._awaited and began_s < before_s:
-                del self._gets[entry]
-                self._abandoned[entry] = name
-                self._tier.abandon_store(entry)
-                self._counters.shared_failures["get_hung"] += 1
-        if self._abandoned:
+        hanging = {
+            entry: name
+            for entry, (began_s, name) in self._gets.items()
+            if entry not in self._awaited and began_s < before_s
+        }
+        for entry in hanging:
+            del self._gets[entry]
+            self._tier.abandon_store(entry)
+        if hanging:
+            self._abandoned |= hanging
+            self._counters.shared_failures["get_hung"] += len(hanging)
             logger.warning(
-                "Shared tier: %d object(s) have not come for more than %.0f s, such as %s. "
-                "They are computed. Their places in host memory, %d bytes on each worker, are not "
-                "used before they come.",
-                *(len(self._abandoned), MAX_HANG_S, next(reversed(self._abandoned.values()))),
-                sum(each.num_bytes for each in self._abandoned),
+                "Shared tier: %d object(s) have not come for more than %.0f s, such as %s. They "
+                "are computed, and others are asked for. Of host memory, %d bytes on each worker "
+                "are not used before they come.",
+                *(len(hanging), MAX_HANG_S, next(iter(hanging.values()))),
+                sum(each.num_bytes for each in hanging),
             )
 
     # Getting.
