@@ -7,10 +7,9 @@
 
 No server, no lock, no index. A file is written under another name and renamed: it is there as a
 whole or not at all, whoever is killed meanwhile. It ends with a seal, for nothing is flushed: a
-machine that crashes may leave anything. A note, which no file has to be opened for, has a seal of
-its own: where it leads is said by it alone. What was used longest ago gives way, of all name spaces;
-a get, a put and `touch` count as use. Every engine counts the folder now and then; that two do it at
-once removes a few more.
+machine that crashes may leave anything. A note has a seal of its own, of its name and of where it
+leads. What was used longest ago gives way, of all name spaces; a get, a put and a touch count as
+use. Every engine counts the folder now and then; that two do it at once removes a few more.
 """
 
 from __future__ import annotations

@@ -263,9 +263,7 @@ def test_a_note_of_another_object_leads_nowhere(engine: Engine, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("change", ["rank", "name space", "digit", "no seal", "as before"])
-def test_a_note_is_whole_and_where_it_was_put(
-    engine: Engine, tmp_path: Path, change: str
-) -> None:
+def test_a_note_is_whole_and_where_it_was_put(engine: Engine, tmp_path: Path, change: str) -> None:
     engine.put(CONTENT, notes=NOTES[:1])
     other = NAME.replace("ab", "cb")
     engine.put(CONTENT, other)

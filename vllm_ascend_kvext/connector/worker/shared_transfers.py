@@ -90,8 +90,8 @@ class SharedTransfers:
             # All of them: what was queued has stood there for as long.
             self._stale_before_s[direction] = time.monotonic()
         logger.warning(
-            "Shared tier: %d %s(s) have taken more than %.0f s, and others go on without them. Host "
-            "memory that a get may still write to is not used before it ends.",
+            "Shared tier: %d %s(s) have taken more than %.0f s, and others go on without them. "
+            "Host memory that a get may still write to is not used before it ends.",
             *(num_threads, direction, MAX_HANG_S),
         )
 
