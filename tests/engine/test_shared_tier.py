@@ -742,6 +742,58 @@ def test_one_get_that_hangs_ends_nothing(
         check_nothing_is_left(engine)
 
 
+def test_a_get_that_hangs_while_others_come_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of others come all the time."""
+    monkeypatch.setattr(files, "_MAX_GET_THREADS", 2)
+    prompts = [prompt_of(FULL, seed) for seed in range(40)]
+    store_in(tmp_path, FULL, *prompts)
+    hanging = Hanging(monkeypatch)
+    hanging.is_hanging = lambda name: not hanging.begun
+    monkeypatch.setattr(shared_side, "MAX_STALL_S", 1e6)  # Of others something comes in time.
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        engine.add_request(plan_of("hangs", prompts[0]))
+        for number, prompt in enumerate(prompts[1:]):
+            timed_steps(engine, plan_of(f"other {number}", prompt))
+            let_pass(engine, 0.4)
+            if "hangs" not in engine.scheduler.requests:
+                break
+        assert 10 < number < 20
+        assert engine.side.counters.shared_requests["given_up"] == 1
+        hanging.gate.set()
+        until(lambda: not engine.workers[0].side._shared.wait_for_end(0.01), "the get that hung")
+        serve(engine)
+        check_nothing_is_left(engine)
+
+
+def test_touches_go_on_beside_one_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_side, "MAX_TOUCHED", 3)
+    hot = prompt_of(FULL, "hot")
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        serve(engine, plan_of("first", hot))
+        hanging = Hanging(monkeypatch, "touch")
+        hanging.is_hanging = lambda name: not hanging.begun
+        timed_steps(engine, plan_of("hangs", hot))
+        until(lambda: hanging.begun, "the touch that hangs")
+        time.sleep(0.1)
+        let_pass(engine, backend.MAX_HANG_S + 5.1)
+        monkeypatch.setattr(shared_side, "MAX_HANG_S", 5.0)
+        timed_steps(engine, plan_of("frees", hot))
+        for path in objects(tmp_path):
+            path.unlink()
+        timed_steps(engine, plan_of("later", hot))
+        let_pass(engine, shared_side.TOUCH_EVERY_S)
+        timed_steps(engine, plan_of("again", hot))
+        hanging.gate.set()
+        until(lambda: not engine.workers[0].side._shared.wait_for_end(0.01), "the touch that hung")
+        serve(engine)
+        assert len(objects(tmp_path)) == 3 and engine.side.shared._num_hung_touches == 0
+        check_nothing_is_left(engine)
+
+
 def test_lookups_go_on_beside_one_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,11 +86,13 @@ class _Touch:
 
     Attributes:
         entries: By name of what is used; None where host memory has none.
+        began_s: By the clock of the scheduler side.
         number: Of the job.
         absent: Which of them are not there.
     """
 
     entries: dict[str, Entry | None]
+    began_s: float
     number: int = -1
     absent: set[int] = field(default_factory=set)
 
@@ -136,7 +138,8 @@ class SharedSide:
         # What is used, by name; and its entry, if host memory has it.
         self._new_touches: dict[str, Entry | None] = {}
         self._touches: dict[int, _Touch] = {}  # By number of the job,
-        self._num_touched = 0  # and the names of all, new ones included.
+        self._num_touched = 0  # and the names of all, new ones included; without those
+        self._num_hung_touches = 0  # of so many jobs that hang.
         self._touched_s: RememberedKeys[float] = RememberedKeys(_REMEMBERED_TOUCHES)
         # The entries that gets fill: since when, and the object;
         self._gets: dict[Entry, tuple[float, str]] = {}
@@ -145,6 +148,7 @@ class SharedSide:
         # Since when something is awaited without a break, and what has come since.
         self._busy_since_s = self._last_bytes_s = 0.0
         self._busy_bytes = 0.0
+        self._overtaken_s = 0.0  # Gets that began before are slower than others that have ended.
         self._num_silent = 0  # Steps since that brought nothing.
         self._paused_until_s = self._puts_paused_until_s = -PAUSE_S
         self._put_bytes = 0
@@ -353,7 +357,8 @@ class SharedSide:
     def _end_get(
         self, entry: Entry, contents: Contents, prefix: Prefix, request: Request, has_failed: bool
     ) -> None:
-        self._gets.pop(entry, None)
+        began_s, _ = self._gets.pop(entry, (0.0, ""))
+        self._overtaken_s = max(self._overtaken_s, began_s)
         self._abandoned.pop(entry, None)
         self._awaited.pop(entry, None)
         self._last_change_s = self._clock()
@@ -392,6 +397,12 @@ class SharedSide:
             self._counters.shared_requests["given_up"] += 1
             self._awaited.clear()  # What comes all the same is for later requests.
             self._pause("what it has does not come" if has_stalled else "computing is faster")
+            return
+        first = next(iter(self._awaited))
+        if self._gets[first][0] < min(self._overtaken_s, now_s - MAX_HANG_S):
+            self._counters.shared_requests["given_up"] += 1
+            del self._awaited[first]
+            self._pause("something of what it has does not come")
 
     # Putting.
 
@@ -441,24 +452,34 @@ class SharedSide:
             return
         if self._is_off or now_s < self._puts_paused_until_s:
             return
+        if self._num_hung_touches >= MAX_ABANDONED:
+            return
         self._touched_s.put(mark, now_s)
         name = f"{self._namespace}/{name or names.note_name(key)}"
         self._num_touched += name not in self._new_touches
         self._new_touches[name] = entry
 
     def _begin_touch(self) -> tuple[UsedObjects, ...]:
+        now_s = self._clock()
+        for touch in [*self._touches.values()]:  # One or two.
+            if now_s - touch.began_s > MAX_HANG_S:
+                del self._touches[touch.number]
+                self._num_touched -= len(touch.entries)
+                self._num_hung_touches += 1
         if not self._new_touches:
             return ()
-        touch, self._new_touches = _Touch(self._new_touches), {}
+        touch, self._new_touches = _Touch(self._new_touches, now_s), {}
         touch.number = self._jobs.begin((), partial(self._end_touch, touch))
         self._touches[touch.number] = touch
         return (UsedObjects(touch.number, tuple(touch.entries)),)
 
     def _end_touch(self, touch: _Touch, has_failed: bool) -> None:
         """What was used and is not there any more is put again, if host memory has it."""
-        del self._touches[touch.number]
-        self._num_touched -= len(touch.entries)
         self._last_change_s = self._clock()
+        if self._touches.pop(touch.number, None) is None:
+            self._num_hung_touches -= 1
+        else:
+            self._num_touched -= len(touch.entries)
         if has_failed:
             self._puts_paused_until_s = self._clock() + PAUSE_S
             return
