@@ -880,7 +880,7 @@ def test_long_steps_are_not_taken_for_a_tier_that_hangs(
         serve(engine)
 
 
-def test_gets_that_hang_do_not_take_host_memory_from_others(
+def test_a_get_that_hangs_does_not_take_host_memory_from_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their places are lost until they end: there are no more of these meanwhile."""
