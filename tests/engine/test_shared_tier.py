@@ -888,6 +888,7 @@ def test_a_get_that_hangs_does_not_take_host_memory_from_others(
     store_in(tmp_path, FULL, *prompts)
     slow = Slow(monkeypatch, "get_into")
     monkeypatch.setattr(shared_side, "PAUSE_S", 0.0)
+    monkeypatch.setattr(shared_side, "MAX_HANG_S", 1e6)  # They are not given up for good yet.
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         own = prompt_of(FULL, 0)
         serve(engine, plan_of("own", own))
