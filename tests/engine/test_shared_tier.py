@@ -39,7 +39,7 @@ from vllm_ascend_kvext.connector.common import engine_identity
 from vllm_ascend_kvext.connector.common.engine_identity import identity_of
 from vllm_ascend_kvext.connector.scheduler import loads, shared_side
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.shared_tier import files
+from vllm_ascend_kvext.shared_tier import backend, files
 from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Answer, SharedObject
 from vllm_ascend_kvext.shared_tier.files import FilesTier
 from vllm_ascend_kvext.shared_tier.names import differences
@@ -47,6 +47,7 @@ from vllm_ascend_kvext.store.entries import Kind
 
 pytestmark = pytest.mark.usefixtures("offloading_in_effect", "weights")
 
+SOME_LAYOUTS = LAYOUTS + STATE_LAYOUTS if IS_LONG else (FULL, LAYOUTS[1], STATE_LAYOUTS[0])
 every_layout = pytest.mark.parametrize(
     "layout", LAYOUTS + STATE_LAYOUTS, ids=lambda layout: layout.name
 )
@@ -211,7 +212,7 @@ def test_what_stands_behind_a_lost_object_is_got(
     prompt = prompt_of(FULL, 1, 12)
     chunk = 2 * FULL.unit_tokens
     store_in(tmp_path, FULL, prompt)
-    (lost,) = tmp_path.glob(f"kvext2/*/*/objects/*/R{2 * chunk}-{3 * chunk}-*")
+    (lost,) = tmp_path.glob(f"kvext3/*/*/objects/*/R{2 * chunk}-{3 * chunk}-*")
     lost.unlink()
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         assert hit_tokens(engine, plan_of("a", prompt)) == floor(engine, len(prompt) - 1) - chunk
@@ -377,6 +378,161 @@ def test_weights_that_a_worker_cannot_know_are_refused(tmp_path: Path) -> None:
         layout = engine.side.shared._parts.layout
         with pytest.raises(SettingsError, match=r"Why\. \(rank 1 of 2, load_format=auto\)"):
             identity_of(engine.scheduler.vllm_config, layout, workers)
+
+
+# What is used stays.
+
+
+NUM_OTHERS = 20  # Of which the folder holds about half.
+
+
+def let_pass(engine: SimulatedEngine, seconds: float) -> None:
+    """The scheduler side's clock goes on, and nobody else's."""
+    before = engine.clock
+    engine.clock = lambda: before() + seconds
+
+
+def forget_host(engine: SimulatedEngine) -> None:
+    engine.tier.evict(lambda entry: True)
+
+
+def watch_touches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Sequence[str]]]:
+    """From now on: by which thread what is touched."""
+    seen: list[tuple[str, Sequence[str]]] = []
+    touch = FilesTier.touch
+
+    def watched(tier: FilesTier, each: Sequence[str]) -> list[bool] | None:
+        seen.append((threading.current_thread().name, each))
+        return touch(tier, each)
+
+    monkeypatch.setattr(FilesTier, "touch", watched)
+    return seen
+
+
+@pytest.mark.parametrize("hits", ["device", "device alone", "host"])
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("layout", SOME_LAYOUTS, ids=lambda layout: layout.name)
+def test_what_is_used_all_the_time_stays_in_the_folder(
+    layout: PagedLayout, num_workers: int, hits: str, tmp_path: Path
+) -> None:
+    """Where it was before: the tier is not asked for it."""
+    hot = prompt_of(layout, "hot")
+    options = sharing(layout, tmp_path, shared_tier_bytes=num_workers << 17)
+    with engine_of(
+        layout, offloading=options, num_workers=num_workers, caching=hits != "host"
+    ) as engine:
+        serve(engine, plan_of("hot", hot))
+        if hits == "device alone":
+            serve(engine, plan_of("hot, again", hot))
+            forget_host(engine)
+        first = {path.name for path in objects(tmp_path)}
+        for seed in range(NUM_OTHERS):
+            serve(engine, plan_of(f"other {seed}", prompt_of(layout, seed)))
+            let_pass(engine, shared_side.TOUCH_EVERY_S)
+            serve(engine, plan_of(f"hot {seed}", hot))
+        failures = engine.side.counters.shared_failures  # Ranks evict what others put just then.
+        assert not any(number for name, number in failures.items() if name.startswith("get"))
+        check_nothing_is_left(engine)
+    assert len({path.name for path in objects(tmp_path)}) < NUM_OTHERS * len(first), "some gave way"
+    with engine_of(layout, offloading=options, num_workers=num_workers) as engine:
+        assert hit_tokens(engine, plan_of("cold", prompt_of(layout, 0))) == 0
+        assert hit_tokens(engine, plan_of("hot", hot)) == floor(engine, len(hot) - 1)
+
+
+def test_an_object_is_touched_once_in_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By threads of the workers, for all requests of a step at once."""
+    prompt = prompt_of(FULL, 1)
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        engine.clock = lambda: 0.0
+        serve(engine, plan_of("first", prompt))
+        seen = watch_touches(monkeypatch)
+        plans = [plan_of(str(number), prompt) for number in range(8)]
+        serve(engine, *plans)
+        serve(engine, *(plan_of(f"again {number}", prompt) for number in range(8)))
+        assert len(seen) == 1, "one call for all of a step, and none before it is time"
+        ((thread, names),) = seen
+        assert thread == "kvext-shared-puts" and len({*names}) == len(names) == 3  # Chunks.
+        let_pass(engine, shared_side.TOUCH_EVERY_S)
+        serve(engine, plan_of("later", prompt))
+        assert len(seen) == 2 and seen[1] == seen[0]
+        check_nothing_is_left(engine)
+
+
+def test_few_objects_are_touched_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left out is touched with its next use, the beginnings of long prompts, too."""
+    monkeypatch.setattr(shared_side, "MAX_TOUCHED", 4)
+    prompt = prompt_of(FULL, 1, 20)
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        engine.clock = lambda: 0.0
+        serve(engine, plan_of("first", prompt))
+        seen = watch_touches(monkeypatch)
+        for number in range(4):
+            serve(engine, plan_of(str(number), prompt))
+        assert [len(each) for _, each in seen] == [4, 4, 2]
+        assert len({name for _, each in seen for name in each}) == 10
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("layout", SOME_LAYOUTS, ids=lambda layout: layout.name)
+def test_what_is_used_and_was_removed_is_put_again(
+    layout: PagedLayout, num_workers: int, tmp_path: Path
+) -> None:
+    """By one worker that has lost it, or by all."""
+    prompt = prompt_of(layout, 1)
+    options = sharing(layout, tmp_path)
+    with engine_of(layout, offloading=options, num_workers=num_workers) as engine:
+        serve(engine, plan_of("first", prompt))
+        serve(engine, plan_of("second", prompt))
+        let_pass(engine, shared_side.TOUCH_EVERY_S)
+        for path in objects(tmp_path):
+            if path.parts[-4] == f"r{num_workers - 1}":
+                path.unlink()
+        serve(engine, plan_of("third", prompt))
+        check_nothing_is_left(engine)
+    with engine_of(layout, offloading=options, num_workers=num_workers) as engine:
+        assert hit_tokens(engine, plan_of("a", prompt)) == floor(engine, len(prompt) - 1)
+
+
+def test_a_piece_of_a_longer_object_is_not_put_again(tmp_path: Path) -> None:
+    """Its bytes do not lie as its name would say."""
+    prompt = prompt_of(FULL, 1, 8)
+    other = [*prompt[: 5 * FULL.unit_tokens], *prompt_of(FULL, 2, 4)]
+    store_in(tmp_path, FULL, prompt)
+    options = sharing(FULL, tmp_path, store_policy="second_touch")
+    with engine_of(FULL, offloading=options) as engine:
+        assert hit_tokens(engine, plan_of("a", other)) == 5 * FULL.unit_tokens
+        row_map = engine.side.shared._parts.layout.row_map
+        (cut,) = (each for each in engine.entries if each.row_map != row_map(each.piece))
+        for path in objects(tmp_path):
+            path.unlink()
+        let_pass(engine, shared_side.TOUCH_EVERY_S)
+        again = [*other[: 5 * FULL.unit_tokens], 1, 2, 3]
+        assert hit_tokens(engine, plan_of("b", again)) == 5 * FULL.unit_tokens
+        there = {path.name for path in objects(tmp_path)}
+    assert len(there) == 2 and not any(cut.key.hex()[:32] in name for name in there)
+
+
+def test_touches_are_left_while_the_folder_does_not_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(FULL, 1)
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        serve(engine, plan_of("first", prompt))
+        calls: list[int] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(FilesTier, "touch", lambda *_: calls.append(1))
+            for number in range(5):
+                let_pass(engine, shared_side.TOUCH_EVERY_S / 2)
+                serve(engine, plan_of(f"failing {number}", prompt))
+        assert len(calls) == 1
+        assert engine.side.counters.shared_failures["touch_unreachable"] == 1
+        let_pass(engine, shared_side.PAUSE_S)
+        seen = watch_touches(monkeypatch)
+        serve(engine, plan_of("later", prompt))
+        assert len(seen) == 1
+        check_nothing_is_left(engine)
 
 
 @pytest.mark.vllm("<0.30")
@@ -564,6 +720,180 @@ def test_a_tier_that_hangs_is_not_waited_for(
         check_nothing_is_left(engine)
 
 
+class Hanging:
+    """Calls with some names hang until they are let go; others do not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str = "get_into") -> None:
+        self.gate, self.begun = threading.Event(), list[str]()
+        self.is_hanging: Callable[[str], bool] = lambda name: True
+        call = getattr(FilesTier, name)
+
+        def hang(tier: FilesTier, what: Any, *more: Any) -> Any:
+            named = what.name if isinstance(what, SharedObject) else str(what)
+            if self.is_hanging(named):
+                self.begun.append(named)
+                self.gate.wait(60)
+            return call(tier, what, *more)
+
+        monkeypatch.setattr(FilesTier, name, hang)
+        monkeypatch.setattr(backend, "MAX_HANG_S", 0.05)  # Of threads; the clock is the engine's.
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_one_get_that_hangs_ends_nothing(
+    num_threads: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its place is used by nobody until it ends, and what it was for is computed and stored."""
+    see_log(caplog, monkeypatch)
+    monkeypatch.setattr(files, "_MAX_GET_THREADS", num_threads)
+    prompts = [prompt_of(FULL, seed) for seed in range(12)]
+    store_in(tmp_path, FULL, *prompts)
+    hanging = Hanging(monkeypatch)
+    hanging.is_hanging = lambda name: not hanging.begun
+    options = sharing(FULL, tmp_path, host_memory_gib=FULL.host_bytes[1] / (1 << 30))
+    with engine_of(FULL, offloading=options) as engine:
+        counters = engine.side.counters
+        timed_steps(engine, plan_of("hangs", prompts[0]))
+        assert counters.shared_requests["given_up"] == 1 and len(hanging.begun) == 1
+        timed_steps(engine, plan_of("paused", prompts[1]))
+        assert counters.shared_requests["paused"] == 1
+        time.sleep(0.1)
+        let_pass(engine, shared_side.PAUSE_S + 0.1)
+        monkeypatch.setattr(shared_side, "MAX_STALL_S", 20.0)
+        caplog.clear()
+        for number, prompt in enumerate(prompts[2:]):
+            before = counters.hit_tokens
+            timed_steps(engine, plan_of(f"later {number}", prompt))
+            assert counters.hit_tokens - before == floor(engine, len(prompt) - 1)
+        assert counters.shared_failures["get_hung"] == 1
+        (line,) = {each for each in caplog.messages if "have not come for more than" in each}
+        assert hanging.begun[0] in line
+        for number in range(2):  # It is computed, and stored in another place.
+            before = counters.hit_tokens
+            timed_steps(engine, plan_of(f"once more {number}", prompts[0]))
+        assert counters.hit_tokens - before == floor(engine, len(prompts[0]) - 1)
+        assert counters.shared_requests["paused"] == 1
+        (lost,) = engine.side.shared._abandoned
+        others = [each for each in engine.entries if each is not lost]
+        assert all(
+            each.offset_bytes + each.num_bytes <= lost.offset_bytes
+            or each.offset_bytes >= lost.offset_bytes + lost.num_bytes
+            for each in others
+        )
+        hanging.gate.set()  # Now its bytes come.
+        until(lambda: not engine.workers[0].side._shared.wait_for_end(0.01), "the get that hung")
+        serve(engine, *(plan_of(f"end {seed}", prompt) for seed, prompt in enumerate(prompts)))
+        assert lost not in engine.entries and not engine.side.shared._abandoned
+        check_nothing_is_left(engine)
+
+
+def test_a_get_that_hangs_while_others_come_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of others come all the time."""
+    monkeypatch.setattr(files, "_MAX_GET_THREADS", 2)
+    prompts = [prompt_of(FULL, seed) for seed in range(40)]
+    store_in(tmp_path, FULL, *prompts)
+    hanging = Hanging(monkeypatch)
+    hanging.is_hanging = lambda name: not hanging.begun
+    monkeypatch.setattr(shared_side, "MAX_STALL_S", 1e6)  # Of others something comes in time.
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        engine.add_request(plan_of("hangs", prompts[0]))
+        for number, prompt in enumerate(prompts[1:]):
+            timed_steps(engine, plan_of(f"other {number}", prompt))
+            let_pass(engine, 0.4)
+            if "hangs" not in engine.scheduler.requests:
+                break
+        assert 10 < number < 20
+        assert engine.side.counters.shared_requests["given_up"] == 1
+        hanging.gate.set()
+        until(lambda: not engine.workers[0].side._shared.wait_for_end(0.01), "the get that hung")
+        serve(engine)
+        check_nothing_is_left(engine)
+
+
+def test_touches_go_on_beside_one_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_side, "MAX_TOUCHED", 3)
+    hot = prompt_of(FULL, "hot")
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        serve(engine, plan_of("first", hot))
+        hanging = Hanging(monkeypatch, "touch")
+        hanging.is_hanging = lambda name: not hanging.begun
+        timed_steps(engine, plan_of("hangs", hot))
+        until(lambda: hanging.begun, "the touch that hangs")
+        time.sleep(0.1)
+        let_pass(engine, backend.MAX_HANG_S + 5.1)
+        monkeypatch.setattr(shared_side, "MAX_HANG_S", 5.0)
+        timed_steps(engine, plan_of("frees", hot))
+        for path in objects(tmp_path):
+            path.unlink()
+        timed_steps(engine, plan_of("later", hot))
+        let_pass(engine, shared_side.TOUCH_EVERY_S)
+        timed_steps(engine, plan_of("again", hot))
+        hanging.gate.set()
+        until(lambda: not engine.workers[0].side._shared.wait_for_end(0.01), "the touch that hung")
+        serve(engine)
+        assert len(objects(tmp_path)) == 3 and engine.side.shared._num_hung_touches == 0
+        check_nothing_is_left(engine)
+
+
+def test_lookups_go_on_beside_one_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [prompt_of(FULL, seed) for seed in range(4)]
+    store_in(tmp_path, FULL, *prompts)
+    hanging = Hanging(monkeypatch, "exist")
+    hanging.is_hanging = lambda name: not hanging.begun
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        counters = engine.side.counters
+        timed_steps(engine, plan_of("hangs", prompts[0]))
+        assert counters.shared_requests["late"] == 1
+        time.sleep(0.1)
+        monkeypatch.setattr(shared_side, "MAX_LOOKUP_S", 20.0)
+        monkeypatch.setattr(shared_side, "MAX_STALL_S", 20.0)
+        for number, prompt in enumerate(prompts[1:]):
+            let_pass(engine, shared_side.PAUSE_S + 0.1)
+            before = counters.hit_tokens
+            timed_steps(engine, plan_of(f"later {number}", prompt))
+            assert counters.hit_tokens - before == floor(engine, len(prompt) - 1)
+        hanging.gate.set()
+        serve(engine)
+        check_nothing_is_left(engine)
+
+
+def test_a_tier_of_which_much_hangs_is_left_alone_aloud_until_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    see_log(caplog, monkeypatch)
+    prompts = [prompt_of(FULL, seed, 24) for seed in range(12)]
+    store_in(tmp_path, FULL, *prompts)
+    hanging = Hanging(monkeypatch)
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        shared, counters = engine.side.shared, engine.side.counters
+        for number, prompt in enumerate(prompts):
+            timed_steps(engine, plan_of(str(number), prompt))
+            time.sleep(0.06)
+            let_pass(engine, shared_side.PAUSE_S + 0.1)
+        num_hanging = len(shared._abandoned) + len(shared._gets)
+        assert shared_side.MAX_ABANDONED <= num_hanging <= shared_side.MAX_ABANDONED + 12
+        assert counters.shared_requests["paused"] > 0 and counters.hit_tokens == 0
+        assert any("objects that it has do not come" in each for each in caplog.messages)
+        hanging.gate.set()
+        monkeypatch.setattr(shared_side, "MAX_STALL_S", 20.0)
+        serve(engine)
+        until(lambda: not engine.workers[0].side._shared.wait_for_end(0.01), "the gets that hung")
+        forget_host(engine)
+        serve(engine, plan_of("now they are reported", prompt_of(FULL, "another")))
+        let_pass(engine, shared_side.PAUSE_S + 0.1)
+        prompt = prompts[-1]
+        assert hit_tokens(engine, plan_of("end", prompt)) == floor(engine, len(prompt) - 1)
+
+
 def test_long_steps_are_not_taken_for_a_tier_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -598,7 +928,7 @@ def test_long_steps_are_not_taken_for_a_tier_that_hangs(
         serve(engine)
 
 
-def test_gets_that_hang_do_not_take_host_memory_from_others(
+def test_a_get_that_hangs_does_not_take_host_memory_from_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their places are lost until they end: there are no more of these meanwhile."""
@@ -606,6 +936,7 @@ def test_gets_that_hang_do_not_take_host_memory_from_others(
     store_in(tmp_path, FULL, *prompts)
     slow = Slow(monkeypatch, "get_into")
     monkeypatch.setattr(shared_side, "PAUSE_S", 0.0)
+    monkeypatch.setattr(shared_side, "MAX_HANG_S", 1e6)  # They are not given up for good yet.
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         own = prompt_of(FULL, 0)
         serve(engine, plan_of("own", own))
@@ -637,18 +968,77 @@ def test_what_is_being_got_has_half_of_host_memory(
         assert engine.side.counters.transfer_bytes["get"] <= 0.4 * all_bytes
 
 
+def test_notes_of_another_tenant_are_not_believed(tmp_path: Path) -> None:
+    """Two links of the same place that have changed places."""
+    links: dict[str, dict[str, Path]] = {}
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        for salt in ("a", "b"):
+            serve(engine, salted_plan("stored", salt))
+            notes = {*tmp_path.glob("kvext3/*/r0/notes/*/*")}
+            notes -= {path for each in links.values() for path in each.values()}
+            target = {path: os.path.basename(os.readlink(path)) for path in notes}
+            place = {path: name.rsplit("-", 1)[0] for path, name in target.items()}
+            # Of several units of a chunk, any.
+            links[salt] = {name: path for path, name in sorted(place.items(), reverse=True)}
+    assert links["a"].keys() == links["b"].keys() and links["a"]
+    for place, link in links["b"].items():
+        target = os.readlink(links["a"][place])
+        link.unlink()
+        link.symlink_to(target)
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        serve(engine, salted_plan("asked", "b"))  # Compares every byte.
+        serve(engine, salted_plan("asked again", "b"))
+        assert engine.side.counters.hit_tokens > 0
+        assert not any(engine.side.counters.shared_failures.values())
+
+
+def salted_plan(request_id: str, salt: str) -> RequestPlan:
+    return RequestPlan(
+        request_id=f"{request_id} {salt}",
+        arrival_step=0,
+        prompt=tuple(prompt_of(FULL, salt)),
+        max_tokens=3,
+        cache_salt=salt,
+    )
+
+
+@pytest.mark.parametrize("kind", ["objects", "notes"])
+@pytest.mark.parametrize("thing", ["folder", "pipe"])
+def test_something_else_in_a_place_does_not_stop_other_requests(
+    kind: str, thing: str, tmp_path: Path
+) -> None:
+    prompts = [prompt_of(FULL, seed) for seed in range(3)]
+    store_in(tmp_path, FULL, prompts[0])
+    places = [*tmp_path.glob(f"kvext3/*/r0/{kind}/*/*")]
+    store_in(tmp_path, FULL, *prompts[1:])
+    for path in places:
+        path.unlink()
+        path.mkdir() if thing == "folder" else os.mkfifo(path)
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        for number, prompt in enumerate(prompts):
+            found = hit_tokens(engine, plan_of(str(number), prompt))
+            assert found == (floor(engine, len(prompt) - 1) if number else 0)
+        assert engine.side.counters.shared_requests["paused"] == 0
+        assert not any(engine.side.counters.shared_failures.values())
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:  # It was put there.
+        prompt = prompts[0]
+        assert hit_tokens(engine, plan_of("a", prompt)) == floor(engine, len(prompt) - 1)
+
+
 def test_names_that_somebody_has_made_up_are_not_got(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     see_log(caplog, monkeypatch)
     prompt = prompt_of(FULL, 1)
     store_in(tmp_path, FULL, prompt)
-    for link in tmp_path.glob("kvext2/*/r0/notes/*/*"):
-        target = Path(os.readlink(link))
-        crooked = target.with_name(f"R3-7-{target.name.rpartition('-')[2]}")
-        (link.parent / target).with_name(crooked.name).write_bytes(b"")
+    for link in tmp_path.glob("kvext3/*/r0/notes/*/*"):
+        known = os.readlink(link).rpartition(".")[0]
+        crooked = f"R3-7-{known.rpartition('-')[2]}"
+        tier, note = FilesTier(f"file://{tmp_path}", None, 0), f"{link.parts[-5]}/{link.name}"
+        Path(tier._path(f"{link.parts[-5]}/{crooked}")).write_bytes(b"")
         link.unlink()
-        link.symlink_to(crooked)
+        link.symlink_to(f"{crooked}.{tier._note_seal(note, crooked)}")
+        assert tier.exist([note]) == [crooked]
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         assert hit_tokens(engine, plan_of("a", prompt)) == 0
     assert "A call of the shared tier failed" not in caplog.text
@@ -902,7 +1292,7 @@ def test_random_requests(
             counts = run_offloading(workload).counts
             soaked["requests"] += counts["requests"]
             soaked["hit requests"] += counts["hit requests"]
-        taken = sum(taken for _, taken, _ in files.files_below(str(folder / "kvext2")))
+        taken = sum(taken for _, taken, _ in files.files_below(str(folder / "kvext3")))
         assert taken <= CAPACITY_BYTES
     soaked.update(faults.counts)
 

@@ -102,6 +102,15 @@ def test_faults_are_counted(served: Served) -> None:
     assert facts["gets hang"]["counted"]["shared_requests.given_up"] == 1
 
 
+@pytest.mark.parametrize(
+    "fault", ["notes have changed places", "folders in places", "pipes in places"]
+)
+def test_what_is_wrong_in_a_place_is_no_fault_of_the_tier(served: Served, fault: str) -> None:
+    counted = served.report["facts"][fault]["counted"]
+    assert counted["shared_requests.paused"] == 0 and counted["shared_requests.absent"] > 0
+    assert not any(value for key, value in counted.items() if "shared_failures" in key)
+
+
 @pytest.mark.skipif(not IS_LONG, reason="make test-long: two more engines")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
 @pytest.mark.parametrize("call", ["get", "lookup"])

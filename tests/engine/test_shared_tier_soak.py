@@ -68,7 +68,7 @@ class Damage:
             pass  # It is gone, or empty.
 
     def taken_bytes(self) -> int:
-        return sum(taken for _, taken, _ in files_below(str(self.folder / "kvext2")))
+        return sum(taken for _, taken, _ in files_below(str(self.folder / "kvext3")))
 
 
 class Engine:

@@ -27,6 +27,8 @@ logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
 Call = Callable[[], object]
 SEAL_BYTES = 16
 _QUIET_S = 10.0  # After an error was logged, others are not for so long.
+MAX_HANG_S = 5.0  # A call that takes longer hangs: nobody waits for its end.
+MAX_LEFT_BEHIND = 16  # So many threads at most hang beside those that go on.
 
 
 def seal_with(checksum: xxh3_128, name: str, num_bytes: int) -> bytes:
@@ -69,6 +71,18 @@ class SharedObject(NamedTuple):
     offset_bytes: int
     num_bytes: int
     notes: tuple[str, ...] = ()
+
+
+class UsedObjects(NamedTuple):
+    """Objects, or notes that lead to them, that requests have used where they were already.
+
+    Attributes:
+        number: Of the job, unique in the engine.
+        names: As that of a `SharedObject`.
+    """
+
+    number: int
+    names: tuple[str, ...]
 
 
 class SharedTier(abc.ABC):
@@ -119,9 +133,25 @@ class SharedTier(abc.ABC):
             logger.warning("Shared tier %s: %s is broken, and is removed.", self._url, what.name)
         return answer
 
+    def touch(self, names: Sequence[str]) -> list[bool] | None:
+        """Objects, or those that notes lead to, are used: others are to give way before them.
+
+        Returns:
+            For each, whether it is there; None if the tier does not work.
+        """
+        try:
+            return self._touch(names)
+        except OSError as error:
+            self._unreachable(error)
+            return None
+
+    @abc.abstractmethod
+    def _touch(self, names: Sequence[str]) -> list[bool]:
+        """As `touch`; raises OSError, as the next ones."""
+
     @abc.abstractmethod
     def _put(self, what: SharedObject) -> None:
-        """As `put`; raises OSError, as the next one."""
+        """As `put`."""
 
     @abc.abstractmethod
     def _get(self, what: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
@@ -161,27 +191,77 @@ class SharedTier(abc.ABC):
 class TierThread:
     """Makes calls of a tier, which may hang: nothing waits for their end.
 
-    It begins them one after the other, in daemon threads; ``on_start`` is the first of each.
+    It begins them one after the other, in daemon threads; ``on_start`` is the first of each. A
+    thread whose call hangs can be left behind: another takes its place, and it ends with its call.
     """
 
     def __init__(self, name: str, on_start: Call = lambda: None, num_threads: int = 1) -> None:
+        self._name, self._on_start = name, on_start
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._changed = threading.Lock()  # Guards the rest.
+        self._began_s: dict[threading.Thread, float] = {}  # Of calls; without those left behind.
+        self._left_behind: set[threading.Thread] = set()
         for _ in range(num_threads):
-            threading.Thread(target=self._serve, args=[on_start], name=name, daemon=True).start()
+            self._start()
 
     def submit(self, call: Call) -> None:
         """Make a call some time later."""
         self._calls.put(call)
 
+    def busy_s(self) -> float:
+        """For how long the longest call has been made, those left behind not counted."""
+        with self._changed:
+            began_s = min(self._began_s.values(), default=math.inf)
+        return max(0.0, time.monotonic() - began_s)
+
+    def leave_behind(self, before: Callable[[int], object] = lambda _: None) -> None:
+        """Leave threads behind whose call hangs.
+
+        There are only so many. If all of these hang, further calls wait until one ends.
+
+        Args:
+            before: Told of their number before others go on.
+        """
+        before_s = time.monotonic() - MAX_HANG_S
+        with self._changed:
+            hanging = [each for each, began_s in self._began_s.items() if began_s < before_s]
+            hanging = hanging[: MAX_LEFT_BEHIND - len(self._left_behind)]
+            self._left_behind.update(hanging)
+            for thread in hanging:
+                del self._began_s[thread]
+        if hanging:
+            before(len(hanging))
+        for _ in hanging:
+            self._start()
+
+    def is_left_behind(self) -> bool:
+        """Whether the thread that asks was left behind."""
+        with self._changed:
+            return threading.current_thread() in self._left_behind
+
     def close(self) -> None:
         """End the threads behind what was submitted; does not wait for them."""
         self._calls.put(None)
 
-    def _serve(self, call: Call | None) -> None:
-        while call is not None:
+    def _start(self) -> None:
+        threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+
+    def _serve(self) -> None:
+        thread, call = threading.current_thread(), self._on_start
+        while True:
             try:
                 call()
             except Exception:
                 logger.exception("A call of the shared tier failed")
-            call = self._calls.get()
+            with self._changed:
+                self._began_s.pop(thread, None)
+                if thread in self._left_behind:
+                    self._left_behind.remove(thread)
+                    return
+            next_call = self._calls.get()
+            if next_call is None:
+                break
+            call = next_call
+            with self._changed:
+                self._began_s[thread] = time.monotonic()
         self._calls.put(None)  # For the next thread.

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """A shared tier in a folder: of one machine, or of a file system that several machines mount.
 
-    <folder>/kvext2/<name space>/engine.json          what its engines have in common
-    <folder>/kvext2/<name space>/r0/objects/<xx>/     objects of rank 0, one file each
-    <folder>/kvext2/<name space>/r0/notes/<xx>/       notes: symbolic links to objects
+    <folder>/kvext3/<name space>/engine.json          what its engines have in common
+    <folder>/kvext3/<name space>/r0/objects/<xx>/     objects of rank 0, one file each
+    <folder>/kvext3/<name space>/r0/notes/<xx>/       notes: symbolic links, <object>.<seal>
 
 No server, no lock, no index. A file is written under another name and renamed: it is there as a
 whole or not at all, whoever is killed meanwhile. It ends with a seal, for nothing is flushed: a
-machine that crashes may leave anything. What was used longest ago gives way, of all name spaces; a
-get counts as use. Every engine counts the folder now and then; that two do it at once removes a
-few more.
+machine that crashes may leave anything. A note has a seal of its own, of its name and of where it
+leads. What was used longest ago gives way, of all name spaces; a get, a put and a touch count as
+use. Every engine counts the folder now and then; that two do it at once removes a few more.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import json
 import os
@@ -30,17 +31,35 @@ from uuid import uuid4
 from xxhash import xxh3_128
 
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.shared_tier.backend import Answer, SharedObject, SharedTier, seal_with
-from vllm_ascend_kvext.shared_tier.names import FORMAT_VERSION, Identity, is_note, piece_of
+from vllm_ascend_kvext.shared_tier.backend import (
+    Answer,
+    SharedObject,
+    SharedTier,
+    logger,
+    seal_of,
+    seal_with,
+)
+from vllm_ascend_kvext.shared_tier.names import (
+    FORMAT_VERSION,
+    Identity,
+    is_note,
+    is_rows_name,
+    parse_identity,
+    piece_of,
+)
 
 _ENGINE_FILE, VERSION_FOLDER = "engine.json", f"kvext{FORMAT_VERSION}"
 
 _BLOCK_BYTES = 1 << 20  # Moved and hashed in blocks that stay in a CPU's cache between the two.
 _BLOCK_OF_DISK_BYTES = 1 << 12  # Up to so much more than its bytes a file takes, most likely.
+_NOTE_SEAL_DIGITS = 16  # Most file systems keep a link so short without a block of its own.
 _MAX_GET_THREADS = 4  # One reads from a disk what it can: 2 to 6 GB/s.
 # Of the capacity: beyond the first, files are removed until the second is left.
 _FULL_SHARE, _LEFT_SHARE = 15 / 16, 7 / 8
 _COUNTED_EVERY = 64  # The folder is counted when such a part of the capacity was put.
+_MAX_ENGINE_FILE_BYTES = 16 << 20
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+_NO_LINK = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL)  # The last: it is something else.
 _UNFINISHED_S = 600.0  # What nobody has renamed for so long belongs to a writer that was killed.
 
 
@@ -94,19 +113,50 @@ class FilesTier(SharedTier):
         return [self._existing(name) for name in names]
 
     def _existing(self, name: str) -> str:
-        path = self._path(name)
         with contextlib.suppress(OSError):
-            if os.path.exists(path):  # For a link: what it leads to.
-                return os.path.basename(os.readlink(path) if is_note(name) else path)
+            object_name = self._leads_to(name)
+            if object_name and _is_file(self._path(object_name)):
+                return os.path.basename(object_name)
         return ""
+
+    def _leads_to(self, name: str) -> str:
+        """The name of an object as it is, and that to which a note leads; empty if to none."""
+        namespace, _, own = name.rpartition("/")
+        if not is_note(own):
+            return name
+        try:
+            found, _, seal = os.readlink(self._path(name)).rpartition(".")
+        except OSError as error:
+            if error.errno in _NO_LINK:
+                return ""
+            raise
+        is_right = is_rows_name(found) and seal == self._note_seal(name, found)
+        return f"{namespace}/{found}" if is_right else ""
+
+    def _note_seal(self, note: str, name: str) -> str:
+        return seal_of(f"{self._rank}/{note}", name.encode()).hex()[:_NOTE_SEAL_DIGITS]
 
     def forget(self, name: str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(self._path(name))
 
+    def _touch(self, names: Sequence[str]) -> list[bool]:
+        return [self._is_touched(name) for name in names]
+
+    def _is_touched(self, name: str) -> bool:
+        try:
+            object_name = self._leads_to(name)
+            path = self._path(object_name)
+            if not object_name or not _is_file(path):
+                return False
+            os.utime(path)
+        except _ABSENT:
+            return False
+        return True
+
     def _put(self, what: SharedObject) -> None:
         path = self._path(what.name)
-        if not os.path.exists(path):
+        if not self._is_touched(what.name):
             self._make_room(what.num_bytes + _BLOCK_OF_DISK_BYTES)
             checksum, opener = xxh3_128(), partial(os.open, mode=0o600)
             with self._renamed_to(path) as new, open(new, "xb", 0, opener=opener) as file:
@@ -124,15 +174,28 @@ class FilesTier(SharedTier):
         unfinished = f"{path}.{uuid4().hex}"
         try:
             yield unfinished
-            os.replace(unfinished, path)
+            try:
+                os.replace(unfinished, path)
+            except IsADirectoryError:  # Somebody has made one where it is not looked for.
+                self._move_aside(path)
+                os.replace(unfinished, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(unfinished)
             raise
 
+    def _move_aside(self, path: str) -> None:
+        aside = f"{path}.{uuid4().hex}"
+        os.rename(path, aside)
+        logger.warning(
+            "Shared tier %s: expected a file at %s, found a folder. It is %s now, and nothing of "
+            "the tier is in it: delete it.",
+            *(self._url, path, aside),
+        )
+
     def _link(self, note: str, name: str) -> None:
         """Let a note lead to an object, unless it leads to one that begins no later."""
-        link, target = self._path(note), os.path.join("..", "..", "objects", name[-2:], name)
+        link, target = self._path(note), f"{name}.{self._note_seal(note, name)}"
         try:
             self._make_folders(os.path.dirname(link))
             os.symlink(target, link)
@@ -143,11 +206,17 @@ class FilesTier(SharedTier):
                     os.symlink(target, unfinished)
 
     def _get(self, what: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
+        path = self._path(what.name)
         try:
-            with open(self._path(what.name), "rb", buffering=0) as file:
-                return self._read(file.fileno(), what, on_bytes)
-        except FileNotFoundError:
+            if not _is_file(path):
+                return Answer.ABSENT  # As `exist` says; a pipe would be waited for.
+            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except _ABSENT:
             return Answer.ABSENT
+        try:
+            return self._read(file, what, on_bytes)
+        finally:
+            os.close(file)
 
     def _read(self, file: int, what: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # Read ahead twice as far.
@@ -179,8 +248,21 @@ class FilesTier(SharedTier):
     def engines(self) -> dict[str, Identity]:
         found: dict[str, Identity] = {}
         for path in sorted(Path(self.root).glob(f"*/{_ENGINE_FILE}")):
-            with contextlib.suppress(OSError, ValueError):
-                found[path.parent.name] = dict(json.loads(path.read_text(encoding="utf-8")))
+            try:
+                namespace, identity = parse_identity(_small_file(path))
+                if namespace != path.parent.name:
+                    raise ValueError(f"that of another name space, {namespace}")
+            except FileNotFoundError:
+                continue  # It has vanished meanwhile.
+            except (OSError, ValueError) as error:
+                logger.warning(
+                    "Shared tier %s: expected in %s what engines of its name space have in common, "
+                    "found %s. It is left out; objects are not concerned. Delete it: such an "
+                    "engine writes it again when it starts.",
+                    *(self._url, path, error),
+                )
+                continue
+            found[namespace] = identity
         return found
 
     def introduce(self, namespace: str, identity: Identity) -> None:
@@ -226,8 +308,9 @@ class FilesTier(SharedTier):
                     os.unlink(path)
                 total_bytes -= taken_bytes
         for link in _paths_below(self.root, "notes") if is_full else ():
-            if not os.path.exists(link):  # What it led to is gone.
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):
+                name = os.readlink(link).rpartition(".")[0]
+                if not os.path.exists(_path_of(link, name)):  # What it led to is gone.
                     os.unlink(link)
 
     def _make_folders(self, path: str) -> None:
@@ -249,12 +332,45 @@ def files_below(root: str) -> Iterator[tuple[float, int, str]]:
     for path in _paths_below(root, "objects"):
         with contextlib.suppress(OSError):
             found = os.lstat(path)
+            if stat.S_ISDIR(found.st_mode):
+                continue  # None of ours.
             yield found.st_mtime, max(found.st_size, found.st_blocks * 512), path
 
 
 def _paths_below(root: str, kind: str) -> Iterator[str]:
     """Of all name spaces, ranks and shards; what vanishes meanwhile is left out."""
     return glob.iglob(f"{glob.escape(root)}/*/*/{kind}/*/*")
+
+
+def _is_file(path: str) -> bool:
+    """Whether there is a file, and no link, folder or pipe; raises OSError if there is nothing."""
+    return stat.S_ISREG(os.lstat(path).st_mode)
+
+
+def _path_of(link: str, name: str) -> str:
+    """Where the object lies to which a note leads, of the same rank."""
+    rank_folder = os.path.dirname(os.path.dirname(os.path.dirname(link)))
+    return os.path.join(rank_folder, "objects", name[-2:], name)
+
+
+def _small_file(path: Path) -> bytes:
+    """The content of a file that somebody else may have put there.
+
+    Raises:
+        ValueError: If it is no file, or a large one.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # Waits for no pipe.
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("what is no file")
+        if found.st_size > _MAX_ENGINE_FILE_BYTES:
+            raise ValueError(f"{found.st_size} bytes, more than {_MAX_ENGINE_FILE_BYTES}")
+    except BaseException:
+        os.close(file)
+        raise
+    with open(file, "rb") as content:
+        return content.read(_MAX_ENGINE_FILE_BYTES)
 
 
 def _write_all(file: int, left: memoryview) -> None:

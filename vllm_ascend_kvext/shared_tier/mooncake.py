@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A shared tier in Mooncake Store: a master knows where objects are, `mooncake_client`s hold them.
 
-    kvext2/r0/<name space>/<object>    an entry of rank 0, moved with its seal and without a copy
-    kvext2/r0/<name space>/<note>      the name of an object, sealed
-    kvext2/engine-<number>             what engines of a name space have in common, sealed
+    kvext3/r0/<name space>/<object>    an entry of rank 0, moved with its seal and without a copy
+    kvext3/r0/<name space>/<note>      the name of an object, sealed
+    kvext3/engine-<number>             what engines of a name space have in common, sealed
 
-What is put first stays.
+What is put first stays. Mooncake evicts what nobody has asked for longest: a question is use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ from vllm_ascend_kvext.shared_tier.backend import (
     logger,
     seal_of,
 )
-from vllm_ascend_kvext.shared_tier.names import FORMAT_VERSION, is_note, namespace_of, piece_of
+from vllm_ascend_kvext.shared_tier.names import (
+    FORMAT_VERSION,
+    is_note,
+    is_rows_name,
+    parse_identity,
+    piece_of,
+)
 
 _ROOT, _NUM_ENGINES = f"kvext{FORMAT_VERSION}", 1024
 # Of Mooncake: by default it tries for 90 s to find a master, and waits 30 s for servers that hang.
@@ -96,14 +102,21 @@ class MooncakeTier(SharedTier):
             store.close()
 
     def exist(self, names: Sequence[str]) -> list[str]:
-        notes = [name for name in names if is_note(name)]
-        leads = dict(zip(notes, self._read([self._prefix + note for note in notes]), strict=True))
-        objects = [leads.get(name, name.encode()).decode() for name in names]
         try:
-            there = self._there([self._prefix + name for name in objects if name])
+            return self._existing(names)
         except OSError as error:
             self._unreachable(error)
-            there = set()
+            return [""] * len(names)
+
+    def _touch(self, names: Sequence[str]) -> list[bool]:
+        return [bool(each) for each in self._existing(names)]
+
+    def _existing(self, names: Sequence[str]) -> list[str]:
+        notes = [name for name in names if is_note(name)]
+        contents = self._read([self._prefix + note for note in notes])
+        leads = {note: _lead(content) for note, content in zip(notes, contents, strict=True)}
+        objects = [leads.get(name, name) for name in names]
+        there = self._there([self._prefix + name for name in objects if name])
         return [each.rpartition("/")[2] * (self._prefix + each in there) for each in objects]
 
     def _put(self, what: SharedObject) -> None:
@@ -127,10 +140,10 @@ class MooncakeTier(SharedTier):
         elif time.monotonic() - began_s > _GIVEN_UP_S:
             logger.error(
                 "Shared tier: Mooncake has given up %s, and may go on writing it into host memory: "
-                "its place is nobody's any more. Nothing is got until this engine starts again.",
+                "its place is nobody's until this engine starts again.",
                 what.name,
             )
-            threading.Event().wait()  # For ever: who is answered has the place reused.
+            threading.Event().wait()  # For ever: whoever is answered has the place reused.
         return Answer.BROKEN if _ABSENT.isdisjoint(_checked(codes)) else Answer.ABSENT
 
     def forget(self, name: str) -> None:
@@ -138,15 +151,20 @@ class MooncakeTier(SharedTier):
 
     def engines(self) -> dict[str, Mapping[str, Any]]:
         keys = [f"{_ROOT}/engine-{number}" for number in range(_NUM_ENGINES)]
+        found: dict[str, Mapping[str, Any]] = {}
         with contextlib.suppress(OSError):
-            identities = [json.loads(text) for text in self._read([*self._there(keys)]) if text]
-            return {namespace_of(identity): identity for identity in identities}
-        return {}
+            there = [*self._there(keys)]
+            for key, text in zip(there, self._read(there), strict=True):
+                with contextlib.suppress(ValueError):  # Damaged, or nobody's.
+                    namespace, identity = parse_identity(text)
+                    if key == _engine_key(namespace):
+                        found[namespace] = identity
+        return found
 
     def introduce(self, namespace: str, identity: Mapping[str, Any]) -> None:
-        key = f"{_ROOT}/engine-{int(namespace, 16) % _NUM_ENGINES}"
         with contextlib.suppress(OSError):
-            self._write({key: json.dumps(identity).encode()}, self._pinned)
+            text = json.dumps(identity).encode()
+            self._write({_engine_key(namespace): text}, self._pinned)
 
     def describe(self) -> tuple[str, Mapping[str, str]]:
         return "how full it is, only its master's metrics say (port 9003 by default)", {}
@@ -171,6 +189,16 @@ class MooncakeTier(SharedTier):
         values = [content + seal_of(key, content) for key, content in contents.items()]
         codes = [self._store.upsert_batch([*contents], values, *how)] if contents else []
         _checked(codes, _OF_PUTS)
+
+
+def _engine_key(namespace: str) -> str:
+    return f"{_ROOT}/engine-{int(namespace, 16) % _NUM_ENGINES}"
+
+
+def _lead(content: bytes) -> str:
+    """The object, with its name space, to which a note leads; empty if to none."""
+    name = content.decode(errors="replace")
+    return name if is_rows_name(name.rpartition("/")[2]) else ""
 
 
 def _checked(codes: list[int], usual: Container[int] = _OF_GETS) -> list[int]:

@@ -9,19 +9,38 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from vllm_ascend_kvext.store.entries import Kind, Piece
 
 Identity = Mapping[str, Any]  # Plain data, by part.
-FORMAT_VERSION = 2  # Of objects and names: those of another version are not looked at.
+FORMAT_VERSION = 3  # Of objects and names: those of another version are not looked at.
+
+_ROWS_NAME = re.compile("R[0-9]{1,12}-[0-9]{1,12}-[0-9a-f]{32}")
 
 
 def namespace_of(identity: Identity) -> str:
     """The name space: a name that other identities do not have."""
     text = json.dumps([FORMAT_VERSION, identity], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def parse_identity(text: bytes) -> tuple[str, Identity]:
+    """An identity that was written down as JSON, with its name space.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    try:
+        identity = json.loads(text)
+        namespace = namespace_of(identity)
+    except RecursionError as error:
+        raise ValueError("JSON that is nested too deeply") from error
+    if not isinstance(identity, dict):
+        raise ValueError(f"JSON of a {type(identity).__name__}, which is no object")
+    return namespace, identity
 
 
 def differences(here: Identity, there: Identity) -> list[str]:
@@ -45,6 +64,11 @@ def is_note(name: str) -> bool:
     return name.rpartition("/")[2].startswith("N")
 
 
+def is_rows_name(name: str) -> bool:
+    """Whether this is the name of an object with rows of a prompt: what notes lead to."""
+    return _ROWS_NAME.fullmatch(name) is not None
+
+
 def object_name(piece: Piece, key: bytes, is_segment: bool = False) -> str:
     """The name of a piece that ends with a key; those of segments are no hashes of prompts."""
     kind = "S" if is_segment else "T" if piece.kind is Kind.TAILS else "R"
@@ -52,6 +76,6 @@ def object_name(piece: Piece, key: bytes, is_segment: bool = False) -> str:
 
 
 def piece_of(name: str) -> Piece:
-    """The piece of an object of a prompt."""
+    """The piece of an object of a prompt, whose name is one of `object_name`."""
     first, end, _ = name[1:].split("-")
     return Piece(Kind.TAILS if name[0] == "T" else Kind.ROWS, int(first), int(end))

@@ -5,7 +5,7 @@ An entry's life; a transfer is its own store, or a load that has pinned it::
 
     STORING ── store finished ──> STORED ── evicted, replaced, cleared ──> GONE
        │                            │
-       │ cleared                    │ the same while a load has it pinned
+       │ cleared, abandoned         │ the same while a load has it pinned
        └────────> LEAVING <─────────┘
                      └── its last transfer ends ──> GONE
 

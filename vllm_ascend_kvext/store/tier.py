@@ -267,6 +267,14 @@ class HostTier:
             self._leave(entry, Shortfall.FAILED if is_own else None)
         self.counters.failed_stores += is_own
 
+    def abandon_store(self, entry: Entry) -> None:
+        """Nobody finds an entry any more that is being stored, and may be for ever.
+
+        Its place is held until its store ends: until then something may write there.
+        """
+        if entry.state is EntryState.STORING:
+            self._leave(entry)
+
     def pin(self, entry: Entry) -> Load | None:
         """Keep an entry until `end_load`, and renew nothing; None if it is not stored."""
         if entry.state is not EntryState.STORED:

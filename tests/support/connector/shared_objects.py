@@ -10,7 +10,7 @@ from vllm_ascend_kvext.shared_tier.files import FilesTier
 
 
 def objects(folder: Path) -> list[Path]:
-    return sorted(folder.glob("kvext2/*/r*/objects/*/*"))
+    return sorted(folder.glob("kvext3/*/r*/objects/*/*"))
 
 
 def forge(folder: Path, path: Path, content: bytes) -> None:

@@ -120,6 +120,32 @@ def _damaged(how: str, folder: Path) -> Iterator[None]:
     yield
 
 
+@contextmanager
+def _notes_changed_places(folder: Path) -> Iterator[None]:
+    """Each note leads to an object of another prompt that has the same tokens' place and size."""
+    places: dict[tuple[str, str], list[Path]] = {}
+    for link in sorted(folder.glob("*/r*/notes/*/*")):
+        name = os.path.basename(os.readlink(link)).rpartition("-")[0]
+        places.setdefault((link.parts[-4], name), []).append(link)
+    for links in places.values():
+        targets = [os.readlink(link) for link in links]
+        objects = [os.path.basename(target).partition(".")[0][-32:] for target in targets]
+        for link, own in zip(links, objects, strict=True):
+            other = next((t for t, each in zip(targets, objects, strict=True) if each != own), None)
+            link.unlink()
+            if other is not None:
+                link.symlink_to(other)
+    yield
+
+
+@contextmanager
+def _something_else(make: Callable[[Path], object], folder: Path) -> Iterator[None]:
+    for path in objects_of(folder):
+        path.unlink()
+        make(path)
+    yield
+
+
 FAULTS: Mapping[str, Fault] = {
     "nothing": lambda _: nullcontext(),
     "lookups are slow": partial(_slow, "exist"),
@@ -128,6 +154,9 @@ FAULTS: Mapping[str, Fault] = {
     "cut": partial(_damaged, "cut"),
     "longer": partial(_damaged, "longer"),
     "another's": partial(_damaged, "another's"),
+    "notes have changed places": _notes_changed_places,
+    "folders in places": partial(_something_else, Path.mkdir),
+    "pipes in places": partial(_something_else, os.mkfifo),
     "removed": _removed,
     "removed before gets": _removed_before_gets,
     "evicted before gets": _evicted_before_gets,
@@ -170,7 +199,7 @@ def stuck(engine: Engine) -> None:
         time.sleep(1000)
         return exist(tier, names)
 
-    assert objects_of(folder / "kvext2")
+    assert objects_of(folder / "kvext3")
     if engine.plan["call"] == "get":
         FilesTier._read = read_and_hang  # type: ignore[method-assign]
     else:
@@ -272,7 +301,7 @@ def faults(engine: Engine) -> None:
     from vllm_ascend_kvext.connector.scheduler import shared_side
 
     patience_s = {name: getattr(shared_side, name) for name in PATIENCE_S}
-    root = Path(engine.plan["folder"]) / "kvext2"
+    root = Path(engine.plan["folder"]) / "kvext3"
     kept = root.with_name("kept")
     shutil.copytree(root, kept, symlinks=True)
     stream, shared = _Stream(engine), engine.side.shared

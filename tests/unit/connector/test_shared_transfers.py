@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,8 @@ from vllm_ascend_kvext.connector.common.messages import WorkerOutput
 from vllm_ascend_kvext.connector.common.options import parse_options
 from vllm_ascend_kvext.connector.worker import shared_transfers
 from vllm_ascend_kvext.connector.worker.shared_transfers import SharedTransfers
-from vllm_ascend_kvext.shared_tier import files
-from vllm_ascend_kvext.shared_tier.backend import Answer, SharedObject
+from vllm_ascend_kvext.shared_tier import backend, files
+from vllm_ascend_kvext.shared_tier.backend import Answer, SharedObject, UsedObjects
 from vllm_ascend_kvext.shared_tier.files import FilesTier
 
 NUM_BYTES = 3 << 20
@@ -84,8 +85,8 @@ def test_ranks_with_the_same_kv_put_it_once(make: Callable[..., Worker], tmp_pat
     for worker in workers:
         worker.run(puts=whats)
         assert 0 < worker.results.traffic["put"].transfers < len(whats)
-    assert len(list(tmp_path.glob("kvext2/*/r0/objects/*/*"))) == len(whats)
-    assert not list(tmp_path.glob("kvext2/*/r1"))
+    assert len(list(tmp_path.glob("kvext3/*/r0/objects/*/*"))) == len(whats)
+    assert not list(tmp_path.glob("kvext3/*/r1"))
     assert sum(worker.results.traffic["put"].num_bytes for worker in workers) == 16 * 4096
     for worker in workers:
         worker.run(gets=[each._replace(number=100 + each.number) for each in whats])
@@ -156,6 +157,152 @@ def test_what_was_queued_behind_a_slow_failure_is_not_begun(
     gate.set()
     worker.run(puts=[WHAT._replace(number=4)])
     assert begun in ([2], [2, 4]) and worker.results.failed_stores == {2, 3, 4}
+
+
+# What hangs.
+
+
+@pytest.fixture
+def hangs_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "MAX_HANG_S", 0.05)
+
+
+@pytest.mark.usefixtures("hangs_early")
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_gets_go_on_beside_those_that_hang(
+    make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, num_threads: int
+) -> None:
+    """As many as there are threads. What hangs is not reported before it has ended."""
+    monkeypatch.setattr(files, "_MAX_GET_THREADS", num_threads)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(num_threads))
+    worker, gate, get_into = make(), threading.Event(), FilesTier.get_into
+    worker.run(puts=[WHAT])
+    hanging = range(100, 100 + num_threads)
+    begun: list[int] = []
+
+    def get_or_hang(tier: FilesTier, what: SharedObject, on_bytes: Any) -> Answer:
+        begun.append(what.number)
+        if what.number in hanging:
+            gate.wait(20)
+        return get_into(tier, what, on_bytes)
+
+    monkeypatch.setattr(FilesTier, "get_into", get_or_hang)
+    worker.transfers.submit([WHAT._replace(number=number) for number in hanging], [])
+    until(lambda: len(begun) == num_threads, "the gets that hang")
+    time.sleep(0.1)
+    for number in range(200, 210):
+        worker.run(gets=[WHAT._replace(number=number)])
+    assert not worker.results.failed_stores
+    assert worker.results.stores_ended.keys().isdisjoint(hanging)
+    gate.set()
+    until(lambda: not worker.transfers.wait_for_end(0.01), "the end of those that hung")
+    worker.run(gets=[WHAT._replace(number=300)])  # Threads that were left behind serve no more.
+    assert worker.results.stores_ended.keys() >= {*hanging} and not worker.results.failed_stores
+    worker.transfers.shutdown()
+
+
+@pytest.mark.usefixtures("hangs_early")
+def test_what_was_queued_behind_gets_that_hang_is_not_begun(
+    make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place is free at once."""
+    monkeypatch.setattr(files, "_MAX_GET_THREADS", 1)
+    worker, gate = make(), threading.Event()
+    begun = hold_gets(monkeypatch, gate)
+    worker.transfers.submit([WHAT._replace(number=number) for number in (2, 3)], [])
+    until(lambda: begun == [2], "the first get")
+    time.sleep(0.1)
+    ended = until(lambda: worker.transfers.take_output().failed_stores, "the end of the other")
+    assert ended == {3} and begun == [2]
+    gate.set()
+    worker.transfers.shutdown()
+
+
+@pytest.mark.usefixtures("hangs_early")
+def test_puts_go_on_beside_one_that_hangs(
+    make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, gate, put = make(), threading.Event(), FilesTier.put
+    hung = WHAT._replace(number=2, name=f"engine/R0-64-{'c' * 32}")
+
+    def put_or_hang(tier: FilesTier, what: SharedObject) -> Answer:
+        return put(tier, what) if what.number != 2 or gate.wait(20) else Answer.ABSENT
+
+    monkeypatch.setattr(FilesTier, "put", put_or_hang)
+    worker.transfers.submit([], [hung])
+    time.sleep(0.1)
+    worker.run(puts=[WHAT._replace(number=3)])
+    assert worker.results.stores_ended == {3: 1} and not worker.results.failed_stores
+    gate.set()
+    worker.run(puts=[WHAT._replace(number=4)])
+    worker.transfers.shutdown()
+
+
+@pytest.mark.usefixtures("hangs_early")
+def test_few_threads_are_left_behind(
+    make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_MAX_GET_THREADS", 1)
+    worker, gate = make(), threading.Event()
+    begun = hold_gets(monkeypatch, gate)
+    for number in range(backend.MAX_LEFT_BEHIND + 4):
+        worker.transfers.submit([WHAT._replace(number=number)], [])
+        time.sleep(0.1)
+    assert len(begun) == backend.MAX_LEFT_BEHIND + 1
+    gate.set()
+    worker.run(gets=[WHAT._replace(number=100)])
+    worker.transfers.shutdown()
+
+
+# What is used.
+
+
+def used(number: int, *names: str) -> UsedObjects:
+    return UsedObjects(number, names)
+
+
+def test_a_touch_says_what_is_absent(make: Callable[..., Worker]) -> None:
+    worker, other = make(), WHAT.name.replace("a" * 32, "b" * 32)
+    worker.transfers.submit([], [WHAT], [used(2, other, WHAT.name, other)])  # Behind the put.
+    worker.run()
+    until(lambda: not worker.transfers.wait_for_end(0.01), "the end")
+    worker.results.add(worker.transfers.take_output())
+    assert worker.results.stores_ended == {1: 1, 2: 1} and not worker.results.failed_stores
+    assert worker.results.absent_objects == {2: {0, 2}}
+    worker.transfers.shutdown()
+
+
+def test_ranks_with_the_same_kv_touch_an_object_once(
+    make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touched: list[str] = []
+
+    def touch(tier: FilesTier, names: Sequence[str]) -> list[bool]:
+        touched.extend(names)
+        return [False] * len(names)
+
+    monkeypatch.setattr(FilesTier, "touch", touch)
+    workers, joined = [make(rank, 2) for rank in range(2)], WorkerOutput()
+    names = [f"engine/R0-64-{number:032x}" for number in range(16)]
+    for worker in workers:
+        worker.transfers.submit([], [], [used(1, *names)])
+        until(lambda worker=worker: not worker.transfers.wait_for_end(0.01), "the end")
+        joined.add(worker.transfers.take_output())
+    assert sorted(touched) == names
+    assert joined.absent_objects == {1: {*range(16)}} and joined.stores_ended == {1: 2}
+
+
+def test_a_touch_that_fails_is_told(
+    make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = make()
+    for answer in (lambda *_: None, lambda *_: 1 / 0):
+        monkeypatch.setattr(FilesTier, "touch", answer)
+        worker.transfers.submit([], [], [used(7, WHAT.name)])
+        until(lambda: not worker.transfers.wait_for_end(0.01), "the end")
+        results = worker.transfers.take_output()
+        assert results.failed_stores == {7} and results.stores_ended == {7: 1}
+        assert results.shared_failures == {"touch_unreachable": 1}
 
 
 def test_a_tier_is_closed_unless_it_is_at_a_call(

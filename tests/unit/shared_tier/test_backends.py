@@ -87,6 +87,9 @@ class Engine:
     def exist(self, *names: str) -> list[str]:
         return self.tier.exist([f"{self.namespace}/{name}" for name in names])
 
+    def touch(self, *names: str) -> list[bool] | None:
+        return self.tier.touch([f"{self.namespace}/{name}" for name in names])
+
     def forget(self, name: str) -> None:
         self.tier.forget(f"{self.namespace}/{name}")
 
@@ -96,7 +99,9 @@ Overwrite = Callable[[Engine, str, bytes, bytes], None]
 
 def overwrite_file(engine: Engine, name: str, content: bytes, seal: bytes) -> None:
     tier: Any = engine.tier
-    Path(tier._path(f"{engine.namespace}/{name}")).write_bytes(content + seal)
+    path = Path(tier._path(f"{engine.namespace}/{name}"))
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content + seal)
 
 
 def overwrite_in_mooncake(engine: Engine, name: str, content: bytes, seal: bytes) -> None:
@@ -106,11 +111,28 @@ def overwrite_in_mooncake(engine: Engine, name: str, content: bytes, seal: bytes
     assert tier._store.put(key, content + seal) == 0
 
 
+def lead_by_link(engine: Engine, note: str, name: str) -> None:
+    tier: Any = engine.tier
+    link = Path(tier._path(f"{engine.namespace}/{note}"))
+    link.unlink()
+    link.symlink_to(f"{name}.{tier._note_seal(f'{engine.namespace}/{note}', name)}")
+
+
+def lead_in_mooncake(engine: Engine, note: str, name: str) -> None:
+    tier: Any = engine.tier
+    key = f"{tier._prefix}{engine.namespace}/{note}"
+    tier._write({key: f"{engine.namespace}/{name}".encode()})
+
+
+Lead = Callable[[Engine, str, str], None]
+
+
 class Backend:
     """Engines of one backend. Their tiers are used again: a client of Mooncake ends slowly."""
 
-    def __init__(self, url: str, overwrite: Overwrite, full_name: str) -> None:
-        self._url, self.overwrite, self._full_name = url, overwrite, full_name
+    def __init__(self, url: str, overwrite: Overwrite, lead: Lead, full_name: str) -> None:
+        self._url, self._full_name = url, full_name
+        self.overwrite, self.lead = overwrite, lead
         self._engines: dict[tuple[int, int], Engine] = {}
         self.namespaces = (f"space-{number}" for number in itertools.count())
         self.namespace = next(self.namespaces)
@@ -140,10 +162,11 @@ def any_backend(
 ) -> Iterator[Backend]:
     folder = tmp_path_factory.mktemp("backend")
     if request.param == "files":
-        yield Backend(f"file://{folder}", overwrite_file, "r{rank}/{name}")
+        yield Backend(f"file://{folder}", overwrite_file, lead_by_link, "r{rank}/{name}")
         return
     servers = Servers(folder)
-    backend = Backend(servers.url, overwrite_in_mooncake, "kvext2/r{rank}/{name}")
+    full_name = "kvext3/r{rank}/{name}"
+    backend = Backend(servers.url, overwrite_in_mooncake, lead_in_mooncake, full_name)
     try:
         yield backend
         backend.end()
@@ -202,6 +225,47 @@ def test_an_object_may_have_thousands_of_notes(engine: Engine) -> None:
     notes = tuple(f"N{number:032x}" for number in range(2048))
     assert engine.put(CONTENT, notes=notes) is Answer.WHOLE
     assert engine.exist(*notes) == [NAME] * len(notes)
+
+
+MALFORMED = [
+    "R",
+    "R0-64",
+    f"R0--{'ab' * 16}",
+    f"R-1-64-{'ab' * 16}",
+    f"R0-64-{'ab' * 15}",
+    f"R0-64-{'AB' * 16}",
+    f"R{'9' * 13}-{'9' * 13}-{'ab' * 16}",
+    f"R0-6\N{ARABIC-INDIC DIGIT FOUR}-{'ab' * 16}",
+    f"T64-64-{'ab' * 16}",
+    f"S0-64-{'ab' * 16}",
+    NOTES[0],
+    "\N{EM DASH}",
+]
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_note_with_a_malformed_name_leads_nowhere(
+    backend: Backend, engine: Engine, name: str
+) -> None:
+    """Its seal is right: somebody has put it so. An object of that name is there, too."""
+    engine.put(CONTENT, notes=NOTES[:2])
+    backend.lead(engine, NOTES[0], NAME)  # That is how it leads there.
+    assert engine.exist(*NOTES[:2]) == [NAME, NAME]
+    if name not in NOTES:
+        backend.overwrite(engine, name, CONTENT, b"")
+    backend.lead(engine, NOTES[0], name)
+    assert engine.exist(*NOTES[:2]) == ["", NAME]
+    assert engine.touch(NOTES[0], NOTES[1]) == [False, True]
+    assert engine.put(CONTENT, notes=NOTES[:2]) is Answer.WHOLE
+    assert engine.exist(*NOTES[:2]) == [NAME, NAME]
+
+
+def test_a_touch_says_what_is_there(engine: Engine) -> None:
+    engine.put(CONTENT, notes=NOTES[:1])
+    assert engine.touch(NAME, OTHER, *NOTES[:2]) == [True, False, True, False]
+    engine.forget(NAME)
+    assert engine.touch(NAME, *NOTES[:1]) == [False, False]
+    assert engine.touch() == []
 
 
 # Damage: it is found before anybody can use the bytes, and forgotten.

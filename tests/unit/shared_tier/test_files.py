@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +29,7 @@ from vllm_ascend_kvext.commands.shared_tier import describe
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Answer, SharedObject
 from vllm_ascend_kvext.shared_tier.files import FilesTier, files_below
+from vllm_ascend_kvext.shared_tier.names import namespace_of
 
 NUM_BYTES = 3 << 10
 CAPACITY_BYTES = 1 << 30
@@ -84,15 +88,15 @@ def engine(tmp_path: Path) -> Engine:
 
 
 def object_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("kvext2/*/*/objects/*/*"))
+    return sorted(folder.glob("kvext3/*/*/objects/*/*"))
 
 
 def taken_bytes(folder: Path) -> int:
-    return sum(taken for _, taken, _ in files_below(str(folder / "kvext2")))
+    return sum(taken for _, taken, _ in files_below(str(folder / "kvext3")))
 
 
 def note_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("kvext2/*/*/notes/*/*"))
+    return sorted(folder.glob("kvext3/*/*/notes/*/*"))
 
 
 def test_only_the_owner_can_read(tmp_path: Path) -> None:
@@ -175,12 +179,166 @@ def test_the_bytes_of_another_object_are_broken(engine: Engine, tmp_path: Path) 
     assert engine.get(name=other) == (Answer.WHOLE, content_of(1))
 
 
+# What somebody else has put where a file is looked for.
+
+
+def make_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def make_full_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "something").write_text("of somebody else")
+
+
+def make_socket(path: Path) -> None:
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as server:
+        server.bind(path.name)
+
+
+OTHER_THINGS: dict[str, Callable[[Path], object]] = {
+    "folder": make_folder,
+    "full folder": make_full_folder,
+    "pipe": os.mkfifo,
+    "socket": make_socket,
+    "link to nothing": lambda path: path.symlink_to("nothing"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "link to a folder": lambda path: path.symlink_to("/"),
+}
+
+
+@pytest.mark.parametrize("thing", OTHER_THINGS)
+@pytest.mark.parametrize("place", ["object", "note"])
+def test_something_else_in_a_place_concerns_that_object_only(
+    engine: Engine, tmp_path: Path, place: str, thing: str
+) -> None:
+    """A tier that answers that it cannot be reached is left alone by all requests."""
+    other = NAME.replace("ab", "cd")
+    engine.put(CONTENT, notes=NOTES)
+    engine.put(content_of(1), other, notes=())
+    (path,) = (
+        each
+        for each in (object_files(tmp_path) if place == "object" else note_files(tmp_path))
+        if each.name in (NAME, NOTES[0])
+    )
+    path.unlink()
+    OTHER_THINGS[thing](path)
+    assert engine.exist(NAME, *NOTES[:1]) == ["" if place == "object" else NAME, ""]
+    assert engine.tier.touch([f"{engine.namespace}/{NOTES[0]}"]) == [False]
+    if place == "object":
+        assert engine.get()[0] is Answer.ABSENT
+    assert engine.get(name=other) == (Answer.WHOLE, content_of(1))
+    assert engine.put(CONTENT, notes=NOTES) is Answer.WHOLE  # It gets its place.
+    assert engine.get() == (Answer.WHOLE, CONTENT)
+    assert engine.exist(NAME, *NOTES) == [NAME] * 4
+    kept = [each.read_text() for each in tmp_path.rglob("something")]
+    assert kept == ["of somebody else"] * (thing == "full folder")
+
+
+def test_a_folder_that_was_moved_aside_is_not_counted(engine: Engine, tmp_path: Path) -> None:
+    engine.put(CONTENT)
+    (path,) = object_files(tmp_path)
+    before = taken_bytes(tmp_path)
+    path.with_name(f"{NAME}.aside").mkdir()
+    assert taken_bytes(tmp_path) == before
+
+
+# Notes: nobody opens an object to see whether it is the one.
+
+
+def test_a_note_of_another_object_leads_nowhere(engine: Engine, tmp_path: Path) -> None:
+    """Two links that have changed places are as whole as before."""
+    other, other_note = NAME.replace("ab", "cd"), f"N{'4' * 32}"
+    engine.put(CONTENT, notes=NOTES[:1])
+    engine.put(content_of(1), other, (other_note,))
+    links = {path.name: path for path in note_files(tmp_path)}
+    targets = {name: os.readlink(path) for name, path in links.items()}
+    for name, wrong in ((NOTES[0], other_note), (other_note, NOTES[0])):
+        links[name].unlink()
+        links[name].symlink_to(targets[wrong])
+    assert engine.exist(NOTES[0], other_note) == ["", ""]
+    assert engine.tier.touch([f"{engine.namespace}/{NOTES[0]}"]) == [False]
+    engine.put(CONTENT, notes=NOTES[:1])  # Who computes it puts that right.
+    assert engine.exist(NOTES[0], other_note) == [NAME, ""]
+
+
+@pytest.mark.parametrize("change", ["rank", "name space", "digit", "no seal", "as before"])
+def test_a_note_is_whole_and_where_it_was_put(engine: Engine, tmp_path: Path, change: str) -> None:
+    engine.put(CONTENT, notes=NOTES[:1])
+    other = NAME.replace("ab", "cb")
+    engine.put(CONTENT, other)
+    (link,) = note_files(tmp_path)
+    target, rank, namespace = os.readlink(link), 0, engine.namespace
+    if change in ("rank", "name space"):
+        rank, namespace = (1, namespace) if change == "rank" else (0, "other")
+        engine = Engine(tmp_path, rank=rank)
+        engine.namespace = namespace
+        engine.put(CONTENT)
+        link = Path(engine.tier._path(f"{namespace}/{NOTES[0]}"))
+        link.parent.mkdir(parents=True)
+    else:
+        link.unlink()
+        target = {"digit": target.replace("ab", "cb"), "no seal": NAME}.get(change, target)
+    link.symlink_to(target)
+    assert engine.exist(NOTES[0]) == [NAME if change == "as before" else ""]
+
+
+# The identities of engines.
+
+IDENTITY = {"dtype": "bf16", "groups": [1, [2, 3]]}
+BAD_IDENTITIES: dict[str, bytes | None] = {
+    "number": b"5",
+    "list": b"[1]",
+    "pairs": b"[[1, 2]]",
+    "null": b"null",
+    "text": b'"a"',
+    "nothing": b"",
+    "cut": b'{"dtype": "bf',
+    "not UTF-8": b'{"dtype": "\xff"}',
+    "nested": b"[" * 200_000,
+    "nested in an object": b'{"a":' * 200_000,
+    "a large number": b'{"a": ' + b"9" * 10_000 + b"}",
+    "another's": b'{"dtype": "fp16"}',
+    "too large": b'{"dtype": "' + b"a" * (17 << 20) + b'"}',
+    "pipe": None,
+    "folder": None,
+    "socket": None,
+}
+
+
+@pytest.mark.parametrize("kind", BAD_IDENTITIES)
+def test_an_engine_file_that_says_nothing_stops_nobody(
+    engine: Engine, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    good = {"dtype": "bf16"}
+    for identity in (IDENTITY, good):
+        engine.tier.introduce(namespace_of(identity), identity)
+    path = tmp_path / "kvext3" / namespace_of(IDENTITY) / "engine.json"
+    path.unlink()
+    content = BAD_IDENTITIES[kind]
+    if content is None:
+        OTHER_THINGS[kind](path)
+    else:
+        path.write_bytes(content)
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(engine.tier.engines()), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert found == [{namespace_of(good): good}]
+    assert str(path) in caplog.text and "Delete it" in caplog.text
+    caplog.clear()
+    engine.tier.introduce(namespace_of(IDENTITY), IDENTITY)  # Such an engine starts.
+    assert engine.tier.engines() == {namespace_of(each): each for each in (IDENTITY, good)}
+    assert not [each for each in caplog.messages if "expected in" in each]
+
+
 # A folder that does not work.
 
 
 def test_a_folder_that_is_removed_is_made_again(engine: Engine, tmp_path: Path) -> None:
     engine.put(CONTENT, notes=NOTES)
-    shutil.rmtree(tmp_path / "kvext2")
+    shutil.rmtree(tmp_path / "kvext3")
     assert engine.get()[0] is Answer.ABSENT
     assert engine.exist(NAME, *NOTES) == [""] * 4
     assert engine.put(CONTENT, notes=NOTES) is Answer.WHOLE
@@ -238,11 +396,11 @@ def test_what_is_not_a_folder_of_ones_own_is_refused(tmp_path: Path) -> None:
         with pytest.raises(SettingsError, match="leave shared_tier out"):
             Engine(path)
     shared = tmp_path / "shared"
-    (shared / "kvext2").mkdir(parents=True)
-    (shared / "kvext2").chmod(0o777)
+    (shared / "kvext3").mkdir(parents=True)
+    (shared / "kvext3").chmod(0o777)
     with pytest.raises(SettingsError, match="found mode 777"):
         Engine(shared)
-    (shared / "kvext2").chmod(0o700)
+    (shared / "kvext3").chmod(0o700)
     shared.chmod(0o777)
     with pytest.raises(SettingsError, match="in a folder of mode 0777"):
         Engine(shared)  # Others could put another folder in its place.
@@ -271,7 +429,7 @@ def test_a_look_at_its_status_removes_nothing(tmp_path: Path) -> None:
 def test_a_slash_at_the_end_does_not_matter(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="No such file"):
         FilesTier(f"file://{tmp_path}/a/b/", None, 0)
-    assert FilesTier(f"file://{tmp_path}/a/", None, 0).root == f"{tmp_path}/a/kvext2"
+    assert FilesTier(f"file://{tmp_path}/a/", None, 0).root == f"{tmp_path}/a/kvext3"
 
 
 @pytest.mark.parametrize("url", ["", "/tmp", "file:", "file://host/path", "http://a/b", "file://"])
@@ -289,10 +447,10 @@ def test_what_was_used_longest_ago_gives_way(tmp_path: Path) -> None:
     names = [f"R0-64-{number:032x}" for number in range(60)]
     for number, name in enumerate(names):
         assert engine.put(content_of(number, size), name, (f"N{number:032x}",)) is Answer.WHOLE
-        (path,) = tmp_path.glob(f"kvext2/*/*/objects/*/{name}")
+        (path,) = tmp_path.glob(f"kvext3/*/*/objects/*/{name}")
         os.utime(path, (number, number))
         if number >= 3:  # The third is used again and again.
-            (path,) = tmp_path.glob(f"kvext2/*/*/objects/*/{names[3]}")
+            (path,) = tmp_path.glob(f"kvext3/*/*/objects/*/{names[3]}")
             os.utime(path, (number, number))
         assert taken_bytes(tmp_path) <= 32 * size
     there = [name for name in names if engine.exist(name) != [""]]
@@ -307,6 +465,43 @@ def test_a_get_counts_as_use(engine: Engine, tmp_path: Path) -> None:
     os.utime(path, (1, 1))
     engine.get()
     assert path.stat().st_mtime > 1
+
+
+def test_a_touch_counts_as_use(engine: Engine, tmp_path: Path) -> None:
+    """Of an object, and of that to which a note leads."""
+    other = NAME.replace("ab", "cd")
+    engine.put(CONTENT, notes=NOTES)
+    engine.put(CONTENT, other)
+    paths = {path.name: path for path in object_files(tmp_path)}
+    full = [f"{engine.namespace}/{each}" for each in (NAME, NOTES[1], other, f"N{'5' * 32}")]
+    for touched, name in ((full[:1], NAME), (full[1:2], NAME), (full[2:3], other)):
+        for path in paths.values():
+            os.utime(path, (1, 1))
+        assert engine.tier.touch(touched) == [True]
+        renewed = {each for each, path in paths.items() if path.stat().st_mtime > 1}
+        assert renewed == {name}
+    paths[NAME].unlink()
+    assert engine.tier.touch(full) == [False, False, True, False]
+
+
+def test_a_put_of_what_is_there_counts_as_use(engine: Engine, tmp_path: Path) -> None:
+    engine.put(CONTENT)
+    (path,) = object_files(tmp_path)
+    os.utime(path, (1, 1))
+    assert engine.put(CONTENT) is Answer.WHOLE and path.stat().st_mtime > 1
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_touch_says_when_the_folder_does_not_work(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    engine.put(CONTENT)
+
+    def fail(*arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "utime", fail)
+    assert engine.tier.touch([f"{engine.namespace}/{NAME}"]) is None
 
 
 def test_what_does_not_fit_is_not_put(tmp_path: Path) -> None:
@@ -439,7 +634,7 @@ class FilesAgainstDict(RuleBasedStateMachine):
     def damage(self, name: str, at: int, by: int) -> None:
         if self.objects.get(name) is None:
             return
-        (path,) = self.folder.glob(f"kvext2/*/*/objects/*/{name}")
+        (path,) = self.folder.glob(f"kvext3/*/*/objects/*/{name}")
         data = bytearray(path.read_bytes())
         data[at] ^= by
         path.write_bytes(data)

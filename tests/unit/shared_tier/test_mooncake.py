@@ -198,12 +198,32 @@ def test_identities_are_not_evicted(rank: Rank) -> None:
     assert rank.tier.engines() == {namespace_of(identity): identity}
 
 
-def test_an_identity_that_is_damaged_is_not_shown(rank: Rank) -> None:
+@pytest.mark.parametrize(
+    "content", [None, b"5", b"[1]", b"{", b"\xff", b"[" * 100_000, b'{"dtype": "fp16"}']
+)
+def test_an_identity_that_is_damaged_is_not_shown(rank: Rank, content: bytes | None) -> None:
+    """By chance, or with a seal that is right."""
     identity = {"dtype": "bf16"}
     rank.tier.introduce(namespace_of(identity), identity)
-    (key,) = rank.tier._there([f"kvext2/engine-{number}" for number in range(1024)])
-    rank.raw.upsert(key, b"something else")
+    (key,) = rank.tier._there([f"kvext3/engine-{number}" for number in range(1024)])
+    if content is None:
+        rank.raw.upsert(key, b"something else")
+    else:
+        rank.tier._write({key: content})
     assert rank.tier.engines() == {}
+
+
+def test_what_is_touched_is_not_evicted(rank: Rank, ranks: tuple[Rank, Rank]) -> None:
+    """Of what was put at the same time, and not used since."""
+    hot, cold = range(5), range(5, 10)
+    for number in (*hot, *cold):
+        assert until(lambda number=number: rank.put(number) is Answer.WHOLE)
+    for number in range(10, 300):  # Of 1 MB, into 128.
+        names = [f"space/{note}" for each in hot for note in what(each).notes]
+        assert ranks[1].tier.touch(names) == [True] * len(hot)
+        rank.put(number)
+    assert [ranks[1].get(number) for number in hot] == [Answer.WHOLE] * len(hot)
+    assert {ranks[1].get(number) for number in cold} == {Answer.ABSENT}
 
 
 # Servers that are killed, and stop.

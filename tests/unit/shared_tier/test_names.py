@@ -60,10 +60,10 @@ def test_status_shows_a_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     before = sorted(folder.rglob("*-*"))
     assert main(["status", "--shared-tier", f"file://{folder}"]) == 0
     text = capsys.readouterr().out
-    assert "format 2: works" in text and "holds 0.001 GB" in text
+    assert "format 3: works" in text and "holds 0.001 GB" in text
     assert f"name space {namespace_of(IDENTITY)}: 1 objects, 0.001 GB" in text
     assert 'do not meet: dtype ("bf16" here, "fp16" there)' in text
-    assert sorted(folder.rglob("*-*")) == [*before, folder / "kvext2" / "status-check"]
+    assert sorted(folder.rglob("*-*")) == [*before, folder / "kvext3" / "status-check"]
     assert len(tier.engines()) == 2
 
 

@@ -19,7 +19,10 @@ from vllm_ascend_kvext.store.counters import TierCounters
 
 _zeros_by_direction = partial(zeros, ("store", "load", "get", "put"))
 _SHARED_RESULTS = ("found", "absent", "late", "given_up", "paused")
-_SHARED_FAILURES = ("get_absent", "get_broken", "get_unreachable", "put_unreachable", "put_busy")
+_SHARED_FAILURES = (
+    *("get_absent", "get_broken", "get_unreachable", "get_hung"),
+    *("put_unreachable", "put_busy", "touch_unreachable"),
+)
 
 
 class BlendRefusal(enum.Enum):

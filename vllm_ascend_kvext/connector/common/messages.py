@@ -19,7 +19,7 @@ from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart
 from vllm_ascend_kvext.token_range import TokenRange
 
 if TYPE_CHECKING:
-    from vllm_ascend_kvext.shared_tier.backend import SharedObject
+    from vllm_ascend_kvext.shared_tier.backend import SharedObject, UsedObjects
 
 Direction = Literal["store", "load", "get", "put"]
 """Pages to host memory and back; and from the shared tier to host memory, and back."""
@@ -147,6 +147,7 @@ class ConnectorMetadata:
         probes: Rows that the step computes, and whose scores are wanted.
         gets: Objects of the shared tier, which every worker brings into host memory.
         puts: Those which every worker puts there. Numbers are those of stores.
+        touches: Objects there that were used. Numbers are those of stores.
     """
 
     stores_before: tuple[StoreJob, ...] = ()
@@ -157,6 +158,7 @@ class ConnectorMetadata:
     probes: tuple[ProbeJob, ...] = ()
     gets: tuple[SharedObject, ...] = ()
     puts: tuple[SharedObject, ...] = ()
+    touches: tuple[UsedObjects, ...] = ()
 
 
 @dataclass(slots=True)
@@ -178,7 +180,8 @@ class WorkerOutput:
     """What workers report after a step.
 
     Attributes:
-        stores_ended: By number: on how many workers a store, get or put has ended, well or not.
+        stores_ended: By number: on how many workers a store, get, put or touch has ended, well or
+            not.
         failed_stores: Numbers of those of them that failed on some worker.
         failed_loads: Requests whose load failed on some worker. All loads that have ended are
             reported to vLLM.
@@ -194,6 +197,7 @@ class WorkerOutput:
         shared_failures: Gets and puts that failed on some worker, by kind.
         has_new_weights: Whether some worker has loaded weights again since it has told of them;
             for a shared tier.
+        absent_objects: By number of a touch: which of its objects some worker has not found.
     """
 
     stores_ended: dict[int, int] = field(default_factory=dict)
@@ -208,6 +212,7 @@ class WorkerOutput:
     got_bytes: int = 0
     shared_failures: Counter[str] = field(default_factory=Counter)
     has_new_weights: bool = False
+    absent_objects: dict[int, set[int]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """Whether there is anything to report."""
@@ -241,3 +246,5 @@ class WorkerOutput:
         self.got_bytes += other.got_bytes
         self.shared_failures += other.shared_failures
         self.has_new_weights |= other.has_new_weights
+        for number, absent in other.absent_objects.items():
+            self.absent_objects.setdefault(number, set()).update(absent)

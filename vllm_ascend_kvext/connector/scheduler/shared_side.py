@@ -2,11 +2,12 @@
 """The scheduler's part of a shared tier: what is asked, got into host memory, and put.
 
     a request arrives     has_to_wait ── asked ── found ── entries are got ──> as if stored here
-    it computes           note_begun ── what it uses a second time is put
-    a step                take_jobs ──> the workers ──> note_results
+    it computes           note_begun ── what it uses a second time is put, or touched if it was
+    a step                take_jobs ──> the workers ──> note_results ── what was lost is put again
 
 What is got becomes entries of the host tier, as stores do: all workers have the bytes, or there is
-no entry. Loads know nothing of it. A request for which nothing comes in time goes on without.
+no entry. Loads know nothing of it. A request for which nothing comes in time goes on without. What
+hangs is abandoned: nobody finds its entry, and nobody gets its place before it ends.
 """
 
 from __future__ import annotations
@@ -27,14 +28,22 @@ from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
 from vllm_ascend_kvext.layout.row_map import RowMap
 from vllm_ascend_kvext.shared_tier import names, open_tier
-from vllm_ascend_kvext.shared_tier.backend import SharedObject, TierThread, logger
+from vllm_ascend_kvext.shared_tier.backend import (
+    MAX_HANG_S,
+    SharedObject,
+    TierThread,
+    UsedObjects,
+    logger,
+)
 from vllm_ascend_kvext.shared_tier.search import FoundObject, Question, search
 from vllm_ascend_kvext.store.counters import Refusal
-from vllm_ascend_kvext.store.entries import Entry, Kind, Load, Piece
+from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Load, Piece
 from vllm_ascend_kvext.store.prefix import Prefix
+from vllm_ascend_kvext.store.remembered_keys import RememberedKeys
 from vllm_ascend_kvext.store.store_policy import StorePolicy
 from vllm_ascend_kvext.token_range import TokenRange
 
+SharedJobs = tuple[tuple[SharedObject, ...], tuple[SharedObject, ...], tuple[UsedObjects, ...]]
 Contents = RowMap | StoredTokens  # Of an entry.
 MAX_LOOKUP_S = 0.05  # A request goes on without an answer that takes longer,
 MAX_QUEUED_S = 1.0  # or has stood behind others for so long,
@@ -46,6 +55,10 @@ MAX_BEHIND = 128  # and whoever comes behind these may begin: a step looks at al
 MAX_PUT_SHARE = 1 / 8  # Of host memory: what may be pinned because it is being put,
 MAX_GET_SHARE = 1 / 2  # and what places may be taken for what is being got.
 MAX_QUIET_S = 5.0  # What has not moved for so long hangs: no step is made for it.
+MAX_ABANDONED = 8  # With so many objects that hang at once, nothing more is asked for.
+TOUCH_EVERY_S = 1.0  # So often the tier is told at most that an object is used,
+MAX_TOUCHED = 256  # and of so many at once; what is left out is told with its next use.
+_REMEMBERED_TOUCHES = 1 << 14
 _MAX_SILENT_REPORTS = 3
 _IDLE_WAIT_S = 0.001  # So long a step that computes nothing waits for an answer.
 
@@ -65,6 +78,23 @@ class SharedRequest:
     found: Sequence[FoundObject] = ()
     is_answered: threading.Event = field(default_factory=threading.Event)
     gets: list[Entry] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Touch:
+    """What the tier is told of use.
+
+    Attributes:
+        entries: By name of what is used; None where host memory has none.
+        began_s: By the clock of the scheduler side.
+        number: Of the job.
+        absent: Which of them are not there.
+    """
+
+    entries: dict[str, Entry | None]
+    began_s: float
+    number: int = -1
+    absent: set[int] = field(default_factory=set)
 
 
 class SharedSide:
@@ -87,7 +117,7 @@ class SharedSide:
         assert options.shared_tier is not None
         self._parts = parts
         self._segments = segments
-        segments.put = self.put
+        segments.put = self.note_used_segment
         self._tier = parts.tier
         self._counters = parts.counters
         self._cost = cost
@@ -99,18 +129,26 @@ class SharedSide:
         self._shared = open_tier(options.shared_tier, options.shared_tier_bytes, rank=0)
         self._introduce(options.shared_tier, identity)
         self._thread = TierThread("kvext-shared-lookups")
-        self._began_s: float | None = None  # A question that the thread is at; it writes this.
         self._last_asked: SharedRequest | None = None
         self._num_asked = 0  # In this step, and how many came behind them.
         self._jobs = StoreJobs(parts.references, parts.jobs.num_workers)
         self._last_change_s = 0.0  # Of these.
         self._new_gets: list[SharedObject] = []  # Of the next step.
         self._new_puts: list[SharedObject] = []
-        self._gets: set[Entry] = set()  # The entries that they fill,
+        # What is used, by name; and its entry, if host memory has it.
+        self._new_touches: dict[str, Entry | None] = {}
+        self._touches: dict[int, _Touch] = {}  # By number of the job,
+        self._num_touched = 0  # and the names of all, new ones included; without those
+        self._num_hung_touches = 0  # of so many jobs that hang.
+        self._touched_s: RememberedKeys[float] = RememberedKeys(_REMEMBERED_TOUCHES)
+        # The entries that gets fill: since when, and the object;
+        self._gets: dict[Entry, tuple[float, str]] = {}
+        self._abandoned: dict[Entry, str] = {}  # those whose get hangs, and the object;
         self._awaited: dict[Entry, int] = {}  # and those that requests wait for: tokens they save.
         # Since when something is awaited without a break, and what has come since.
         self._busy_since_s = self._last_bytes_s = 0.0
         self._busy_bytes = 0.0
+        self._overtaken_s = 0.0  # Gets that began before are slower than others that have ended.
         self._num_silent = 0  # Steps since that brought nothing.
         self._paused_until_s = self._puts_paused_until_s = -PAUSE_S
         self._put_bytes = 0
@@ -160,11 +198,15 @@ class SharedSide:
 
     def _ask(self, request: Request, known: SharedRequest, num_computed_tokens: int) -> None:
         question = self._question(request, known, num_computed_tokens)
-        # While something hangs, its place is lost: there are to be no more of these.
-        is_hanging = self._is_late() or len(self._gets) > len(self._awaited)
-        if question and (is_hanging or self._clock() < self._paused_until_s):
+        if not question:
+            return
+        is_paused = self._clock() < self._paused_until_s
+        if not is_paused and (why := self._why_hanging()):
+            self._pause(why)
+            is_paused = True
+        if is_paused:
             self._counters.shared_requests["paused"] += 1
-        elif question:
+        else:
             known.question, known.asked_s, self._last_asked = question, self._clock(), known
             self._num_asked += 1
             self._thread.submit(partial(self._answer, known))
@@ -202,13 +244,12 @@ class SharedSide:
 
     def _answer(self, known: SharedRequest) -> None:
         """On the thread. How long it takes counts from here: many at once are not a slow tier."""
-        began_s = self._began_s = self._clock()
+        began_s = self._clock()
         try:
             if (question := known.question) is not None:  # Somebody waits for it still.
                 known.found = search(question, self._exist)
         finally:
             self._counters.shared_lookup_seconds += self._clock() - began_s
-            self._began_s = None
             known.is_answered.set()
 
     def _exist(self, asked: Sequence[str]) -> list[str]:
@@ -216,14 +257,53 @@ class SharedSide:
 
     def _is_late(self) -> bool:
         """Whether the thread is at a question for too long: all behind it would wait, too."""
-        began_s = self._began_s
-        return began_s is not None and self._clock() - began_s > MAX_LOOKUP_S
+        return self._thread.busy_s() > MAX_LOOKUP_S
 
     def _pause(self, why: str) -> None:
         now_s = self._clock()
         if now_s >= self._paused_until_s:
             logger.warning("The shared tier is left alone for %.0f s: %s.", PAUSE_S, why)
         self._paused_until_s = now_s + PAUSE_S
+
+    def _why_hanging(self) -> str:
+        """Why nothing is asked just now, although the tier was left alone; empty if it may be.
+
+        A place that something hanging may write to is lost: there are to be few of these.
+        """
+        self._thread.leave_behind()
+        if len(self._gets) > len(self._awaited):
+            self._abandon_hanging()
+        if self._is_late():
+            return "an answer takes too long"
+        if len(self._gets) > len(self._awaited):
+            return "what it has comes slowly"
+        if len(self._abandoned) >= MAX_ABANDONED:
+            return f"{len(self._abandoned)} objects that it has do not come"
+        return ""
+
+    def _abandon_hanging(self) -> None:
+        """Give up for good what nobody waits for and of which nothing has come for long."""
+        before_s = self._clock() - MAX_HANG_S
+        if self._last_bytes_s > before_s:
+            return
+        hanging = {
+            entry: name
+            for entry, (began_s, name) in self._gets.items()
+            if entry not in self._awaited and began_s < before_s
+        }
+        for entry in hanging:
+            del self._gets[entry]
+            self._tier.abandon_store(entry)
+        if hanging:
+            self._abandoned |= hanging
+            self._counters.shared_failures["get_hung"] += len(hanging)
+            logger.warning(
+                "Shared tier: %d object(s) have not come for more than %.0f s, such as %s. They "
+                "are computed, and others are asked for. Of host memory, %d bytes on each worker "
+                "are not used before they come.",
+                *(len(hanging), MAX_HANG_S, next(iter(hanging.values()))),
+                sum(each.num_bytes for each in hanging),
+            )
 
     # Getting.
 
@@ -232,9 +312,12 @@ class SharedSide:
         use = self._tier.next_use()
         after_tokens = question.tokens.first_tokens
         left_bytes = self._tier.capacity_bytes * MAX_GET_SHARE
-        left_bytes -= sum(each.num_bytes for each in self._gets)
+        left_bytes -= sum(each.num_bytes for each in (*self._gets, *self._abandoned))
         is_paused = self._clock() < self._paused_until_s
         for name, piece, end_tokens, prefix in () if is_paused else known.found:
+            name = f"{self._namespace}/{name}"
+            if name in self._abandoned.values():
+                break  # It hangs. What lies behind is of less use without it.
             contents, num_bytes = self._contents(prefix, piece, end_tokens)
             if num_bytes > left_bytes:
                 break
@@ -245,17 +328,16 @@ class SharedSide:
                 self._await(known, index.storing(piece.kind, prefix.key_at(end_tokens)))
                 if entry in (Refusal.ALREADY_STORED, Refusal.BEING_STORED):
                     continue
-                break  # What lies behind is of less use without it.
+                break  # As above.
             left_bytes -= entry.num_bytes
             if not self._awaited:
                 self._busy_since_s = self._last_bytes_s = self._clock()
                 self._busy_bytes = self._num_silent = 0
             # Without its tails, rows are of no use.
             self._awaited[entry] = end_tokens - piece.first_tokens or end_tokens - after_tokens
-            self._gets.add(entry)
+            self._gets[entry] = self._clock(), name
             self._await(known, entry)
             number = self._jobs.begin((), partial(self._end_get, entry, contents, prefix, request))
-            name = f"{self._namespace}/{name}"
             self._new_gets.append(SharedObject(number, name, entry.offset_bytes, num_bytes))
         result = "found" if known.gets else "paused" if is_paused else "absent"
         self._counters.shared_requests[result] += 1
@@ -275,7 +357,9 @@ class SharedSide:
     def _end_get(
         self, entry: Entry, contents: Contents, prefix: Prefix, request: Request, has_failed: bool
     ) -> None:
-        self._gets.remove(entry)
+        began_s, _ = self._gets.pop(entry, (0.0, ""))
+        self._overtaken_s = max(self._overtaken_s, began_s)
+        self._abandoned.pop(entry, None)
         self._awaited.pop(entry, None)
         self._last_change_s = self._clock()
         if has_failed:
@@ -293,7 +377,8 @@ class SharedSide:
     def has_transfers(self) -> bool:
         """Whether gets and puts are under way that do not hang: steps are made for these only."""
         is_quiet = self._clock() - self._last_change_s > MAX_QUIET_S
-        return bool(self._new_gets or self._new_puts or (self._jobs and not is_quiet))
+        are_new = self._new_gets or self._new_puts or self._new_touches
+        return bool(are_new or (self._jobs and not is_quiet))
 
     def _check_patience(self) -> None:
         """Wait no longer for what does not come, or comes slower than it can be computed."""
@@ -312,20 +397,104 @@ class SharedSide:
             self._counters.shared_requests["given_up"] += 1
             self._awaited.clear()  # What comes all the same is for later requests.
             self._pause("what it has does not come" if has_stalled else "computing is faster")
+            return
+        first = next(iter(self._awaited))
+        if self._gets[first][0] < min(self._overtaken_s, now_s - MAX_HANG_S):
+            self._counters.shared_requests["given_up"] += 1
+            del self._awaited[first]
+            self._pause("something of what it has does not come")
 
     # Putting.
 
     def note_begun(self, request: Request, computed_tokens: int) -> None:
-        """A request goes on behind tokens that others have computed: what has them is put."""
+        """A request goes on behind tokens that others have computed: what has them is used."""
         prefix, geometry = self._parts.view.prefix(request), self._tier.geometry
         boundary = geometry.floor(min(computed_tokens, prefix.num_tokens))
         if not boundary or request.lora_request:
             return
         lookup = self._tier.lookup(prefix)
         if geometry.needs_rows:
-            for _, entry in lookup.walk_back(0, boundary):
+            begin_tokens = boundary
+            for end_tokens, entry in lookup.walk_back(0, boundary):
+                self._note_used_on_device(prefix, end_tokens, begin_tokens)
+                self._note_used(entry, prefix.key_at(end_tokens))
+                begin_tokens = entry.piece.first_tokens
+            self._note_used_on_device(prefix, 0, begin_tokens)
+        if geometry.needs_tails:
+            key = prefix.key_at(boundary)
+            name = names.object_name(Piece.tails(boundary), key)
+            self._note_used(lookup.index.stored(Kind.TAILS, key), key, name)
+
+    def note_used_segment(self, entry: Entry) -> None:
+        """A segment is reused."""
+        self._note_used(entry, entry.key, names.object_name(entry.piece, entry.key, True))
+
+    def _note_used_on_device(self, prefix: Prefix, first_tokens: int, end_tokens: int) -> None:
+        """Rows are used that host memory lacks: of each chunk, and those before the last token."""
+        if first_tokens < end_tokens:
+            geometry = self._tier.geometry
+            chunk_ends = range(geometry.chunk_end(first_tokens), end_tokens, geometry.chunk_tokens)
+            for boundary in (*chunk_ends, end_tokens):
+                self._note_used(None, prefix.key_at(boundary))
+
+    def _note_used(self, entry: Entry | None, key: bytes, name: str = "") -> None:
+        """Have the tier given what is used, or told of it once in a while if it was given that.
+
+        Args:
+            name: In the tier. By default a note with the key leads to it.
+        """
+        if entry is not None and not entry.is_shared:
+            self.put(entry)
+            return
+        now_s, mark = self._clock(), name.encode() or key
+        is_due = now_s - self._touched_s.get(mark, -TOUCH_EVERY_S) >= TOUCH_EVERY_S
+        if not is_due or self._num_touched >= MAX_TOUCHED:
+            return
+        if self._is_off or now_s < self._puts_paused_until_s:
+            return
+        if self._num_hung_touches >= MAX_ABANDONED:
+            return
+        self._touched_s.put(mark, now_s)
+        name = f"{self._namespace}/{name or names.note_name(key)}"
+        self._num_touched += name not in self._new_touches
+        self._new_touches[name] = entry
+
+    def _begin_touch(self) -> tuple[UsedObjects, ...]:
+        now_s = self._clock()
+        for touch in [*self._touches.values()]:  # One or two.
+            if now_s - touch.began_s > MAX_HANG_S:
+                del self._touches[touch.number]
+                self._num_touched -= len(touch.entries)
+                self._num_hung_touches += 1
+        if not self._new_touches:
+            return ()
+        touch, self._new_touches = _Touch(self._new_touches, now_s), {}
+        touch.number = self._jobs.begin((), partial(self._end_touch, touch))
+        self._touches[touch.number] = touch
+        return (UsedObjects(touch.number, tuple(touch.entries)),)
+
+    def _end_touch(self, touch: _Touch, has_failed: bool) -> None:
+        """What was used and is not there any more is put again, if host memory has it."""
+        self._last_change_s = self._clock()
+        if self._touches.pop(touch.number, None) is None:
+            self._num_hung_touches -= 1
+        else:
+            self._num_touched -= len(touch.entries)
+        if has_failed:
+            self._puts_paused_until_s = self._clock() + PAUSE_S
+            return
+        entries = [*touch.entries.values()]
+        for number in sorted(touch.absent):
+            entry = entries[number]
+            if entry is not None and entry.state is EntryState.STORED and self._is_uncut(entry):
+                entry.is_shared = False
                 self.put(entry)
-        self.put(lookup.index.stored(Kind.TAILS, prefix.key_at(boundary)))
+
+    def _is_uncut(self, entry: Entry) -> bool:
+        """Whether it is what its name says, and not got from an object with more rows."""
+        row_map = entry.row_map
+        whole = self._parts.layout.row_map
+        return isinstance(row_map, StoredTokens) or row_map == whole(entry.piece)
 
     def note_stored(self, entry: Entry, request: Request) -> None:
         """A store of the engine's own has ended well."""
@@ -363,14 +532,14 @@ class SharedSide:
 
     # Steps.
 
-    def take_jobs(self, may_wait: bool) -> tuple[tuple[SharedObject, ...], ...]:
-        """What the workers get, and put, from this step on; it ``may_wait`` if it is idle."""
+    def take_jobs(self, may_wait: bool) -> SharedJobs:
+        """What the workers get, put and touch from this step on; it ``may_wait`` if it is idle."""
         if may_wait:
             self._check_patience()
             if self._last_asked is not None:
                 self._last_asked.is_answered.wait(_IDLE_WAIT_S)
         self._num_asked = 0
-        jobs = tuple(self._new_gets), tuple(self._new_puts)
+        jobs = tuple(self._new_gets), tuple(self._new_puts), self._begin_touch()
         self._new_gets, self._new_puts = [], []
         if any(jobs):
             self._last_change_s = self._clock()
@@ -378,6 +547,9 @@ class SharedSide:
 
     def note_results(self, results: WorkerOutput) -> None:
         """What the workers report of a step."""
+        for number, absent in results.absent_objects.items():
+            if number in self._touches:
+                self._touches[number].absent |= absent
         for number, num_workers in results.stores_ended.items():
             self._jobs.end(number, num_workers, number in results.failed_stores)
         if results.got_bytes:

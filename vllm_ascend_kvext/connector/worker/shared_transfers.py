@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one worker gets from the shared tier into host memory, and puts there.
 
-A request waits for gets, and nobody for puts: each kind has threads of its own.
+A request waits for gets, and nobody for puts: each kind has threads of its own. One that hangs is
+left behind, and reported when it ends, if ever: until then its place in host memory is not used.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import zlib
@@ -16,7 +18,16 @@ from vllm_ascend_kvext.connector.common.messages import Direction, Traffic, Work
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.shared_tier import open_tier
-from vllm_ascend_kvext.shared_tier.backend import Answer, Call, SharedObject, TierThread
+from vllm_ascend_kvext.shared_tier.backend import (
+    MAX_HANG_S,
+    Answer,
+    Call,
+    SharedObject,
+    TierThread,
+    UsedObjects,
+)
+
+logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
 
 # What was queued while one call took longer is not begun: nobody waits for it any more.
 MAX_CALL_S, MAX_FAILED_S = 5.0, 0.5  # One that has failed may take less.
@@ -50,16 +61,43 @@ class SharedTransfers:
         self._num_left = 0
         self._output = WorkerOutput()
 
-    def submit(self, gets: Iterable[SharedObject], puts: Iterable[SharedObject]) -> None:
+    def submit(
+        self,
+        gets: Iterable[SharedObject],
+        puts: Iterable[SharedObject],
+        touches: Iterable[UsedObjects] = (),
+    ) -> None:
         """Move objects some time later; those of each kind begin in their order."""
+        self._leave_hanging_behind()
         for (direction, thread), objects in zip(self._threads.items(), (gets, puts), strict=True):
             for each in objects:
-                with self._changed:
-                    self._num_left += 1
-                thread.submit(partial(self._move, direction, each, time.monotonic()))
+                self._submit(thread, partial(self._move, direction, each, time.monotonic()))
+        for used in touches:  # Behind the puts, which they may be about.
+            self._submit(self._threads["put"], partial(self._touch, used, time.monotonic()))
+
+    def _submit(self, thread: TierThread, call: Call) -> None:
+        with self._changed:
+            self._num_left += 1
+        thread.submit(call)
+
+    def _leave_hanging_behind(self) -> None:
+        if self._num_left:
+            for direction, thread in self._threads.items():
+                thread.leave_behind(partial(self._note_hanging, direction))
+
+    def _note_hanging(self, direction: Direction, num_threads: int) -> None:
+        if direction == "put" or num_threads >= self._tier.num_get_threads:
+            # All of them: what was queued has stood there for as long.
+            self._stale_before_s[direction] = time.monotonic()
+        logger.warning(
+            "Shared tier: %d %s(s) have taken more than %.0f s, and others go on without them. "
+            "Host memory that a get may still write to is not used before it ends.",
+            *(num_threads, direction, MAX_HANG_S),
+        )
 
     def take_output(self) -> WorkerOutput:
         """What has ended, and come, since the last call."""
+        self._leave_hanging_behind()
         with self._changed:
             output, self._output = self._output, WorkerOutput()
         return output
@@ -86,15 +124,14 @@ class SharedTransfers:
             if submitted_s >= self._stale_before_s[direction]:
                 if direction == "get":
                     answer = self._tier.get_into(what, self._note_bytes)
-                elif (zlib.crc32(what.name.encode()) - self._rank) % self._num_equal:
+                elif not self._is_own(what.name):
                     answer, what = Answer.WHOLE, what._replace(num_bytes=0)  # Another puts it.
                 else:
                     answer = self._tier.put(what)
         finally:
             ended_s = time.monotonic()
             is_unreachable = answer is Answer.UNREACHABLE
-            if ended_s - began_s > (MAX_FAILED_S if is_unreachable else MAX_CALL_S):
-                self._stale_before_s[direction] = ended_s
+            self._note_duration(direction, began_s, ended_s, is_unreachable)
             with self._changed:
                 output, self._num_left = self._output, self._num_left - 1
                 output.stores_ended[what.number] = 1
@@ -104,6 +141,39 @@ class SharedTransfers:
                     output.failed_stores.add(what.number)
                     output.shared_failures[f"{direction}_{answer.value}"] += 1
                 self._changed.notify_all()
+
+    def _touch(self, used: UsedObjects, submitted_s: float) -> None:
+        began_s = time.monotonic()
+        own = [number for number, name in enumerate(used.names) if self._is_own(name)]
+        found: list[bool] | None = None
+        try:
+            if submitted_s >= self._stale_before_s["put"]:
+                found = self._tier.touch([used.names[number] for number in own])
+        finally:
+            self._note_duration("put", began_s, time.monotonic(), found is None)
+            with self._changed:
+                output, self._num_left = self._output, self._num_left - 1
+                output.stores_ended[used.number] = 1
+                if found is None:
+                    output.failed_stores.add(used.number)
+                    output.shared_failures["touch_unreachable"] += 1
+                elif not all(found):
+                    output.absent_objects[used.number] = {
+                        number for number, is_there in zip(own, found, strict=True) if not is_there
+                    }
+                self._changed.notify_all()
+
+    def _is_own(self, name: str) -> bool:
+        """Whether this one, of the ranks with the same KV, puts and touches what has this name."""
+        return (zlib.crc32(name.encode()) - self._rank) % self._num_equal == 0
+
+    def _note_duration(
+        self, direction: Direction, began_s: float, ended_s: float, is_unreachable: bool
+    ) -> None:
+        """A call has ended; after a slow one, what was queued behind it is not begun."""
+        max_s = MAX_FAILED_S if is_unreachable else MAX_CALL_S
+        if ended_s - began_s > max_s and not self._threads[direction].is_left_behind():
+            self._stale_before_s[direction] = ended_s
 
     def _note_bytes(self, num_bytes: int) -> None:
         with self._changed:

@@ -244,7 +244,7 @@ class WorkerSide:
         self._stores_after_forward = jobs.stores if jobs.has_forward else ()
         self._submit(jobs.loads if jobs.has_forward else (*jobs.loads, *jobs.stores))
         if self._shared is not None:
-            self._shared.submit(jobs.gets, jobs.puts)
+            self._shared.submit(jobs.gets, jobs.puts, jobs.touches)
 
     def end_of_forward(self) -> None:
         """Begin the stores of the step whose forward is enqueued; nothing if there is none."""
