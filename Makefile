@@ -30,9 +30,10 @@ LMCACHE_VERSION := 0.5.6
 LMCACHE_ENV := .venv/lmcache-$(LMCACHE_VERSION)
 # One per vLLM, for `make test-lmcache`. Where they are, `make test` runs its tests, too.
 OTHER_LMCACHE_ENVS := $(patsubst %,$(LMCACHE_ENV)-vllm-%,$(filter-out $(MAIN_VLLM),$(VLLM_VERSIONS)))
-# One per pair, for `make test-ascend`; the first is the demo's.
+# One per pair, for `make test` and `make test-ascend`; the first is the demo's.
 EMULATED_NPU_ENVS := $(ASCEND_VERSIONS:%=.venv/emulated-npu-%)
 EMULATED_NPU_ENV := $(firstword $(EMULATED_NPU_ENVS))
+EMULATED_NPU_PACKAGES := $(EMULATED_NPU_ENVS:%=%/.package) $(EMULATED_NPU_ENVS:%=%/.built)
 # Where LMCache 0.5.6 is unpacked, for `make bench-transfer`; not needed where it is installed.
 LMCACHE ?=
 
@@ -70,16 +71,16 @@ demo-ascend: $(EMULATED_NPU_ENV)/.package $(EMULATED_NPU_ENV)/.built ## Serve a 
 check: lint $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Check style, types and a selection of the tests: under two minutes
 	$(RUN_TESTS) --check
 
-test: $(VLLM_PACKAGES) $(ASCEND_SOURCES) $(PYTHON_PACKAGES) $(EMULATED_NPU_ENV)/.package $(EMULATED_NPU_ENV)/.built ## Run every test, on the other versions those that differ there (ONLY=text: some suites)
+test: $(VLLM_PACKAGES) $(ASCEND_SOURCES) $(PYTHON_PACKAGES) $(EMULATED_NPU_PACKAGES) ## Run every test, on the other versions those that differ there (ONLY=text: some suites)
 	$(RUN_TESTS) --only "$(ONLY)"
 
-test-long: $(VLLM_PACKAGES) $(ASCEND_SOURCES) $(PYTHON_PACKAGES) $(EMULATED_NPU_ENV)/.package $(EMULATED_NPU_ENV)/.built ## Leave out nothing that a version has, and no random case (ONLY=text: some suites)
+test-long: $(VLLM_PACKAGES) $(ASCEND_SOURCES) $(PYTHON_PACKAGES) $(EMULATED_NPU_PACKAGES) ## Leave out nothing that a version has, and no random case (ONLY=text: some suites)
 	$(RUN_TESTS) --long --only "$(ONLY)"
 
 test-pythons: $(MAIN_ENV)/.package $(PYTHON_PACKAGES) ## Run the tests that need no vLLM, on every Python found
 	$(RUN_TESTS) --only "Python"
 
-test-ascend: $(VLLM_PACKAGES) $(EMULATED_NPU_ENVS:%=%/.package) $(EMULATED_NPU_ENVS:%=%/.built) ## Run vLLM-Ascend whole, its worker and attention, on an emulated NPU, and vLLM's V2 runner (ONLY=text: some suites)
+test-ascend: $(VLLM_PACKAGES) $(EMULATED_NPU_PACKAGES) ## Run vLLM-Ascend whole, its worker and attention, on an emulated NPU, and vLLM's V2 runner (ONLY=text: some suites)
 	$(RUN_TESTS) --emulated-npu --only "$(ONLY)"
 
 test-lmcache: $(MAIN_ENV)/.package $(LMCACHE_ENV)/.package $(OTHER_LMCACHE_ENVS:%=%/.package) $(ASCEND_SOURCES) ## Run the tests that need LMCache and its server

@@ -6,11 +6,11 @@ Knows no single patch; `vllm_ascend_kvext.patches` declares them.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from vllm_ascend_kvext import __version__, compat
 from vllm_ascend_kvext.compat import Upstream
@@ -41,7 +41,7 @@ def register() -> None:
     """Activate according to the environment; see `vllm_ascend_kvext.register`."""
     settings = Settings.from_environ(os.environ)
     try:
-        _introduce(own_variables(os.environ))
+        _introduce({name: partial(os.environ.get, name) for name in own_variables(os.environ)})
         install(survey(settings))
     except KvextError:
         raise
@@ -129,7 +129,7 @@ def install(activation: Activation) -> None:
         # Blank is unset, to this package; to vLLM 0.23.0 it is an integer that it cannot read.
         os.environ.pop(RETENTION_INTERVAL_VARIABLE, None)
     else:
-        _introduce((RETENTION_INTERVAL_VARIABLE,))  # since vLLM 0.30 it is ours alone
+        introduce_interval()
     refused = activation.misfits
     asked_for = with_requirements(settings.requests, FEATURES)
     fatal = [plan for plan in refused if settings.mode is Mode.STRICT or plan.feature in asked_for]
@@ -199,14 +199,23 @@ def _knows(variable: str) -> bool:
     return variable in envs.environment_variables
 
 
-def _introduce(names: Collection[str]) -> None:
-    """Spare the user vLLM's complaint about unknown variables, for those that are set."""
-    if not names or compat.package_folder("vllm") is None:
+def introduce_interval() -> None:
+    """Spare the user vLLM's complaint about the retention interval, which 0.30 does not know.
+
+    There it says that nothing is set. vLLM-Ascend 0.30 still looks for it, and would check it
+    against a unit that need not be that of its hits; retention reads the environment itself.
+    """
+    _introduce({RETENTION_INTERVAL_VARIABLE: lambda: None})
+
+
+def _introduce(readers: Mapping[str, Callable[[], str | None]]) -> None:
+    """Spare the user vLLM's complaint about unknown variables; those that it knows it reads."""
+    if not readers or compat.package_folder("vllm") is None:
         return
     from vllm import envs
 
-    for name in names:
-        envs.environment_variables.setdefault(name, functools.partial(os.environ.get, name))
+    for name, read in readers.items():
+        envs.environment_variables.setdefault(name, read)
 
 
 def _let_vllm_ascend_go_first(upstream: Upstream, environ: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ Which JSON values an endpoint takes there differs: ``/v1/completions`` refuses l
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,13 @@ MAX_TEXT_CHARACTERS = 1 << 18
 
 _MAX_SHOWN = 100
 """Characters of what a client has sent."""
+
+MAX_REMEMBERED = 1024
+"""Requests with several answers of which something was said, the newest ones."""
+
+_ANSWER = re.compile("[0-9]+_(.+)", re.DOTALL)
+_answered: dict[tuple[str, str], None] = {}
+"""Arguments and ids of requests with several answers, the newest last."""
 
 
 def read_argument(extra_args: Mapping[str, Any] | None, name: str) -> Any:
@@ -45,3 +53,22 @@ def shown(value: object) -> str:
     except (ValueError, RecursionError):  # A number of thousands of digits, or very deep.
         return f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def is_first_answer(argument: str, request_id: str) -> bool:
+    """Whether nothing has been said so far of an argument of the request that this answers.
+
+    vLLM makes a request of each of ``n`` answers: their ids are numbers before one id, which ends
+    in a random part. Where a client has chosen such ids itself, and vLLM is told to leave them as
+    they are, less is said.
+    """
+    found = _ANSWER.fullmatch(request_id)
+    if found is None:
+        return True
+    key = argument, found[1]
+    if key in _answered:
+        return False
+    _answered[key] = None
+    if len(_answered) > MAX_REMEMBERED:
+        del _answered[next(iter(_answered))]
+    return True

@@ -81,7 +81,9 @@ class Settings:
     retention_interval: Annotated[str | None, RETENTION_INTERVAL_VARIABLE] = None
     """Which blocks of sliding-window and state groups are the last to leave the prefix cache. Unset
     or blank: vLLM decides, since 0.30 by its `--prefix-cache-retention-interval`. `0`: those before
-    the last positions a request can be resumed at. `N`: also those before every N-th token."""
+    the last positions a request can be resumed at. `N`: also those before every N-th token. Since
+    vLLM 0.30 this package alone reads it: AscendStore of vLLM-Ascend 0.30 stores as if it were
+    unset."""
 
     fast_prefix_cache: Annotated[Switch, FAST_PREFIX_CACHE_VARIABLE] = Switch.AUTO
     """`1`: the scheduler's prefix-cache functions are replaced by ones that decide the same in less

@@ -11,8 +11,17 @@ from collections.abc import Iterator
 
 import pytest
 from ascend_geometry import HIT_UNIT_TOKENS, planned_layout
-from support.installed import installed
-from support.scheduler.block_manager import BlockManager, Layout, full, mamba, window
+from support.installed import installed, retention_installed
+from support.scheduler import layouts
+from support.scheduler.block_manager import (
+    BlockManager,
+    Layout,
+    full,
+    mamba,
+    retention_interval,
+    window,
+)
+from vllm import envs
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
@@ -58,6 +67,22 @@ def test_interval_0_keeps_the_tails_of_the_last_boundary() -> None:
 def test_an_interval_that_is_no_multiple_is_refused() -> None:
     with pytest.raises(ValueError, match="prefix_cache_retention_interval"):
         served(UNIT_TOKENS + 1)
+
+
+def test_a_wrong_variable_is_refused_with_the_unit_of_hits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM-Ascend looks for the variable, and must not judge it: its unit need not be ours."""
+    configured = {"prefix_cache_retention_interval": 0}
+    monkeypatch.setattr(layouts, "retention_fields", lambda: configured)
+    expected = f"RETENTION_INTERVAL='{UNIT_TOKENS + 1}' is not a multiple of {UNIT_TOKENS}"
+    with retention_installed(), pytest.raises(ValueError, match=expected):
+        served(UNIT_TOKENS + 1)
+
+
+def test_the_variable_decides_and_vllm_ascend_finds_it_unset() -> None:
+    with retention_installed(), retention_interval(UNIT_TOKENS):
+        assert envs.VLLM_PREFIX_CACHE_RETENTION_INTERVAL is None
+        _, hit_tokens = served(UNIT_TOKENS)
+    assert hit_tokens == NUM_UNITS * UNIT_TOKENS
 
 
 DRAFTING = {

@@ -6,8 +6,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
-from vllm_ascend_kvext.activation import survey
+from vllm_ascend_kvext.activation import introduce_interval, survey
 from vllm_ascend_kvext.features import FEATURES, REPAIRS, with_requirements
 from vllm_ascend_kvext.patching.install import BOOK
 from vllm_ascend_kvext.patching.plan import FeaturePlan
@@ -58,7 +59,14 @@ def repairs_installed() -> Iterator[None]:
 def retention_installed() -> Iterator[None]:
     """Whether anything is retained depends on the interval when a block manager is built.
 
-    The repairs are in effect as well, as they are wherever retention is asked for.
+    The repairs are in effect as well, as they are wherever retention is asked for. Upstream finds
+    the interval's variable as it does in an engine: vLLM-Ascend's coordinators look for it.
     """
-    with installed(*(repair.name for repair in REPAIRS), "retention"):
+    from vllm import envs
+
+    with (
+        mock.patch.dict(envs.environment_variables),
+        installed(*(repair.name for repair in REPAIRS), "retention"),
+    ):
+        introduce_interval()
         yield

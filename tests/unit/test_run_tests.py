@@ -53,6 +53,19 @@ def test_every_test_file_runs_once_on_the_main_version(with_ascend: ModuleType) 
     assert runs == Counter({*TESTS.rglob("test_*.py")} - elsewhere)
 
 
+def test_make_test_starts_all_settings_on_the_emulated_npu_of_every_release(
+    run_tests: ModuleType,
+) -> None:
+    """Of the others than the main one it runs nothing else there."""
+    files: dict[str, set[str]] = {}
+    for suite in run_tests.emulated_npu_suites(UPSTREAMS, is_sample=True):
+        assert suite.paths and suite.variables == run_tests.SAMPLE
+        files.setdefault(suite.environment, set()).update(suite.paths)
+    settings = "emulated_npu/test_settings_start.py"
+    assert files["emulated-npu-1.0rc1"] == {settings}
+    assert files["emulated-npu-2.0"] > {settings}
+
+
 def test_what_both_families_of_managers_have_runs_on_each(with_ascend: ModuleType) -> None:
     files: dict[bool, set[Path]] = {True: set(), False: set()}
     for suite in with_ascend.suites(UPSTREAMS, pythons=[]):

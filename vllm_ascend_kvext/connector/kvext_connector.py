@@ -113,8 +113,9 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 f"KvextConnector: expected kv_role kv_both, found {transfer_config.kv_role}: it "
                 "stores and loads for its own engine only; set kv_role to kv_both"
             )
-        extra_config = transfer_config.kv_connector_extra_config or {}
-        options = parse_options(extra_config, vllm_config.parallel_config.world_size)
+        options = parse_options(
+            transfer_config.kv_connector_extra_config, vllm_config.parallel_config.world_size
+        )
         self.options = options
         self.scheduler_side: ConnectorScheduler | None = None
         self.worker_side: WorkerSide | None = None

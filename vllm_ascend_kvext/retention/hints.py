@@ -13,7 +13,7 @@ import logging
 from bisect import bisect_right
 from typing import Any
 
-from vllm_ascend_kvext.request_arguments import is_integer, read_argument, shown
+from vllm_ascend_kvext.request_arguments import is_first_answer, is_integer, read_argument, shown
 from vllm_ascend_kvext.retention.geometry import HitGeometry
 from vllm_ascend_kvext.upstream_state import RequestState
 from vllm_ascend_kvext.upstream_types import Request
@@ -33,11 +33,14 @@ def hinted_boundaries(request: Request, geometry: HitGeometry) -> list[int]:
 def report_unusable_hints(request: Request, geometry: HitGeometry) -> None:
     """Log what leaves no checkpoint within a request's prompt: a hint never fails a request.
 
-    Once per request, whoever asks: retention and connector read the same hints.
+    Once per request, whoever asks: retention and connector read the same hints, and each of ``n``
+    answers has them.
     """
     usable, hints = _split(request, geometry)
     if len(usable) < len(hints) and not RequestState.of(request).has_reported_hints:
         RequestState.of(request).has_reported_hints = True
+        if not is_first_answer(HINT_ARGUMENT, request.request_id):
+            return
         num_tokens = request.num_prompt_tokens
         logger.warning(
             "Request %s: %s: expected at most %d numbers of tokens between %d, the first that can "

@@ -95,6 +95,17 @@ class CpuTopology:
         return cpus.union(*(node for node in self.nodes if node & cpus))
 
 
+def as_ranges(cpus: Iterable[int]) -> str:
+    """A list such as ``0-3,8``, ascending."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and cpu == runs[-1][-1] + 1:
+            runs[-1][1:] = [cpu]
+        else:
+            runs.append([cpu])
+    return ",".join("-".join(map(str, run)) for run in runs)
+
+
 def _read(path: Path) -> frozenset[int]:
     try:
         return _numbers(path.read_text()) or frozenset()

@@ -30,6 +30,8 @@ logger = logging.getLogger("vllm.ascend_kvext.transfer")
 _IMPORTED_IN = os.getpid()
 _CPUS_AT_IMPORT = frozenset(os.sched_getaffinity(_IMPORTED_IN))
 
+# What a set of CPUs of the C library can hold.
+_ANY_CPU = frozenset(range(1024))
 # Two threads come close to what one socket's memory gives to copies.
 _MAX_DEFAULT_THREADS = 4
 # Where the model has every CPU: a tenth of the time of a thread that never sleeps.
@@ -80,7 +82,7 @@ def default_placement(environ: Mapping[str, str]) -> CopyPlacement:
 
     Where the model has every CPU, one thread of low priority runs beside it.
     """
-    process_cpus = _given_cpus(_process_cpus(environ))
+    process_cpus = given_cpus(_process_cpus(environ))
     model = model_cpus(environ, process_cpus)
     free_cpus = choose_cpus(process_cpus, model, CpuTopology.of_this_machine())
     if free_cpus:
@@ -139,7 +141,7 @@ def _cpus_of_threads() -> frozenset[int]:
     return cpus
 
 
-def _given_cpus(wanted: frozenset[int]) -> frozenset[int]:
+def given_cpus(wanted: frozenset[int] = _ANY_CPU) -> frozenset[int]:
     """Those of the CPUs that the kernel gives to a thread of this process."""
     given = frozenset(os.sched_getaffinity(0))
 

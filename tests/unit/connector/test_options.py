@@ -19,6 +19,7 @@ from vllm_ascend_kvext.connector.common.options import (
 from vllm_ascend_kvext.errors import KvextError, SettingsError
 from vllm_ascend_kvext.layout.model import StatePolicy
 from vllm_ascend_kvext.store.store_policy import StorePolicy
+from vllm_ascend_kvext.transfer.cpus import as_ranges
 
 PAGE = Path(__file__).parents[3] / "docs" / "settings.md"
 KEYS = [option.key for option in OPTIONS]
@@ -131,6 +132,23 @@ def test_a_wrong_value_is_refused_with_where_expected_and_found(key: str, value:
     assert f"found {value!r}. " in message
 
 
+def test_cpus_are_shown_as_they_are_written() -> None:
+    for text in ("0", "0-1", "0-3,8", "2,4-6,99998-99999"):
+        assert as_ranges(parse(copy_cpus=text).copy_cpus) == text
+
+
+@pytest.mark.parametrize("extra_config", [["host_memory_gib"], [], "{}", "", 8, 0, False, ("a",)])
+def test_a_configuration_that_is_no_object_is_refused(extra_config: Any) -> None:
+    with pytest.raises(SettingsError) as raised:
+        parse_options(extra_config, 1)
+    assert str(raised.value).startswith("kv_connector_extra_config: expected an object, such as {")
+    assert f"found {extra_config!r}. Correct it, or leave it out" in str(raised.value)
+
+
+def test_no_configuration_is_the_defaults() -> None:
+    assert parse_options(None, 1) == ConnectorOptions()
+
+
 @pytest.mark.parametrize(
     ("extra_config", "texts"),
     [
@@ -199,10 +217,10 @@ def test_workers_share_the_host_memory(gib: float, world_size: int, num_bytes: i
 def test_a_chunk_is_of_whole_units(chunk_tokens: int, unit_tokens: int, nearest: str) -> None:
     options = parse(chunk_tokens=chunk_tokens)
     if not nearest:
-        assert options.chunk_tokens_of(unit_tokens) == chunk_tokens
+        assert options.chunk_tokens_of(unit_tokens, 1 << 20) == chunk_tokens
         return
     with pytest.raises(SettingsError) as raised:
-        options.chunk_tokens_of(unit_tokens)
+        options.chunk_tokens_of(unit_tokens, 1 << 20)
     message = str(raised.value)
     assert message.endswith(nearest)
     assert f"multiple of {unit_tokens}" in message
@@ -213,4 +231,25 @@ def test_a_chunk_is_of_whole_units(chunk_tokens: int, unit_tokens: int, nearest:
 def test_the_default_chunk_is_rounded_up_to_whole_units(
     unit_tokens: int, chunk_tokens: int
 ) -> None:
-    assert parse().chunk_tokens_of(unit_tokens) == chunk_tokens
+    assert parse().chunk_tokens_of(unit_tokens, 100) == chunk_tokens
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "unit_tokens", "max_model_len", "most_tokens"),
+    [
+        *((10**24, 128, 4096, 4096), (4224, 128, 4096, 4096), (4224, 128, 4100, 0)),
+        *((2048, 128, 512, 1024), (1024, 128, 512, 0), (1536, 768, 1000, 0)),
+    ],
+)
+def test_a_chunk_is_no_longer_than_what_a_request_may_have(
+    chunk_tokens: int, unit_tokens: int, max_model_len: int, most_tokens: int
+) -> None:
+    """What is the default is taken with any model."""
+    options = parse(chunk_tokens=chunk_tokens)
+    if not most_tokens:
+        assert options.chunk_tokens_of(unit_tokens, max_model_len) == chunk_tokens
+        return
+    with pytest.raises(SettingsError) as raised:
+        options.chunk_tokens_of(unit_tokens, max_model_len)
+    assert f"chunk_tokens: expected at most {most_tokens}, " in str(raised.value)
+    assert f"found {chunk_tokens}. " in str(raised.value)

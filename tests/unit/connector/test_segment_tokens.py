@@ -13,6 +13,8 @@ from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.segments.segment_tokens import SegmentTokens, segment_tokens_of
 from vllm_ascend_kvext.errors import SettingsError
 
+VOCABULARY_TOKENS = 128
+
 
 class Letters:
     """A tokenizer: the token of a letter is its number."""
@@ -33,7 +35,9 @@ def tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tokens(first: Any = 1, has_tokenizer: bool = True, **options: Any) -> SegmentTokens:
     model: Any = SimpleNamespace(
-        hf_text_config=SimpleNamespace(bos_token_id=first), skip_tokenizer_init=not has_tokenizer
+        hf_text_config=SimpleNamespace(bos_token_id=first),
+        skip_tokenizer_init=not has_tokenizer,
+        get_vocab_size=lambda: VOCABULARY_TOKENS,
     )
     return segment_tokens_of(model, ConnectorOptions(blending=True, **options))
 
@@ -69,6 +73,18 @@ def test_a_text_of_which_nothing_is_made_is_refused(
 ) -> None:
     with pytest.raises(SettingsError, match=f"{key}: expected {expected}.*found '{text}'"):
         tokens(has_tokenizer=has_tokenizer, **{key: text})
+
+
+@pytest.mark.parametrize("key", ["segment_sink", "segment_separator"])
+def test_token_ids_are_those_of_the_vocabulary(key: str) -> None:
+    last = VOCABULARY_TOKENS - 1
+    assert (last,) in tokens(**{key: (last,)})
+    with pytest.raises(SettingsError) as raised:
+        tokens(**{key: (3, last + 1, 1 << 40)})
+    assert f"{key}: expected token ids of 0 to {last}, the model's vocabulary, found " in (
+        str(raised.value)
+    )
+    assert f"[{last + 1}, {1 << 40}]. Correct it, or leave the key out." in str(raised.value)
 
 
 def test_without_blending_nothing_is_asked_of_the_model() -> None:

@@ -29,13 +29,13 @@ from vllm_ascend_kvext.connector.common.messages import (
 from vllm_ascend_kvext.connector.worker import worker_side
 from vllm_ascend_kvext.connector.worker.job_runner import MAX_FAILED_IN_A_ROW
 from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide
-from vllm_ascend_kvext.errors import ConnectorError, LayoutError
+from vllm_ascend_kvext.errors import ConnectorError, LayoutError, SettingsError
 from vllm_ascend_kvext.layout.model import StatePolicy
 from vllm_ascend_kvext.layout.row_map import RowMap, StoredChunk
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart
 from vllm_ascend_kvext.settings import ASCEND_KERNEL_VARIABLE, BUNDLE_VARIABLE
 from vllm_ascend_kvext.token_range import TokenRange
-from vllm_ascend_kvext.transfer.errors import BackendError, DescriptorError, PlacementError
+from vllm_ascend_kvext.transfer.errors import BackendError, DescriptorError
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
 from vllm_ascend_kvext.transfer.placement import CopyPlacement
 from vllm_ascend_kvext.transfer.schema import Direction
@@ -336,8 +336,12 @@ def test_a_worker_describes_itself(make: Make) -> None:
 
 
 def test_cpus_that_nobody_has_are_refused(make: Make) -> None:
-    with pytest.raises(PlacementError):
-        make(options=worker_options(copy_cpus=(100_000,)))
+    given = min(os.sched_getaffinity(0))
+    with pytest.raises(SettingsError) as raised:
+        make(options=worker_options(copy_cpus=(given, *range(5_000, 100_000))))
+    message = str(raised.value)
+    assert "copy_cpus: expected CPUs that the kernel gives to this worker, which are " in message
+    assert ", found 5000-99999 among them. Leave these out, or widen" in message
 
 
 def test_a_second_registration_takes_the_pages_where_they_are(

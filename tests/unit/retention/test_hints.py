@@ -126,3 +126,11 @@ def test_the_first_of_too_many_count(caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
     assert used_and_reported(hints[1:]) == [16, 48]
     assert not caplog.records
+
+
+def test_the_answers_to_one_request_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM makes a request of each of ``n`` answers, and puts its number before the id."""
+    for request_id in ("0_r-5e", "other-5e", "1_r-5e", "15_r-5e", "0_r-6f", "1_r-6f", "r-5e"):
+        assert used_of(ModelRequest(request_id, PROMPT, [1])) == []
+    reported = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert reported == [f"Request {each}" for each in ("0_r-5e", "other-5e", "0_r-6f", "r-5e")]

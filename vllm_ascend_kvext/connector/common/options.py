@@ -32,6 +32,7 @@ class Selector(enum.Enum):
 CONFIG = "kv_connector_extra_config"
 
 _GIB = 1 << 30
+_DEFAULT_CHUNK_TOKENS = 1024
 _MAX_GIB = 1 << 30
 _FLAGS = {"true": True, "false": False}
 # Five digits: a slip such as 0-999999999 is not to take the memory of its numbers.
@@ -139,11 +140,11 @@ class ConnectorOptions:
     """Host memory of all workers of an engine together, in GiB. Each worker pins an equal part of
     it when the engine starts."""
 
-    chunk_tokens: Annotated[int, _POSITIVE_INTEGER] = 1024
+    chunk_tokens: Annotated[int, _POSITIVE_INTEGER] = _DEFAULT_CHUNK_TOKENS
     """Rows of full-attention groups are stored in chunks of so many tokens. A multiple of the
-    model's row unit (128 for DeepSeek-V4): the engine refuses others when it starts, and names the
-    nearest sizes. The default is rounded up to one. Whatever the chunk, prompts and answers are
-    stored, and hit, up to the last row unit."""
+    model's row unit (128 for DeepSeek-V4), and no more than the longest request, or the default:
+    the engine refuses others when it starts, and names the nearest sizes. The default is rounded up
+    to one. Whatever the chunk, prompts and answers are stored, and hit, up to the last row unit."""
 
     store_policy: Annotated[StorePolicy, _choice(StorePolicy)] = StorePolicy.SECOND_TOUCH
     """`second_touch`: stored is what ends of prompts and answers and other boundaries need that
@@ -242,14 +243,27 @@ class ConnectorOptions:
             return self.segment_separator is not None and self.store_policy is not StorePolicy.NEVER
         return self.learn_segments
 
-    def chunk_tokens_of(self, unit_tokens: int) -> int:
+    def chunk_tokens_of(self, unit_tokens: int, max_model_len: int) -> int:
         """Tokens of a chunk, a multiple of the layout's unit.
 
-        The default is rounded up to one.
+        The default is rounded up to one, and is taken with any model.
+
+        Args:
+            max_model_len: Tokens of a request at most: a chunk of more is never whole.
 
         Raises:
-            SettingsError: If the user has chosen another; the message names the nearest sizes.
+            SettingsError: If the user has chosen another, or more; the message names the nearest
+                sizes.
         """
+        most = max(max_model_len, _DEFAULT_CHUNK_TOKENS)
+        most += -most % unit_tokens
+        if self.has_chosen_chunk and self.chunk_tokens > most:
+            raise _wrong(
+                "chunk_tokens",
+                self.chunk_tokens,
+                f"at most {most}, by which every request is one chunk (max_model_len is "
+                f"{max_model_len})",
+            )
         rest = self.chunk_tokens % unit_tokens
         below = self.chunk_tokens - rest
         above = below + unit_tokens if rest else below
@@ -266,18 +280,26 @@ class ConnectorOptions:
 OPTIONS = declared(ConnectorOptions)
 
 
-def parse_options(extra_config: Mapping[str, Any], world_size: int) -> ConnectorOptions:
+def parse_options(extra_config: Mapping[str, Any] | None, world_size: int) -> ConnectorOptions:
     """Read and validate the configuration of a connector.
 
     A key whose value is null is absent.
 
     Args:
-        extra_config: ``kv_connector_extra_config``.
+        extra_config: ``kv_connector_extra_config``; None if there is none.
         world_size: Workers of the engine.
 
     Raises:
-        SettingsError: If a key is not in `OPTIONS`, or a value is wrong.
+        SettingsError: If the configuration is no object, a key is not in `OPTIONS`, or a value is
+            wrong.
     """
+    if extra_config is None:
+        extra_config = {}
+    if not isinstance(extra_config, Mapping):
+        raise SettingsError(
+            f'{CONFIG}: expected an object, such as {{"host_memory_gib": 8}}, found '
+            f"{extra_config!r}. Correct it, or leave it out for the defaults."
+        )
     _refuse_unknown_keys(extra_config)
     values: dict[str, Any] = {}
     for option in OPTIONS:

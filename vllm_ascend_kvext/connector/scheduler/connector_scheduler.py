@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_ascend_kvext.blending.question_selection import Scores
@@ -102,7 +103,10 @@ class ConnectorScheduler:
     ) -> None:
         worker = common_layout(workers)
         layout = HostLayout(
-            worker.layout, view.hash_block_size, options.chunk_tokens_of, options.state_policy
+            worker.layout,
+            view.hash_block_size,
+            partial(options.chunk_tokens_of, max_model_len=view.max_model_len),
+            options.state_policy,
         )
         self._view = view
         self._clock = clock

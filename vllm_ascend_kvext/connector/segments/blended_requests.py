@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from vllm_ascend_kvext.blending.question_selection import Scores
 from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, SegmentStore
 from vllm_ascend_kvext.blending.segments import (
+    SEGMENTS_KEY,
     behind_head,
     named_segments,
     plan_blend,
@@ -31,6 +32,7 @@ from vllm_ascend_kvext.connector.segments.segment_stores import SegmentStores
 from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.holes.eligibility import why_no_holes
 from vllm_ascend_kvext.holes.load_plan import LoadPlan, Span, loaded_spans, spans_within, with_holes
+from vllm_ascend_kvext.request_arguments import is_first_answer
 from vllm_ascend_kvext.store.entries import Piece
 from vllm_ascend_kvext.store.lookup import Hit
 from vllm_ascend_kvext.token_range import TokenRange
@@ -126,7 +128,8 @@ class Blending(SegmentStores):
             segments = named_segments(request.sampling_params.extra_args, len(token_ids))
         except SegmentError as error:
             self._refuse(request.request_id, BlendRefusal.WRONG_SEGMENTS)
-            logger.warning("Request %s: %s", request.request_id, error)
+            if is_first_answer(SEGMENTS_KEY, request.request_id):
+                logger.warning("Request %s: %s", request.request_id, error)
             return
         if segments is None:
             separator_ids = self.options.separator_ids

@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm_ascend_kvext.blending.key_check import FEWEST_PAIRS, find_pairs
 from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, SegmentStore
-from vllm_ascend_kvext.blending.segments import is_to_be_stored
+from vllm_ascend_kvext.blending.segments import STORE_KEY, is_to_be_stored
 from vllm_ascend_kvext.connector.common.block_references import MAX_REFERENCED_SHARE
 from vllm_ascend_kvext.connector.common.counters import BlendRefusal
 from vllm_ascend_kvext.connector.common.messages import StoreJob
@@ -32,6 +32,7 @@ from vllm_ascend_kvext.connector.segments.segment_learning import (
 )
 from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.holes.eligibility import why_no_holes
+from vllm_ascend_kvext.request_arguments import is_first_answer
 from vllm_ascend_kvext.store.counters import Refusal
 from vllm_ascend_kvext.store.entries import Entry
 
@@ -114,7 +115,8 @@ class SegmentStores(NoSegments):
             if not is_to_be_stored(request.sampling_params.extra_args):
                 return False
         except SegmentError as error:
-            logger.warning("Request %s: %s", request.request_id, error)
+            if is_first_answer(STORE_KEY, request.request_id):
+                logger.warning("Request %s: %s", request.request_id, error)
             refusal: BlendRefusal | None = BlendRefusal.WRONG_SEGMENTS
             segment = _Segment()
         else:

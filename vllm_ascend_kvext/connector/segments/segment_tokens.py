@@ -31,7 +31,7 @@ def segment_tokens_of(model: ModelConfig, options: ConnectorOptions) -> SegmentT
 
     Raises:
         SettingsError: If one of them is a text of which the tokenizer makes nothing, or there is no
-            tokenizer.
+            tokenizer; or token ids that the model does not have.
     """
     if not options.blending:
         return NO_SEGMENT_TOKENS
@@ -41,6 +41,8 @@ def segment_tokens_of(model: ModelConfig, options: ConnectorOptions) -> SegmentT
         sink = (*first_ids, *_tokenize(model, "segment_sink", sink))
     elif sink is None:
         sink = first_ids
+    else:
+        _refuse_unknown_ids(model, "segment_sink", sink)
     first_ids = first_ids if sink[: len(first_ids)] == first_ids else ()
     return SegmentTokens(sink, _separator_ids(model, options), first_ids)
 
@@ -57,6 +59,7 @@ def _separator_ids(model: ModelConfig, options: ConnectorOptions) -> tuple[int, 
     if separator is None:
         return ()
     if not isinstance(separator, str):
+        _refuse_unknown_ids(model, "segment_separator", separator)
         return separator
     return _tokenize(model, "segment_separator", separator)
 
@@ -72,7 +75,14 @@ def _tokenize(model: ModelConfig, key: str, text: str) -> tuple[int, ...]:
     return tuple(token_ids)
 
 
-def _wrong(key: str, found: str, expected: str) -> SettingsError:
+def _refuse_unknown_ids(model: ModelConfig, key: str, token_ids: tuple[int, ...]) -> None:
+    last = model.get_vocab_size() - 1
+    unknown = [token_id for token_id in token_ids if token_id > last]
+    if unknown:
+        raise _wrong(key, unknown, f"token ids of 0 to {last}, the model's vocabulary")
+
+
+def _wrong(key: str, found: object, expected: str) -> SettingsError:
     return SettingsError(
         f"{CONFIG}: {key}: expected {expected}, found {found!r}. Correct it, or leave the key out."
     )

@@ -30,7 +30,7 @@ from vllm_ascend_kvext.connector.common.messages import (
     WorkerLayout,
     WorkerOutput,
 )
-from vllm_ascend_kvext.connector.common.options import ConnectorOptions, Selector
+from vllm_ascend_kvext.connector.common.options import CONFIG, ConnectorOptions, Selector
 from vllm_ascend_kvext.connector.worker.cpu_backend import CpuBackend
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.connector.worker.job_runner import Job, JobRunner, Move, Moved
@@ -45,8 +45,9 @@ from vllm_ascend_kvext.layout.views import storage_tensors
 from vllm_ascend_kvext.layout.worker_config import read_nz_layers
 from vllm_ascend_kvext.settings import parse_is_bundled, parse_uses_ascend_kernel
 from vllm_ascend_kvext.transfer.compute_fence import fence_of
+from vllm_ascend_kvext.transfer.cpus import as_ranges
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
-from vllm_ascend_kvext.transfer.placement import CopyPlacement, default_placement
+from vllm_ascend_kvext.transfer.placement import CopyPlacement, default_placement, given_cpus
 from vllm_ascend_kvext.transfer.pools import Pools
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class WorkerSide:
                 parallelism; or if the pages are laid out otherwise than those registered first.
             BackendError: If no backend serves the device.
             HostMemoryError: If the host memory cannot be had.
-            PlacementError: If copies cannot run on the CPUs that the options name.
+            SettingsError: If copies cannot run on the CPUs that the options name.
             CompiledModuleError: If the compiled module cannot be had.
         """
         nz_layers = read_nz_layers(self._vllm_config, kv_caches)
@@ -343,6 +344,14 @@ def _transfer_op(environ: Mapping[str, str]) -> Move:
 def _placement(options: ConnectorOptions, device_type: str) -> CopyPlacement | None:
     """Where transfers run; None where a device copies and no CPUs are named for enqueueing it."""
     if options.copy_cpus is not None:
+        given = given_cpus()
+        missing = frozenset(options.copy_cpus) - given
+        if missing:
+            raise SettingsError(
+                f"{CONFIG}: copy_cpus: expected CPUs that the kernel gives to this worker, which "
+                f"are {as_ranges(given)}, found {as_ranges(missing)} among them. Leave these out, "
+                "or widen the process's cpuset."
+            )
         return CopyPlacement.on(options.copy_cpus)
     return default_placement(os.environ) if device_type == "cpu" else None
 
