@@ -98,6 +98,8 @@ ON_OTHER_EMULATED_NPUS = (
     "test_features.py",
     "test_models.py",
     "test_operators.py",
+    "test_several_connectors.py",
+    "test_state_hits.py",
     "test_window_blocks.py",
 )
 """Of `tests/emulated_npu`: what runs with other releases than the main vLLM-Ascend."""
