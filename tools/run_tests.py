@@ -38,7 +38,9 @@ NOT_IN_SAMPLE = (
     "test_demo.py",
     "test_kernel_or_dma.py",
     "test_serve_lines.py",
+    "test_several_connectors.py",
     "test_shared_tier.py",
+    "test_state_hits.py",
 )
 """Of `tests/emulated_npu`: what serves for minutes, and only `make test-ascend` runs."""
 

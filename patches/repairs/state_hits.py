@@ -28,6 +28,8 @@ replaced = InstanceMethods()
 def repair_hits(scheduler: Scheduler, brings_states: bool) -> None:
     """Have a new scheduler whose lookup of its own ignores states hit what its request may use.
 
+    When the patch is taken back, it goes on with the hits of all groups.
+
     Args:
         scheduler: The lookup of its own is taken where ``has_mamba_layers`` is true, which it reads
             for nothing else once it is constructed.

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emulated_plans import IS_0_23
 from support.sample import IS_SAMPLE
 from support.scenarios import processes
 
@@ -42,7 +41,6 @@ MODELS = {
     "windows": "one window",
     "latents": "latent attention, experts",
     "states": "states",
-    "balanced states": "states",
 }
 """By kind."""
 NUM_SEEDS_OF_OTHERS = 40
@@ -91,12 +89,6 @@ def test_no_order_changes_an_answer_of_other_models(run: Run, kind: str) -> None
 @pytest.mark.skipif(IS_SAMPLE, reason="not in the sample")
 def test_states_are_wrong_without_the_repair_of_their_copies(run: Run) -> None:
     assert run("--seeds", "20", kind="states", disabled="state-copies")["failed"]
-
-
-@pytest.mark.skipif(IS_SAMPLE or IS_0_23, reason="not in the sample; 0.23 is right without it")
-def test_the_balance_scheduler_is_wrong_without_the_repair_of_hits(run: Run) -> None:
-    assert not run("--seeds", "20", kind="balanced states")["failed"]
-    assert run("--seeds", "20", kind="balanced states", disabled="state-hits")["failed"]
 
 
 def test_seeds_meet_what_they_are_for(report: dict[str, Any]) -> None:
