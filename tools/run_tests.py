@@ -38,7 +38,9 @@ NOT_IN_SAMPLE = (
     "test_demo.py",
     "test_kernel_or_dma.py",
     "test_serve_lines.py",
+    "test_several_connectors.py",
     "test_shared_tier.py",
+    "test_state_hits.py",
 )
 """Of `tests/emulated_npu`: what serves for minutes, and only `make test-ascend` runs."""
 
@@ -99,6 +101,8 @@ ON_OTHER_EMULATED_NPUS = (
     "test_models.py",
     "test_operators.py",
     "test_settings_start.py",
+    "test_several_connectors.py",
+    "test_state_hits.py",
     "test_window_blocks.py",
 )
 """Of `tests/emulated_npu`: what runs with other releases than the main vLLM-Ascend."""

@@ -83,10 +83,14 @@ class Kind(NamedTuple):
     engine: Mapping[str, Any] = MappingProxyType({})
 
 
+STATES = {"enable_prefix_caching": True, "max_num_batched_tokens": 512}
 KINDS = {
     "windows": Kind(14, has_segments=True, sleeps=True, engine=SLEEPING),
     "latents": Kind(11),
-    "states": Kind(26, engine={"enable_prefix_caching": True, "max_num_batched_tokens": 512}),
+    "states": Kind(26, engine=STATES),
+    "balanced states": Kind(
+        26, engine=STATES | {"additional_config": {"enable_balance_scheduling": True}}
+    ),
 }
 
 

@@ -49,6 +49,26 @@ class Setting(NamedTuple):
 
 
 CONNECTOR = processes.connector()["kv_transfer_config"]
+ADDRESSED = {
+    "kv_connector": "AddressedConnector",
+    "kv_connector_module_path": "support.connector.stand_ins",
+    "kv_role": "kv_both",
+}
+
+
+def several(*connectors: Mapping[str, Any]) -> dict[str, Any]:
+    """An engine with a MultiConnector of these."""
+    return {
+        "kv_transfer_config": CONNECTOR
+        | {
+            "kv_connector": "MultiConnector",
+            "kv_connector_extra_config": {"connectors": list(connectors)},
+        },
+        # In this process vLLM's logger of a MultiConnector cannot read what connectors report.
+        "disable_log_stats": True,
+    }
+
+
 SMALL_POOL = {"num_gpu_blocks_override": SMALL_POOL_TOKENS // BLOCK_TOKENS}
 STORE_ALL = {"store_policy": "all"}
 
@@ -82,17 +102,13 @@ SETTINGS = {
         },
         is_main_only=True,
     ),
-    "one of several": Setting(
-        ("turns",),
-        engine={
-            "kv_transfer_config": CONNECTOR
-            | {
-                "kv_connector": "MultiConnector",
-                "kv_connector_extra_config": {"connectors": [CONNECTOR]},
-            },
-            # In this process vLLM's logger of a MultiConnector cannot read what connectors report.
-            "disable_log_stats": True,
-        },
+    "one of several": Setting(("turns",), engine=several(CONNECTOR)),
+    # Damage is the control: loads come from host memory, and are read.
+    "before another handshake": Setting(
+        ("turns", "damage", "failures"), engine=several(CONNECTOR, ADDRESSED)
+    ),
+    "behind another handshake": Setting(
+        ("turns", "damage", "failures"), engine=several(ADDRESSED, CONNECTOR)
     ),
 }
 ADAPTIVE_SETTINGS = {
@@ -102,7 +118,10 @@ ADAPTIVE_SETTINGS = {
 TWO_WORKERS_SETTINGS = {
     "two workers": Setting(
         ("turns", "document", "holes"), "full", STORE_ALL, {"tensor_parallel_size": 2}
-    )
+    ),
+    "two workers, two handshakes": Setting(
+        ("turns",), "full", engine=several(ADDRESSED, CONNECTOR) | {"tensor_parallel_size": 2}
+    ),
 }
 ALL_SETTINGS = SETTINGS | ADAPTIVE_SETTINGS
 if IS_V2_RUNNER:  # A step takes some times as long.

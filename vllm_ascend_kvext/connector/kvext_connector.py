@@ -152,7 +152,8 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not all(isinstance(each, KvextHandshake) for each in of_workers):
             raise ConnectorError(
                 "KvextConnector: expected its workers' layouts, found what another connector of "
-                "the same MultiConnector has to say; list KvextConnector first"
+                "the same MultiConnector has to say; leave the repair multi-connector-handshakes "
+                "on (VLLM_ASCEND_KVEXT_DISABLE), or list KvextConnector first"
             )
         if self._view is None or self._on_ready is None:
             raise ConnectorError(
