@@ -71,6 +71,7 @@ to the end; not each file, for importing vLLM takes a core ten seconds."""
 ON_ASCENDS_MANAGERS = (
     "engine/test_failed_loads.py::test_outputs_are_those_of_a_run_without_failures",
     "engine/test_fast_prefix_cache.py",
+    "engine/test_hits_of_repairs.py",
     "engine/test_least_prompt.py",
     "engine/test_reachability.py",
     "engine/test_repairs.py",
@@ -98,11 +99,12 @@ ON_OTHER_EMULATED_NPUS = (
     "test_features.py",
     "test_models.py",
     "test_operators.py",
+    "test_states_beside_connectors.py",
     "test_window_blocks.py",
 )
 """Of `tests/emulated_npu`: what runs with other releases than the main vLLM-Ascend."""
 
-NOT_ON_MAIN_EMULATED_NPU = ("test_window_blocks.py",)
+NOT_ON_MAIN_EMULATED_NPU = ("test_states_beside_connectors.py", "test_window_blocks.py")
 """What is about a defect of other releases."""
 
 ON_V2_RUNNER = ("engine/test_connector_engine.py", "engine/test_blending_engine.py")

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A default install hits at least what stock upstream hits: repairs take no hits.
+
+Over KV cache layouts, KV connectors, their roles, and drafts, on upstream's real scheduler, in a
+pool with room for all. ``-s`` prints the tokens that are hit. ``preempted-in-step`` and
+``failed-loads`` take hits of blocks that hold no KV of theirs, which do not occur here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from support.installed import installed
+from support.scheduler.hits import (
+    FOREIGN,
+    NO_CONNECTOR,
+    OURS,
+    Cell,
+    Hits,
+    cells,
+    default_install,
+    hits_of,
+)
+from support.scheduler.model_runner import ReadCheck
+
+from vllm_ascend_kvext.features import REPAIRS
+
+CELLS = list(cells())
+NAMES = list(dict.fromkeys(cell.name for cell in CELLS))
+EACH_ALONE = [
+    cell for cell in CELLS if cell.beside in (NO_CONNECTOR, FOREIGN[0]) and cell.step_offset_tokens
+]
+
+
+@functools.cache
+def stock_hits(cell: Cell) -> Hits:
+    """Stock cannot have our connector: it is compared with one that has nothing either."""
+    compared = replace(cell, beside=FOREIGN[0]) if cell.beside is OURS else cell
+    return hits_of(compared, ReadCheck.NONE)
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[list[str]]:
+    lines: list[str] = []
+    yield lines
+    print("", f"{'layout | connector':44} {'stock':>7} {'default':>7}", *lines, sep="\n")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_default_install_hits_what_stock_hits(name: str, table: list[str]) -> None:
+    totals: Counter[str] = Counter()
+    lost = {}
+    for cell in CELLS:
+        if cell.name != name:
+            continue
+        stock = stock_hits(cell)
+        with default_install():
+            own = hits_of(cell)
+        totals.update(stock=sum(stock.values()), default=sum(own.values()))
+        lost |= lost_hits(cell, stock, own)
+    table.append(f"{name:44} {totals['stock']:7} {totals['default']:7}")
+    assert totals["stock"] > 0
+    assert not lost
+
+
+@pytest.mark.parametrize("repair", [repair.name for repair in REPAIRS])
+def test_no_repair_on_its_own_takes_hits(repair: str) -> None:
+    lost = {}
+    for cell in EACH_ALONE:
+        stock = stock_hits(cell)
+        with installed(repair):
+            own = hits_of(cell, ReadCheck.NONE)
+        lost |= lost_hits(cell, stock, own)
+    assert not lost
+
+
+def lost_hits(cell: Cell, stock: Hits, own: Hits) -> dict[str, tuple[int, int]]:
+    """Requests that hit less, and how much stock hits."""
+    assert stock.keys() == own.keys()
+    return {
+        f"{cell.name}, {request_id}": (tokens, own[request_id])
+        for request_id, tokens in stock.items()
+        if own[request_id] < tokens
+    }

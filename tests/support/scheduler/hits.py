@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tokens requests hit, by KV cache layout, KV connector, role and drafts.
+
+Each `Cell` is an engine; all of them serve the same traces: prompts that come again, next turns,
+siblings that share a beginning, an edited end, prompts longer than a step, alone and side by side.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+from support import family
+from support.connector.paged_layouts import paged
+from support.connector.simulated_engine import SimulatedEngine
+from support.installed import installed
+
+from .engine import SchedulerEngine
+from .layouts import (
+    DEEPSEEK_V4,
+    FULL,
+    FULL_WINDOW,
+    GEMMA,
+    MAMBA,
+    MAMBA_WINDOW,
+    MIXED_BLOCKS,
+    TWO_FULL,
+    Attention,
+    Group,
+    Layout,
+)
+from .model_runner import ReadCheck
+from .options import Drafter, EngineOptions, ExternalLoad
+from .releases import CONFIGURES_RETENTION
+from .token_stream import VOCAB_SIZE
+from .transcript import Step, describe_schedule
+from .workload import RequestPlan
+
+Waves = tuple[tuple[tuple[int, ...], ...], ...]
+"""Prompts that arrive together, wave after wave."""
+
+Hits = dict[str, int]
+"""Tokens that each request hit in the device's prefix cache when it was admitted first."""
+
+NUM_BLOCKS = 4000
+"""A pool with room for all."""
+
+DRAFT_TOKENS = 2
+STEP_UNITS = 4
+PROMPT_UNITS = (0.6, 1, 2.7, 3, 4, 5.5, 9.3)
+"""Lengths: below a unit, of whole units, between them, a step, and more than one step."""
+
+STATES_OF_16 = Layout("mamba-16", (Group(Attention.FULL, 16), Group(Attention.MAMBA, 16)))
+
+LAYOUTS = (
+    *(FULL, TWO_FULL, FULL_WINDOW, GEMMA, MIXED_BLOCKS),
+    *(MAMBA, STATES_OF_16, MAMBA_WINDOW),
+)
+if family.IS_ASCEND:
+    from .layouts import COMPRESSED as OF_DEEPSEEK_V4
+else:
+    OF_DEEPSEEK_V4 = DEEPSEEK_V4
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The KV connector of an engine, which never has anything for a request."""
+
+    name: str
+    kv_role: str = ""
+    is_ours: bool = False
+
+
+NO_CONNECTOR = Beside("no connector")
+FOREIGN = tuple(Beside(f"foreign, {r}", r) for r in ("kv_both", "kv_producer", "kv_consumer"))
+OURS = Beside("ours, never", "kv_both", is_ours=True)
+CONNECTORS = (NO_CONNECTOR, *FOREIGN, OURS)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One engine.
+
+    Attributes:
+        step_offset_tokens: A step has so many tokens less than whole units.
+        interval_tokens: What ``prefix_cache_retention_interval`` is set to; 0 is vLLM 0.30's
+            default.
+    """
+
+    layout: Layout
+    beside: Beside
+    has_drafts: bool
+    step_offset_tokens: int = 0
+    is_async: bool = False
+    interval_tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        drafts = ", drafts" if self.has_drafts else ""
+        return f"{self.layout.name}{drafts} | {self.beside.name}"
+
+
+def cells() -> Iterator[Cell]:
+    """All of them: two sizes of steps, of which one ends within blocks."""
+    for layout in (*LAYOUTS, OF_DEEPSEEK_V4):
+        for beside in CONNECTORS:
+            if beside.is_ours and layout is OF_DEEPSEEK_V4 and family.IS_ASCEND:
+                continue  # Its pages are those of `test_connector_pages_on_ascend`.
+            for has_drafts in (False, True):
+                for number, offset_tokens in enumerate((0, 3)):
+                    yield Cell(layout, beside, has_drafts, offset_tokens, is_async=number == 1)
+
+
+def hits_of(
+    cell: Cell, read_check: ReadCheck = ReadCheck.ALL, num_blocks: int = NUM_BLOCKS
+) -> Hits:
+    """Serve all traces, each on an engine of its own, with what is installed in this process.
+
+    Raises:
+        AssertionError: If a request reads KV that is not its own, and that is checked.
+    """
+    found: Hits = {}
+    for trace, waves in traces(cell.layout.unit_tokens).items():
+        engine = _engine(cell, read_check, num_blocks)
+        try:
+            for number, wave in enumerate(waves):
+                found |= _serve(engine, f"{trace}-{number}", wave)
+        finally:
+            engine.shutdown()
+    return found
+
+
+def traces(unit_tokens: int) -> Mapping[str, Waves]:
+    """Prompts of every length of ``PROMPT_UNITS``, by what becomes of them."""
+    rng = random.Random(unit_tokens)
+
+    def tokens(num_units: float) -> tuple[int, ...]:
+        return tuple(rng.choices(range(VOCAB_SIZE), k=max(1, round(num_units * unit_tokens))))
+
+    prompts = [tokens(num_units) for num_units in PROMPT_UNITS]
+    turns = []
+    for prompt in prompts[::2]:
+        turns.append(prompt)
+        for num_units in (0.7, 2):
+            turns.append(turns[-1] + tokens(num_units))
+    shared = [tokens(num_units) for num_units in (1, 2.5, 6)]
+    siblings = [[each + tokens(num_units) for num_units in (1.3, 0.4, 5)] for each in shared]
+    edited = [prompt[: -max(1, len(prompt) // 4)] + tokens(0.8) for prompt in prompts]
+    return {
+        "again": tuple((prompt,) for prompt in (*prompts, *prompts, *prompts)),
+        "turns": tuple((prompt,) for prompt in turns),
+        "siblings": tuple((prompt,) for wave in siblings for prompt in wave),
+        "edited": tuple((prompt,) for pair in zip(prompts, edited, strict=True) for prompt in pair),
+        "together": (tuple(prompts), *map(tuple, siblings), tuple(edited), tuple(prompts)),
+    }
+
+
+def _engine(cell: Cell, read_check: ReadCheck, num_blocks: int) -> SchedulerEngine:
+    if cell.has_drafts and cell.layout.has_mamba:
+        read_check = ReadCheck.NONE  # The harness has no states of drafts.
+    layout = _with_drafts(cell.layout) if cell.has_drafts else cell.layout
+    unit_tokens = layout.unit_tokens
+    options = EngineOptions(
+        num_blocks=num_blocks,
+        max_num_batched_tokens=STEP_UNITS * unit_tokens - cell.step_offset_tokens,
+        max_model_len=64 * unit_tokens,
+        max_num_seqs=8,
+        is_async=cell.is_async,
+        drafter=Drafter.EAGLE if cell.has_drafts else None,
+        num_draft_tokens=DRAFT_TOKENS,
+        events=False,
+        interval_tokens=cell.interval_tokens if CONFIGURES_RETENTION else None,
+        external_load=ExternalLoad.NEVER if cell.beside.kv_role else None,
+        kv_role=cell.beside.kv_role or "kv_both",
+    )
+    if not cell.beside.is_ours:
+        return _Engine(layout, options, read_check)
+    never = {"host_memory_gib": 1 / 1024, "chunk_tokens": unit_tokens, "store_policy": "never"}
+    engine = _EngineBesideOurs(paged(layout), replace(options, offloading=never))
+    if read_check is ReadCheck.NONE:
+        for worker in engine.workers:
+            worker.contents = mock.Mock()
+    return engine
+
+
+class _SchedulesOnly:
+    """Of a step, what was scheduled: describing all blocks takes longer than all else."""
+
+    def _record(self, scheduler_output: Any, results: Any) -> Step:
+        scheduled = describe_schedule(scheduler_output)
+        return Step(**scheduled, free_queue=(), blocks=(), events=(), outputs=())
+
+
+class _Engine(_SchedulesOnly, SchedulerEngine):
+    pass
+
+
+class _EngineBesideOurs(_SchedulesOnly, SimulatedEngine):
+    pass
+
+
+def _with_drafts(layout: Layout) -> Layout:
+    """The drafter's layer lies with those of the first group, as vLLM groups them."""
+    groups = tuple(
+        replace(
+            group,
+            is_eagle=index == 0,
+            draft_blocks=DRAFT_TOKENS if group.attention is Attention.MAMBA else 0,
+        )
+        for index, group in enumerate(layout.groups)
+    )
+    return Layout(f"{layout.name}-drafts", groups)
+
+
+def _serve(engine: SchedulerEngine, name: str, wave: tuple[tuple[int, ...], ...]) -> Hits:
+    """Serve prompts that arrive together until nothing is left to do."""
+    found: Hits = {}
+    for number, prompt in enumerate(wave):
+        plan = RequestPlan(
+            request_id=f"{name}-{number}", arrival_step=0, prompt=prompt, max_tokens=4
+        )
+        engine.add_request(plan)
+    for step in engine.finish(2000):
+        for request in step.scheduled:
+            if request.is_new_or_resumed:
+                found.setdefault(request.request_id, request.num_computed_tokens)
+    return found
+
+
+@contextmanager
+def default_install() -> Iterator[None]:
+    """As in a process in which nothing is configured."""
+    from vllm_ascend_kvext.features import REPAIRS
+
+    with installed(*(repair.name for repair in REPAIRS), "connector"):
+        yield
