@@ -19,8 +19,6 @@ from support.scenarios.processes import NO_PREFIX_CACHING, NPU, PLUGIN_OFF, Lazy
 pytestmark = pytest.mark.skipif(IS_0_23, reason="vLLM's own steps end at blocks there")
 
 HITTING = ("again", "next turn", "sibling")
-STEPS_TOKENS = (512, 500)
-"""Four blocks, and what ends within one."""
 
 
 def foreign(kv_role: str) -> dict[str, Any]:
@@ -41,7 +39,9 @@ BESIDE: dict[str, dict[str, Any]] = {
     "kv_consumer": foreign("kv_consumer"),
     "ours, never": connector(store_policy="never"),
 }
-CELLS = [(beside, step_tokens) for beside in BESIDE for step_tokens in STEPS_TOKENS]
+CELLS = [(beside, 500) for beside in BESIDE]
+CELLS += [(beside, 512) for beside in ("no connector", "kv_both", "ours, never")]
+"""With the tokens of a step: some end within blocks, or none does."""
 
 
 @pytest.fixture(scope="module")
@@ -54,19 +54,18 @@ def served(
         caches = {"enable_prefix_caching": True}
         return Plan(model, ["longer_than_a_step"], "models", caches | sizes | engine)
 
-    plans = {
-        f"{label}, {beside}, {step_tokens}": plan(step_tokens, BESIDE[beside])
-        for label in ("stock", "default")
-        for beside, step_tokens in CELLS
-    }
-    plans["reference"] = plan(STEPS_TOKENS[0], NO_PREFIX_CACHING)
-    default = {name: each for name, each in plans.items() if name.startswith("default")}
-    stock = {
-        name: each
-        for name, each in plans.items()
-        if name not in default and "ours" not in name  # Without this package there is no ours.
-    }
-    return LazyReports(tmp_path_factory, [(PLUGIN_OFF, stock), ({}, default)], NPU)
+    processes: dict[tuple[str, str], dict[str, Plan]] = {}
+    for beside, step_tokens in CELLS:
+        for label in ("stock", "default"):
+            if label == "stock" and beside == "ours, never":
+                continue  # Without this package there is none.
+            of_process = processes.setdefault((label, beside), {})
+            of_process[f"{label}, {beside}, {step_tokens}"] = plan(step_tokens, BESIDE[beside])
+    processes["stock", ""] = {"reference": plan(512, NO_PREFIX_CACHING)}
+    environ = {"stock": PLUGIN_OFF, "default": {}}
+    return LazyReports(
+        tmp_path_factory, [(environ[key[0]], plans) for key, plans in processes.items()], NPU
+    )
 
 
 @pytest.mark.parametrize(("beside", "step_tokens"), CELLS)
@@ -91,6 +90,6 @@ def test_a_default_install_hits_what_stock_hits_and_answers_right(
 def test_stock_answers_wrong_where_steps_end_within_blocks(
     served: LazyReports, beside: str
 ) -> None:
-    stock = served[f"stock, {beside}, {STEPS_TOKENS[1]}"]
+    stock = served[f"stock, {beside}, 500"]
     assert stock.logprob_error("first", served["reference"]) <= TOLERANCE
     assert stock.logprob_error("again", served["reference"]) > TOLERANCE

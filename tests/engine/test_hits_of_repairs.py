@@ -19,7 +19,7 @@ import pytest
 from support.installed import installed
 from support.scheduler.hits import (
     FOREIGN,
-    NO_CONNECTOR,
+    OF_DEEPSEEK_V4,
     OURS,
     Cell,
     Hits,
@@ -27,13 +27,18 @@ from support.scheduler.hits import (
     default_install,
     hits_of,
 )
+from support.scheduler.layouts import FULL_WINDOW, MAMBA_WINDOW
 
 from vllm_ascend_kvext.features import REPAIRS
 
 CELLS = list(cells())
 NAMES = list(dict.fromkeys(cell.name for cell in CELLS))
 EACH_ALONE = [
-    cell for cell in CELLS if cell.beside in (NO_CONNECTOR, FOREIGN[0]) and cell.step_offset_tokens
+    cell
+    for cell in CELLS
+    if cell.layout in (FULL_WINDOW, MAMBA_WINDOW, OF_DEEPSEEK_V4)
+    and cell.beside is FOREIGN[0]
+    and cell.step_offset_tokens
 ]
 
 

@@ -24,7 +24,6 @@ from .layouts import (
     DEEPSEEK_V4,
     FULL,
     FULL_WINDOW,
-    GEMMA,
     MAMBA,
     MAMBA_WINDOW,
     MIXED_BLOCKS,
@@ -77,7 +76,7 @@ PROMPT_UNITS = (0.6, 1, 2.7, 3, 4, 5.5, 9.3)
 STATES_OF_16 = Layout("mamba-16", (Group(Attention.FULL, 16), Group(Attention.MAMBA, 16)))
 
 LAYOUTS = (
-    *(FULL, TWO_FULL, FULL_WINDOW, GEMMA, MIXED_BLOCKS),
+    *(FULL, TWO_FULL, FULL_WINDOW, MIXED_BLOCKS),
     *(MAMBA, STATES_OF_16, MAMBA_WINDOW),
 )
 if family.IS_ASCEND:
