@@ -49,6 +49,7 @@ LONG_ENGINE_FILES = (
     ("test_connector_serve.py",),
     ("test_serve_lines.py",),
     ("test_fast_prefix_cache.py",),
+    ("test_hits_of_repairs.py",),
     ("test_shared_tier_engine.py", "test_shared_tier.py"),
     ("test_shared_tier_mooncake.py", "test_shared_tier_mooncake_engine.py"),
     ("test_connector_engine.py", "test_blending_engine.py", "test_question_engine.py"),
