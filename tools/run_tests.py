@@ -51,6 +51,7 @@ LONG_ENGINE_FILES = (
     ("test_connector_serve.py",),
     ("test_serve_lines.py",),
     ("test_fast_prefix_cache.py",),
+    ("test_hits_of_repairs.py",),
     ("test_shared_tier_engine.py", "test_shared_tier.py"),
     ("test_shared_tier_mooncake.py", "test_shared_tier_mooncake_engine.py"),
     ("test_connector_engine.py", "test_blending_engine.py", "test_question_engine.py"),
@@ -73,6 +74,7 @@ to the end; not each file, for importing vLLM takes a core ten seconds."""
 ON_ASCENDS_MANAGERS = (
     "engine/test_failed_loads.py::test_outputs_are_those_of_a_run_without_failures",
     "engine/test_fast_prefix_cache.py",
+    "engine/test_hits_of_repairs.py",
     "engine/test_least_prompt.py",
     "engine/test_reachability.py",
     "engine/test_repairs.py",
@@ -103,6 +105,7 @@ ON_OTHER_EMULATED_NPUS = (
     "test_settings_start.py",
     "test_several_connectors.py",
     "test_state_hits.py",
+    "test_states_beside_connectors.py",
     "test_window_blocks.py",
 )
 """Of `tests/emulated_npu`: what runs with other releases than the main vLLM-Ascend."""
@@ -110,7 +113,7 @@ ON_OTHER_EMULATED_NPUS = (
 IN_EVERY_SAMPLE = ("test_settings_start.py",)
 """Of `tests/emulated_npu`: what `make test` runs with every release, the main one and others."""
 
-NOT_ON_MAIN_EMULATED_NPU = ("test_window_blocks.py",)
+NOT_ON_MAIN_EMULATED_NPU = ("test_states_beside_connectors.py", "test_window_blocks.py")
 """What is about a defect of other releases."""
 
 ON_V2_RUNNER = ("engine/test_connector_engine.py", "engine/test_blending_engine.py")

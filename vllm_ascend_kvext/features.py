@@ -24,6 +24,7 @@ REPAIRS = (
     Feature("configured-interval", default_on=True),
     Feature("state-hits", default_on=True),
     Feature("multi-connector-handshakes", default_on=True),
+    Feature("states-at-boundaries", default_on=True),
 )
 """Defects of upstream that are repaired without being asked for, each on its own."""
 

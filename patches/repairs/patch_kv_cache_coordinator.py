@@ -3,10 +3,15 @@
 
 vLLM 0.30 takes its retention interval from its configuration and has no variable for it. The
 coordinator of vLLM-Ascend 0.30 looks for the variable, finds none, and caches every block of
-sliding-window and state groups.
+sliding-window and state groups, whatever ``--prefix-cache-retention-interval`` says.
 
-Without a connector its lookups drop no block for drafts (EAGLE, MTP). What vLLM keeps of a prompt
-lies a block before, where sliding windows hit that block less, and states often have none.
+Here an interval of tokens is obeyed: somebody has asked for it. 0 is vLLM's default, and cannot be
+told from it. It stays as vLLM-Ascend has it, for obeying it would take hits of siblings, next turns
+and edited prompts from everybody who has asked for nothing.
+
+Where lookups drop no block for drafts (EAGLE, MTP), a prompt is kept at both positions at which it
+can be resumed, by itself and by a longer one. vLLM keeps one of them; where that is a whole number
+of blocks, states are at the other alone.
 """
 
 from __future__ import annotations
@@ -25,26 +30,26 @@ if TYPE_CHECKING:
 def take_configured_interval(
     wrapped: Callable[..., None], coordinator: KVCacheCoordinator, *args: Any, **kwargs: Any
 ) -> None:
-    """Give the coordinator the interval of its configuration, checked as vLLM checks it."""
+    """Give the coordinator an interval of tokens of its configuration, checked as vLLM does."""
     from vllm.v1.core.kv_cache_coordinator import _validate_prefix_cache_retention_interval
 
     wrapped(*args, **kwargs)
     config = coordinator.kv_cache_config
-    if coordinator.retention_interval is None:
-        interval = config.prefix_cache_retention_interval
-        _validate_prefix_cache_retention_interval(
-            interval, coordinator.scheduler_block_size, config
-        )
-        coordinator.retention_interval = interval
-        if coordinator.skips_eagle_block_drop:
-            _replaced.replace(coordinator, get_replay_boundaries)
+    interval = config.prefix_cache_retention_interval
+    if coordinator.retention_interval is not None or not interval:
+        return
+    _validate_prefix_cache_retention_interval(interval, coordinator.scheduler_block_size, config)
+    coordinator.retention_interval = interval
+    if coordinator.skips_eagle_block_drop or not coordinator.eagle_group_ids:
+        _replaced.replace(coordinator, get_replay_boundaries)
 
 
 def get_replay_boundaries(
     wrapped: Callable[[Request], tuple[int, ...]], request: Request
 ) -> tuple[int, ...]:
-    """Name the last boundary that the same prompt can hit, too, where lookups drop no block."""
-    return tuple(sorted({*wrapped(request), request.num_prompt_tokens - 1}))
+    """Name where the same prompt resumes, and a longer one, too, where lookups drop no block."""
+    num_tokens = request.num_prompt_tokens
+    return tuple(sorted({*wrapped(request), num_tokens - 1, num_tokens}))
 
 
 _replaced = InstanceMethods()
@@ -62,8 +67,8 @@ PATCHES = (
         wrapper=take_configured_interval,
         undo=_replaced.take_back,
         why="vLLM-Ascend reads the retention interval from a variable that vLLM 0.30 does not "
-        "have: a prompt leaves all blocks of its windows that can be hit, 156 per group of Gemma 3 "
-        "for 20,000 tokens where 2 are configured.",
+        "have, and overlooks one that is configured: prompts keep every block of their windows "
+        "that can be hit, and every state.",
         retire_when="vLLM-Ascend reads `prefix_cache_retention_interval` of the configuration",
         relies_on=(f"{_COORDINATOR}.find_longest_cache_hit",),
     ),

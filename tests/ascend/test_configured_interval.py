@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM-Ascend 0.30 overlooks the configured retention interval; with the repair it is obeyed.
 
-On DeepSeek-V4's true layout. A test named ``test_stock_...`` shows vLLM-Ascend on its own.
+0, vLLM's default, is left as vLLM-Ascend has it: nobody has asked for it. On DeepSeek-V4's true
+layout. A test named ``test_stock_...`` shows vLLM-Ascend on its own.
 """
 
 from __future__ import annotations
@@ -52,15 +53,20 @@ def served(interval: int | None) -> tuple[int, int]:
 
 
 def test_stock_caches_as_if_no_interval_were_configured() -> None:
-    assert served(0) == served(None)
+    assert served(2 * UNIT_TOKENS) == served(None)
 
 
 @pytest.mark.usefixtures("repaired")
-def test_interval_0_keeps_the_tails_of_the_last_boundary() -> None:
+def test_an_interval_keeps_the_tails_of_its_multiples_and_of_the_last_boundary() -> None:
     dense_blocks, dense_tokens = served(None)
-    kept_blocks, hit_tokens = served(0)
+    kept_blocks, hit_tokens = served(2 * UNIT_TOKENS)
     assert hit_tokens == dense_tokens == NUM_UNITS * UNIT_TOKENS
-    assert 0 < NUM_UNITS * kept_blocks == dense_blocks, "a tail per unit"
+    assert 0 < NUM_UNITS * kept_blocks == 3 * dense_blocks, "of units 2, 4 and 5"
+
+
+@pytest.mark.usefixtures("repaired")
+def test_the_default_keeps_what_stock_keeps() -> None:
+    assert served(0) == served(None)
 
 
 @pytest.mark.usefixtures("repaired")
@@ -92,14 +98,27 @@ DRAFTING = {
 """Layouts with MTP. Without a connector, lookups of vLLM-Ascend drop no block all the same."""
 
 
+INTERVALS = (None, 96)
+"""Dense caching, and an interval beyond the prompts: what is kept is where they can be resumed."""
+
+
 @pytest.mark.usefixtures("repaired")
 @pytest.mark.parametrize("name", DRAFTING)
 def test_prompt_with_drafts_hits_as_far_as_with_dense_caching(name: str) -> None:
-    found = []
-    for interval in (None, 0):
-        world = BlockManager(DRAFTING[name], interval)
-        request = world.request(range(50))
-        world.prefill(request, 48)
-        world.finish(request)
-        found.append(world.hit_tokens(world.request(range(50))))
+    found = [hit_of_next(DRAFTING[name], interval, 50, 50) for interval in INTERVALS]
     assert found == [48, 48]
+
+
+@pytest.mark.usefixtures("repaired")
+def test_the_end_of_a_prompt_of_whole_blocks_is_kept_where_its_state_is() -> None:
+    layout = Layout((full(16), mamba(16)))
+    assert [hit_of_next(layout, interval, 48, 60) for interval in INTERVALS] == [48, 48]
+
+
+def hit_of_next(layout: Layout, interval: int | None, num_tokens: int, next_tokens: int) -> int:
+    """What a prompt hits that begins like one of ``num_tokens``, computed in steps of 48."""
+    world = BlockManager(layout, interval)
+    request = world.request(range(num_tokens))
+    world.prefill(request, 48)
+    world.finish(request)
+    return world.hit_tokens(world.request(range(next_tokens)))

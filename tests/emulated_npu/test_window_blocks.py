@@ -3,7 +3,8 @@
 
 Its coordinator reads an environment variable that vLLM 0.30 no longer has
 (``patch/platform/patch_kv_cache_coordinator.py``, line 138), so it caches at every boundary that a
-hit can end at. vLLM's own reads the configuration, where 0 says: at the end of the prompt only.
+hit can end at. vLLM's own reads the configuration. So does it with this package, where that says
+more than 0, the default.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from support.scenarios.processes import NPU, PLUGIN_OFF, LazyReports, Plan
 
 pytestmark = pytest.mark.skipif(IS_0_23, reason="vLLM 0.23.0 has the variable")
 
+INTERVAL = "prefix_cache_retention_interval"
 ENGINE = {
     "max_model_len": 8192,
     "num_gpu_blocks_override": 3000,
@@ -37,35 +39,38 @@ def served(
         return folder
 
     models = {
-        "windows": (partial(folder_of, "windows"), {}),
-        "DeepSeek-V4": (compressed, {"block_size": 32}),
+        "windows": (partial(folder_of, "windows"), {INTERVAL: 4096}),
+        "DeepSeek-V4": (compressed, {"block_size": 32, INTERVAL: 8192}),
     }
-    plans = {
-        name: Plan(model, ["window_blocks"], "models", ENGINE | engine)
+    processes = [
+        (environ, {f"{name}, {label}": Plan(model, ["window_blocks"], "models", ENGINE | engine)})
+        for label, environ in (("stock", PLUGIN_OFF), ("default", {}))
         for name, (model, engine) in models.items()
-    }
-    return LazyReports(tmp_path_factory, [(PLUGIN_OFF, {name: plans[name]}) for name in plans], NPU)
+    ]
+    return LazyReports(tmp_path_factory, processes, NPU)
 
 
 @pytest.mark.parametrize(
     ("model", "found", "expected"),
     [
-        # Five groups of windows of 200 tokens, in blocks of 128.
-        ("windows", {128: [156] * 5}, {128: [2] * 5}),
+        # Five groups of windows of 200 tokens, in blocks of 128: at four multiples and the end.
+        ("windows", {128: [156] * 5}, {128: [10] * 5}),
         # Windows of 128 tokens in blocks of 32, states of compressors; hits are of 4,096 tokens.
         (
             "DeepSeek-V4",
             {32: [16, 16], 2: [16], 8: [64]},
-            {32: [4, 4], 2: [4], 8: [16]},
+            {32: [8, 8], 2: [8], 8: [32]},
         ),
     ],
 )
-def test_vllm_ascend_caches_more_blocks_of_windows_than_the_configuration_says(
+def test_windows_are_cached_as_configured_by_default_and_not_by_stock(
     served: LazyReports, model: str, found: dict[int, list[int]], expected: dict[int, list[int]]
 ) -> None:
-    facts = served[model].report["facts"]
-    assert blocks_by_size(facts["cached blocks, as it is"]) == found
-    assert blocks_by_size(facts["cached blocks, by the configuration"]) == expected
+    stock = served[f"{model}, stock"].report["facts"]
+    assert blocks_by_size(stock["cached blocks, as it is"]) == found
+    assert blocks_by_size(stock["cached blocks, by the configuration"]) == expected
+    default = served[f"{model}, default"].report["facts"]
+    assert blocks_by_size(default["cached blocks, as it is"]) == expected
 
 
 def blocks_by_size(groups: list[list]) -> dict[int, list[int]]:

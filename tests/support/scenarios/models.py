@@ -17,6 +17,7 @@ from support.scenarios.engine import random_tokens, sampling_of
 
 PROMPTS_TOKENS = (37, 300, 1100, 700)
 """Below a block, over some, over a step, beside another."""
+LONGER_THAN_A_STEP_TOKENS = (710, 1300, 1153)
 LONG_PROMPT_TOKENS, STEP_TOKENS = 20_000, 500
 BEST_OF_ONE = {"temperature": 1, "top_k": 1, "top_p": 0.9}
 
@@ -44,6 +45,23 @@ def three_times(engine: Engine) -> None:
     engine.ask("cached", prompts, **BEST_OF_ONE)
     forget_values(engine.runner.kv_caches[1])
     engine.ask("spoiled", prompts, **BEST_OF_ONE)
+
+
+@scenario
+def longer_than_a_step(engine: Engine) -> None:
+    """Prompts, one at a time, that come again, go on, and share a beginning with others."""
+    rng = random.Random(3)
+    prompts = [random_tokens(rng, length) for length in LONGER_THAN_A_STEP_TOKENS]
+    more = [random_tokens(rng, 150) for _ in prompts]
+    asked = {
+        "first": prompts,
+        "again": prompts,
+        "next turn": [prompt + end for prompt, end in zip(prompts, more, strict=True)],
+        "sibling": [prompt[:-100] + end for prompt, end in zip(prompts, more, strict=True)],
+    }
+    for label, of_label in asked.items():
+        for prompt in of_label:
+            engine.ask(label, [prompt], 8)
 
 
 @scenario

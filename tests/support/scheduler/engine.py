@@ -46,6 +46,8 @@ class SchedulerEngine:
         register_all_kvcache_specs(vllm_config)  # as an engine core does
         kv_cache_config = layout.to_config(options.num_blocks)
         kv_cache_config.kv_transfer_config = vllm_config.kv_transfer_config  # vLLM-Ascend 0.30 does
+        if options.interval_tokens is not None:
+            kv_cache_config.prefix_cache_retention_interval = options.interval_tokens
         block_size, self.hash_block_size = resolve_kv_cache_block_sizes(
             kv_cache_config, vllm_config
         )

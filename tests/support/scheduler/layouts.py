@@ -51,6 +51,7 @@ class Group:
         span_tokens: Sliding window, or attention chunk; 0 where there is none.
         tokens_per_row: Tokens that a row of a block stands for; it is written with the last.
         is_eagle: Whether it holds layers of an EAGLE/MTP drafter.
+        draft_blocks: Of a state group: the blocks of a request in which states of drafts lie.
     """
 
     attention: Attention
@@ -58,6 +59,7 @@ class Group:
     span_tokens: int = 0
     tokens_per_row: int = 1
     is_eagle: bool = False
+    draft_blocks: int = 0
 
     @property
     def rows_per_block(self) -> int:
@@ -87,7 +89,9 @@ class Group:
             return window_spec(self.block_tokens, self.span_tokens)
         make, span = _SPECS[self.attention]
         spans = {span: self.span_tokens} if span else {}
-        sizes = _STATES if self.attention is Attention.MAMBA else _HEADS
+        sizes = _HEADS
+        if self.attention is Attention.MAMBA:
+            sizes = {**_STATES, "num_speculative_blocks": self.draft_blocks}
         return make(block_size=self.block_tokens, **{**sizes, **spans, **fields})
 
 

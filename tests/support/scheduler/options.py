@@ -75,7 +75,10 @@ class EngineOptions:
         long_prefill_tokens: ``long_prefill_token_threshold``; 0 for none.
         reserve_full_prompt: Admit a request only if all of its prompt fits the pool.
         is_async: ``AsyncScheduler``, with two steps in flight.
+        interval_tokens: ``prefix_cache_retention_interval`` of the configuration, since vLLM 0.30;
+            None is as the environment says.
         external_load: Behaviour of the KV connector; no connector if None.
+        kv_role: Of the KV connector.
         extends_local_hits: Whether the connector adds tokens to a local hit.
         failing_loads: How its loads fail; None if they never do.
         offloading: ``kv_connector_extra_config`` of KvextConnector, which then takes the place of
@@ -93,7 +96,9 @@ class EngineOptions:
     is_async: bool = False
     drafter: Drafter | None = None
     num_draft_tokens: int = 2
+    interval_tokens: int | None = None
     external_load: ExternalLoad | None = None
+    kv_role: str = "kv_both"
     extends_local_hits: bool = True
     failing_loads: FailingLoads | None = None
     offloading: Mapping[str, Any] | None = None
@@ -181,7 +186,7 @@ def _kv_transfer_config(layout: Layout, options: EngineOptions) -> KVTransferCon
         return KVTransferConfig(
             kv_connector="KvextConnector",
             kv_load_failure_policy="recompute",
-            kv_role="kv_both",
+            kv_role=options.kv_role,
             kv_connector_extra_config=dict(options.offloading),
         )
     if options.external_load is None:
@@ -191,7 +196,7 @@ def _kv_transfer_config(layout: Layout, options: EngineOptions) -> KVTransferCon
         kv_connector="ScriptedConnector",
         kv_load_failure_policy="recompute" if recomputes else "fail",
         kv_connector_module_path=f"{__package__}.connector",
-        kv_role="kv_both",
+        kv_role=options.kv_role,
         kv_connector_extra_config={
             "external_load": options.external_load.value,
             "extends_local_hits": options.extends_local_hits,
