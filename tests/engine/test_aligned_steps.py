@@ -18,9 +18,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import family
-from support.connector.offload_run import offloading_installed, run_offloading
-from support.connector.offload_workloads import random_offload
-from support.connector.paged_layouts import STATE_LAYOUTS
 from support.installed import installed, repairs_installed
 from support.retention.checkpoints import adaptive_retention
 from support.sample import sampled
@@ -245,7 +242,8 @@ def workloads(draw: st.DrawFn) -> Workload:
             length = draw(st.integers(1, 60))
             if offset + length > len(prompt):
                 break
-            images.append(Image(f"{draw(st.integers(0, 3))}", offset, length))
+            # What an image is called says how long it is.
+            images.append(Image(f"{draw(st.integers(0, 3))} of {length}", offset, length))
             offset += length + draw(st.integers(0, 40))
         plans.append(
             RequestPlan(
@@ -279,15 +277,3 @@ def test_no_prompt_stands_still_or_reads_another_state(name: str, workload: Work
     with IN_PLACE[name]():
         result = run(workload, [Progress()], ReadCheck.ALL)
         assert not result.wrong_outputs(workload)
-
-
-@pytest.mark.own_managers
-@pytest.mark.parametrize("seed", range(sampled(24)))
-def test_prompts_in_short_steps_are_stored_and_loaded(seed: int) -> None:
-    """Of steps that end inside blocks, the connector stores no state."""
-    layout = STATE_LAYOUTS[seed % len(STATE_LAYOUTS)]
-    workload = random_offload(layout, seed, num_requests=12)
-    threshold_tokens = 1 + seed % (2 * layout.unit_tokens)
-    options = replace(workload.options, long_prefill_tokens=threshold_tokens)
-    with offloading_installed():
-        run_offloading(workload._replace(options=options))
