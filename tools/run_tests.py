@@ -72,6 +72,7 @@ LONG_ENGINE_FILES = (
 to the end; not each file, for importing vLLM takes a core ten seconds."""
 
 ON_ASCENDS_MANAGERS = (
+    "engine/test_aligned_steps.py",
     "engine/test_failed_loads.py::test_outputs_are_those_of_a_run_without_failures",
     "engine/test_fast_prefix_cache.py",
     "engine/test_hits_of_repairs.py",
@@ -106,6 +107,7 @@ ON_OTHER_EMULATED_NPUS = (
     "test_several_connectors.py",
     "test_state_hits.py",
     "test_states_beside_connectors.py",
+    "test_state_steps.py",
     "test_window_blocks.py",
 )
 """Of `tests/emulated_npu`: what runs with other releases than the main vLLM-Ascend."""

@@ -11,6 +11,9 @@ from collections.abc import Iterable
 
 from vllm_ascend_kvext.patching.declaration import Feature
 
+ALIGNED_STEPS = Feature("aligned-steps", default_on=True)
+"""Installed before retention, which shortens the steps that this repair has aligned."""
+
 REPAIRS = (
     Feature("trim-full-groups", default_on=True),
     Feature("two-phase-allocation", default_on=True),
@@ -24,7 +27,7 @@ REPAIRS = (
     Feature("configured-interval", default_on=True),
     Feature("state-hits", default_on=True),
     Feature("multi-connector-handshakes", default_on=True),
-    Feature("states-at-boundaries", default_on=True),
+    ALIGNED_STEPS,
 )
 """Defects of upstream that are repaired without being asked for, each on its own."""
 
@@ -42,8 +45,9 @@ DEFAULTS = (*REPAIRS, CONNECTOR, LMCACHE)
 
 FEATURES = (
     FAST_PREFIX_CACHE,
+    ALIGNED_STEPS,
     Feature("retention", requires=("trim-full-groups", "preempted-in-step")),
-    *DEFAULTS,
+    *(each for each in DEFAULTS if each is not ALIGNED_STEPS),
 )
 """All of them, in the order of installation: the wrappers of a later one lie outside."""
 

@@ -66,17 +66,17 @@ class _LoadsNothing:
         return getattr(self._scheduler, name)
 
 
-PATCHES = (
-    Patch(
-        id="KVX-133",
-        target="vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split",
-        feature="states-at-boundaries",
-        vllm=SINCE_0_30,
-        wrapper=end_prompt_steps_at_blocks,
-        why="Beside a KV connector that may load, vLLM-Ascend ends the steps of a prompt within "
-        "blocks. The next step passes the end of such a block, which is cached as if it held the "
-        "state of its end: the same prompt, and siblings, answer wrong.",
-        retire_when="vLLM-Ascend leaves only the step of the last prompt token whole",
-        ascend=(f"{_ASCENDS}:_mamba_block_aligned_split",),
-    ),
+PATCH = Patch(
+    id="KVX-133",
+    target="vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split",
+    feature="aligned-steps",
+    vllm=SINCE_0_30,
+    wrapper=end_prompt_steps_at_blocks,
+    why="Beside a KV connector that may load, vLLM-Ascend ends the steps of a prompt within "
+    "blocks. The next step passes the end of such a block, which is cached as if it held the "
+    "state of its end: the same prompt, and siblings, answer wrong.",
+    retire_when="vLLM-Ascend leaves only the step of the last prompt token whole",
+    ascend=(f"{_ASCENDS}:_mamba_block_aligned_split",),
 )
+"""One of `aligned_steps`, which lists it. It is the innermost of this function: where it acts, it
+calls vLLM-Ascend's function, and nothing that lies between."""

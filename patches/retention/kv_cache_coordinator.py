@@ -6,6 +6,7 @@ Describes a coordinator, upstream's or vllm-ascend's, to `vllm_ascend_kvext.rete
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -129,8 +130,10 @@ def log_least_prompt(coordinator: KVCacheCoordinator) -> None:
         for manager in managers
     ):
         return
-    groups = (_group_geometry(coordinator, group) for group in lookup_groups(coordinator))
-    geometry = HitGeometry(tuple(groups), hit_unit_tokens(coordinator))
+    groups = tuple(_group_geometry(coordinator, group) for group in lookup_groups(coordinator))
+    # vLLM-Ascend has partial hits beside windows, which hit whole blocks only.
+    blocks_tokens = (group.block_tokens for group in groups)
+    geometry = HitGeometry(groups, math.lcm(hit_unit_tokens(coordinator), *blocks_tokens))
     init_logger("vllm.ascend_kvext.retention").info(
         "Prefix-cache hits on the device: prompts of %d tokens or more, in multiples of %d.",
         geometry.min_prompt_tokens,
@@ -148,12 +151,17 @@ def describe_policy(policy: RetentionPolicy) -> str:
 def _group_geometry(coordinator: KVCacheCoordinator, group: LookupGroup) -> GroupGeometry:
     spec = group.spec
     kind = kind_of(spec)
+    block_tokens, margin_tokens = tokens_per_block(coordinator, group.manager), group.margin_tokens
+    if has_partial_hits(coordinator) and group.manager.supports_fine_grained_hash_lookup:
+        # A hit may end within a block, at any match unit; what looks ahead drops a unit.
+        block_tokens = hit_unit_tokens(coordinator)
+        margin_tokens = min(margin_tokens, block_tokens)
     return GroupGeometry(
         kind=kind,
-        block_tokens=tokens_per_block(coordinator, group.manager),
+        block_tokens=block_tokens,
         window_tokens=window_tokens_of(spec) if kind is GroupKind.WINDOW else 0,
         use_eagle=group.use_eagle,
-        margin_tokens=group.margin_tokens,
+        margin_tokens=margin_tokens,
         num_groups=len(group.group_ids),
     )
 

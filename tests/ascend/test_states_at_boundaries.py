@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.installed import installed
+from support.retention.checkpoints import adaptive_retention
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.hits import FOREIGN, Beside, Cell, hits_of
 from support.scheduler.layouts import MAMBA
@@ -25,7 +26,7 @@ NUM_TOKENS = 45
 
 @pytest.fixture
 def repaired() -> Iterator[None]:
-    with installed("states-at-boundaries"):
+    with installed("aligned-steps"):
         yield
 
 
@@ -70,3 +71,21 @@ def test_steps_of_a_prompt_end_at_blocks_but_for_that_of_its_last_token(
     request.num_computed_tokens = computed_tokens
     assert split(request, num_new_tokens) == expected
     engine.shutdown()
+
+
+def test_retention_still_ends_steps_where_a_request_says_so() -> None:
+    with installed("aligned-steps", "retention"), adaptive_retention():
+        options = EngineOptions(
+            num_blocks=100, external_load=ExternalLoad.NEVER, kv_role="kv_consumer"
+        )
+        engine = SchedulerEngine(MAMBA, options)
+        plan = RequestPlan(
+            request_id="request-1",
+            arrival_step=0,
+            prompt=(1,) * NUM_TOKENS,
+            max_tokens=8,
+            checkpoint_tokens=(16,),
+        )
+        request = engine.make_request(plan)
+        assert engine.scheduler._mamba_block_aligned_split(request, 30, 0, 8) == 8
+        engine.shutdown()

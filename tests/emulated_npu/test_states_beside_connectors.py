@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """States beside a KV connector on vLLM-Ascend 0.30.0rc2: what is hit, and whether it is right.
 
-Stock answers wrong where steps end within blocks (``states-at-boundaries``). A default install hits
+Stock answers wrong where steps end within blocks (``aligned-steps``). A default install hits
 at least as much everywhere, and answers as an engine without prefix cache.
 """
 

@@ -340,28 +340,26 @@ OPTIONS = EngineOptions(
 
 
 def step_ends(
-    layout: EngineLayout, num_shared_tokens: int, hints: tuple[int, ...] = ()
+    layout: EngineLayout, prompts: Sequence[Sequence[int]], hints: tuple[int, ...] = ()
 ) -> list[list[int]]:
-    """Of three requests that share a prefix: the tokens hit, and where steps of the prompt end.
+    """Of each request: the tokens hit, and where steps of the prompt and of the answer end.
 
     One is served after the other on the real scheduler, whose steps end where they like. The first
     may name a boundary.
     """
-    prompts = branches(num_shared_tokens, 7 * UNIT_TOKENS + 3)
     plans = [
         RequestPlan(
             request_id=f"request-{number}",
             arrival_step=20 * number,
-            prompt=tuple(next(prompts)),
+            prompt=tuple(prompt),
             max_tokens=3,
             checkpoint_tokens=() if number else hints,
         )
-        for number in range(3)
+        for number, prompt in enumerate(prompts)
     ]
     workload = Workload(name="", layout=layout, options=OPTIONS, requests=tuple(plans))
     lengths: dict[str, list[int]] = defaultdict(list)
-    with adaptive_retention():
-        result = run(workload, read_check=ReadCheck.ALL)
+    result = run(workload, read_check=ReadCheck.ALL)
     assert not result.wrong_outputs(workload)
     for step in result.transcript.steps:
         for scheduled in step.scheduled:
@@ -379,14 +377,43 @@ def test_a_step_ends_where_states_are_shared(layout: EngineLayout, num_shared_to
     If the first one names it, it makes one.
     """
     junction = num_shared_tokens // UNIT_TOKENS * UNIT_TOKENS
-    first, second, third = step_ends(layout, num_shared_tokens)
+    prompts = [*itertools.islice(branches(num_shared_tokens, 7 * UNIT_TOKENS + 3), 3)]
+    with adaptive_retention():
+        first, second, third = step_ends(layout, prompts)
     assert first[0] == second[0] == 0
     assert junction not in first, "a step ends there anyway: nothing is shown"
     assert junction in second
     assert third[0] == junction
-    first, second, _ = step_ends(layout, num_shared_tokens, (num_shared_tokens,))
+    with adaptive_retention():
+        first, second, _ = step_ends(layout, prompts, (num_shared_tokens,))
     assert junction in first
     assert second[0] == junction
+
+
+@pytest.mark.parametrize("num_blocks", [2, 3, 10, 32, 33])
+@pytest.mark.parametrize("layout", [MAMBA, MAMBA_WINDOW], ids=lambda layout: layout.name)
+def test_a_prompt_of_whole_blocks_hits_when_it_is_sent_again(
+    layout: EngineLayout, num_blocks: int
+) -> None:
+    """Its last token is computed again: it resumes one block before its end."""
+    num_tokens = num_blocks * UNIT_TOKENS
+    prompts = [range(1, num_tokens + 1)] * 3
+    stock = step_ends(layout, prompts)
+    with adaptive_retention():
+        ends = step_ends(layout, prompts)
+    hit_tokens = num_tokens - UNIT_TOKENS
+    assert [each[0] for each in ends] == [0, hit_tokens, hit_tokens]
+    assert len(ends[0]) <= len(stock[0]) + 1
+    if num_tokens % OPTIONS.max_num_batched_tokens != UNIT_TOKENS:
+        assert stock[1][0] < hit_tokens, "it hits there anyway: nothing is shown"
+
+
+@pytest.mark.parametrize("num_tokens", range(2 * UNIT_TOKENS + 1, 3 * UNIT_TOKENS))
+def test_no_step_more_where_a_step_ends_before_the_last_tokens_anyway(num_tokens: int) -> None:
+    prompts = [range(1, num_tokens + 1)] * 2
+    stock = step_ends(MAMBA, prompts)
+    with adaptive_retention():
+        assert step_ends(MAMBA, prompts) == stock
 
 
 @pytest.mark.parametrize("is_running", [False, True])

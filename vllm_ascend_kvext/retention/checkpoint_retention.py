@@ -120,8 +120,8 @@ class CheckpointRetention:
         """Where a prefill step of a request has to end, so that a state is there to keep.
 
         Returns:
-            The nearest boundary past ``computed_tokens`` that was asked for; None where states
-            play no part, or nothing was asked for.
+            The nearest boundary past ``computed_tokens`` that was asked for, or at which the same
+            prompt resumes; None where there is none, or states play no part.
         """
         if not (self.policy.geometry.has_states and self.policy.is_adaptive):
             return None
@@ -134,7 +134,7 @@ class CheckpointRetention:
                 state = self._new_request_state(self.cache_state, request)
             demand = self._find_demand(state, request, computed_tokens)
             self._looked_up = (request, demand)
-            stop_tokens = min(demand.stops_tokens, default=None)
+            stop_tokens = min(self._stops_tokens(demand, request), default=None)
         if interval_tokens := self.policy.interval_tokens:
             grid_tokens = (computed_tokens // interval_tokens + 1) * interval_tokens
             stop_tokens = grid_tokens if stop_tokens is None else min(stop_tokens, grid_tokens)
@@ -174,7 +174,7 @@ class CheckpointRetention:
             for tokens, reason in demand.boundaries.items():
                 if reason.origin is Origin.WANTED:
                     state.want(tokens)
-            stops_tokens = demand.stops_tokens
+            stops_tokens = self._stops_tokens(demand, request)
             plan = policy.plan(
                 num_prompt_tokens, hit_tokens, demand.boundaries, self._is_worth_trying
             )
@@ -186,6 +186,16 @@ class CheckpointRetention:
             policy.replay_boundary_tokens(num_prompt_tokens),
         )
         return state
+
+    def _stops_tokens(self, demand: Demand, request: Request) -> list[int]:
+        """Boundaries past the hit at which prefill steps end to leave a state, ascending.
+
+        Upstream ends a step at the last multiple of a block in a prompt. That of a prompt of whole
+        blocks is its end; the same prompt resumes a block before it, where no state would be.
+        """
+        replay_tokens = self.policy.replay_boundary_tokens(request.num_prompt_tokens)
+        stops_tokens = {*demand.stops_tokens, replay_tokens}
+        return sorted(tokens for tokens in stops_tokens if tokens > demand.hit_tokens)
 
     def _find_demand(self, state: RetainedRequest, request: Request, hit_tokens: int) -> Demand:
         num_prompt_tokens = request.num_prompt_tokens

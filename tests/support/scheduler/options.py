@@ -84,6 +84,7 @@ class EngineOptions:
         offloading: ``kv_connector_extra_config`` of KvextConnector, which then takes the place of
             the scripted connector.
         num_workers: Tensor parallel size.
+        match_unit_tokens: ``prefix_match_unit`` (vLLM 0.30); None leaves hits to whole blocks.
     """
 
     num_blocks: int
@@ -103,6 +104,7 @@ class EngineOptions:
     failing_loads: FailingLoads | None = None
     offloading: Mapping[str, Any] | None = None
     num_workers: int = 1
+    match_unit_tokens: int | None = None
     caching: bool = True
     events: bool = True
 
@@ -148,6 +150,9 @@ def _speculative_config(options: EngineOptions, target: ModelConfig) -> Speculat
 def build_vllm_config(layout: Layout, options: EngineOptions) -> VllmConfig:
     """A real ``VllmConfig`` for a layout, as the engine core would hold it."""
     model_config = _model_config("LlamaForCausalLM", options.max_model_len)
+    match_unit = (
+        {"prefix_match_unit": options.match_unit_tokens} if options.match_unit_tokens else {}
+    )
     config = VllmConfig(
         device_config=DeviceConfig("cpu"),
         model_config=model_config,
@@ -155,6 +160,7 @@ def build_vllm_config(layout: Layout, options: EngineOptions) -> VllmConfig:
             block_size=layout.min_block_tokens,
             enable_prefix_caching=options.caching,
             mamba_cache_mode="align" if layout.has_mamba else "none",
+            **match_unit,
         ),
         scheduler_config=SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
