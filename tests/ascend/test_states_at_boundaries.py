@@ -74,7 +74,7 @@ def test_steps_of_a_prompt_end_at_blocks_but_for_that_of_its_last_token(
 
 
 def test_retention_still_ends_steps_where_a_request_says_so() -> None:
-    with installed("aligned-steps", "retention"), adaptive_retention():
+    with adaptive_retention():
         options = EngineOptions(
             num_blocks=100, external_load=ExternalLoad.NEVER, kv_role="kv_consumer"
         )

@@ -38,13 +38,18 @@ def revert_feature(feature: str) -> None:
 
 @contextmanager
 def installed(*features: str) -> Iterator[None]:
-    """These features, and those that they require, are in effect; nothing is afterwards."""
-    for feature in features:
+    """These features, and those that they require, are in effect; nothing is afterwards.
+
+    They are installed in the order in which a user gets them.
+    """
+    ordered = [each.name for each in FEATURES if each.name in features]
+    assert len(ordered) == len(features)
+    for feature in ordered:
         apply_feature(feature)
     try:
         yield
     finally:
-        for feature in reversed(features):
+        for feature in reversed(ordered):
             revert_feature(feature)
 
 
