@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import time
 import traceback
 from dataclasses import asdict
@@ -22,14 +23,22 @@ _trace = functools.lru_cache(maxsize=2)(write_trace)
 
 def run_batch(batch: Batch) -> list[Finished]:
     """Run one batch's cells one after the other, in this process."""
-    found = [_finished(batch.base, None)]
-    footprint_blocks = found[0].result.get("num_footprint_blocks")
-    if footprint_blocks is not None:
-        for cell in batch.others:
+    base = _finished(batch.base, None)
+    footprint_blocks = base.result.get("num_footprint_blocks")
+    if footprint_blocks is None:
+        return [base]
+    found: dict[Cell, Finished] = {}
+    for repeat in range(batch.num_repeats):
+        # The machine gets faster and slower meanwhile: the variants take turns at coming first.
+        for cell in reversed(batch.others) if repeat % 2 else batch.others:
             is_infinite = cell.pool == INFINITE
             num_blocks = None if is_infinite else round(float(cell.pool) * footprint_blocks)
-            found.append(_finished(cell, num_blocks))
-    return found
+            finished = _finished(cell, num_blocks)
+            known = found.setdefault(cell, finished)
+            if "scheduler_s" in known.result:
+                times_s = [each.result.get("scheduler_s", math.inf) for each in (known, finished)]
+                known.result["scheduler_s"] = min(times_s)
+    return [base, *(found[cell] for cell in batch.others)]
 
 
 def _finished(cell: Cell, num_blocks: int | None) -> Finished:

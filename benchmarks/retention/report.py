@@ -14,11 +14,14 @@ from retention.suite import INFINITE, Finished
 
 TIE_POINTS = 0.5
 OURS = "adaptive"
+CPU_OF = ("dense", "stock:0")
 INTRODUCTION = """\
 Token hit rate in per cent of prompt tokens at first admission. Pools are shares of what dense
 caching keeps in an infinite pool. `stock:N` is vLLM's own retention, `interval` and `adaptive` are
 this package's. `-`: refused by that variant, or not run. With several seeds per trace, means; `±`
-is the standard error of the difference."""
+is the standard error of the difference. `CPU` is the block manager's CPU time under `adaptive`,
+divided by that under dense caching and under `stock:0`, which is vLLM 0.30's default; with
+`--repeats N`, by the least of N times each."""
 
 
 def pool_name(pool: str) -> str:
@@ -68,6 +71,16 @@ class Row:
         """Hit rate in per cent, the mean over all seeds; None if one of them has none."""
         rates = [result.get("hit_rate") for result in self.results.get(variant, ())]
         return None if not rates or None in rates else 100 * statistics.fmean(rates)
+
+    def cpu_ratio(self, other: str) -> float | None:
+        """CPU time of adaptive retention over another variant's; None if one has none."""
+        sums_s = []
+        for variant in (OURS, other):
+            times_s = [result.get("scheduler_s") for result in self.results.get(variant, ())]
+            if not times_s or None in times_s:
+                return None
+            sums_s.append(sum(times_s))
+        return sums_s[0] / sums_s[1]
 
     def best_other(self) -> tuple[float, str] | None:
         """The best hit rate of the others, in per cent, and whose it is."""
@@ -151,6 +164,7 @@ def _lead(row: Row, variant: str) -> str:
 def _hit_rates(some_rows: Sequence[Row]) -> str:
     variants = columns(some_rows)
     header = ["trace", "pool", *variants, "best other", OURS, "difference"]
+    header += [f"CPU / {other}" for other in CPU_OF]
     body = []
     for row in some_rows:
         best = row.best_other()
@@ -162,6 +176,7 @@ def _hit_rates(some_rows: Sequence[Row]) -> str:
                 f"{best[0]:.1f} ({best[1]})" if best else "-",
                 _points(row, OURS),
                 _lead(row, OURS) if row.lead(OURS) is not None else "-",
+                *("-" if r is None else f"{r:.2f}" for r in map(row.cpu_ratio, CPU_OF)),
             ]
         )
     return table(header, body)

@@ -58,6 +58,7 @@ def parse_arguments() -> argparse.Namespace:
         options.add_argument(f"--{name}", action="append", help=", ".join(values))
     options.add_argument("--scale", type=float, default=1.0, help="factor on the traces' sizes")
     options.add_argument("--seeds", type=int, default=1, help="traces of each kind")
+    options.add_argument("--repeats", type=int, default=1, help="runs per cell, for CPU times")
     options.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     found = options.parse_args()
     for name, values in (everything | (QUICK if found.quick else {})).items():
@@ -88,7 +89,7 @@ def run_batches(work: Sequence[Batch], num_jobs: int) -> Iterator[Finished]:
 def main() -> int:
     arguments = parse_arguments()
     kinds = (arguments.layout, arguments.trace, arguments.pool, arguments.variant)
-    work = batches(*kinds, arguments.scale, arguments.seeds)
+    work = batches(*kinds, arguments.scale, arguments.seeds, arguments.repeats)
     cells = [cell for batch in work for cell in batch.cells]
     started_s = time.monotonic()
     finished: list[Finished] = []

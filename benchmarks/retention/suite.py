@@ -45,10 +45,12 @@ class Batch:
 
     Attributes:
         base: Stock vLLM, dense, in an infinite pool.
+        num_repeats: How often each of the others runs; the least CPU time counts.
     """
 
     base: Cell
     others: tuple[Cell, ...]
+    num_repeats: int = 1
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -62,6 +64,7 @@ def batches(
     variants: Sequence[str],
     scale: float = 1.0,
     num_seeds: int = 1,
+    num_repeats: int = 1,
 ) -> list[Batch]:
     """All combinations that make sense; each trace as often as there are seeds.
 
@@ -77,5 +80,6 @@ def batches(
             for variant in variants
             if pool != INFINITE or variant.startswith("adaptive") or list(pools) == [INFINITE]
         ]
-        result.append(Batch(base, tuple(cell for cell in cells if cell != base)))
+        others = tuple(cell for cell in cells if cell != base)
+        result.append(Batch(base, others, num_repeats))
     return result

@@ -217,6 +217,20 @@ def write_one_token_edits(script: Script, scale: float) -> None:
         script.ask(edited, (32, 128), delay_steps)
 
 
+def write_edited_prompts(script: Script, scale: float) -> None:
+    """Users take turns to send a long prompt again, each time with its last tokens rewritten."""
+    system = script.text(2000, 2000)
+    prompts = [script.text(3000, 9000, system) for _ in range(round(24 * scale))]
+    delay_steps = 0
+    for _ in range(5):
+        for user, prompt in enumerate(prompts):
+            delay_steps += script.rng.randint(5, 20)
+            script.ask(prompt, (128, 512), delay_steps)
+            rewritten_tokens = script.length(20, 600)
+            kept = prompt.cut(len(prompt) - rewritten_tokens)
+            prompts[user] = script.library.write(rewritten_tokens, kept)
+
+
 def write_tree(script: Script, scale: float) -> None:
     """Prompts along a tree of prefixes: every text has three continuations, five levels deep."""
     roots = [script.text(100, 1500) for _ in range(max(1, round(3 * scale)))]
@@ -250,6 +264,7 @@ WRITERS: dict[str, Callable[[Script, float], None]] = {
     "lognormal": write_lognormal,
     "retrieval": write_retrieval,
     "one-token-edits": write_one_token_edits,
+    "edited-prompts": write_edited_prompts,
     "tree": write_tree,
     "short": write_short,
 }
