@@ -430,8 +430,7 @@ def test_what_is_used_all_the_time_stays_in_the_folder(
             serve(engine, plan_of(f"other {seed}", prompt_of(layout, seed)))
             let_pass(engine, shared_side.TOUCH_EVERY_S)
             serve(engine, plan_of(f"hot {seed}", hot))
-        failures = engine.side.counters.shared_failures  # Ranks evict what others put just then.
-        assert not any(number for name, number in failures.items() if name.startswith("get"))
+        assert not any(engine.side.counters.shared_failures.values())
         check_nothing_is_left(engine)
     assert len({path.name for path in objects(tmp_path)}) < NUM_OTHERS * len(first), "some gave way"
     with engine_of(layout, offloading=options, num_workers=num_workers) as engine:

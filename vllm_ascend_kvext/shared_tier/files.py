@@ -202,7 +202,8 @@ class FilesTier(SharedTier):
         except FileExistsError:
             known = self._existing(note)
             if not known or piece_of(known).first_tokens > piece_of(name).first_tokens:
-                with self._renamed_to(link) as unfinished:
+                # Another engine may remove the object meanwhile, and with it links that lead to it.
+                with contextlib.suppress(FileNotFoundError), self._renamed_to(link) as unfinished:
                     os.symlink(target, unfinished)
 
     def _get(self, what: SharedObject, on_bytes: Callable[[int], None]) -> Answer:

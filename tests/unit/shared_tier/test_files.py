@@ -262,6 +262,24 @@ def test_a_note_of_another_object_leads_nowhere(engine: Engine, tmp_path: Path) 
     assert engine.exist(NOTES[0], other_note) == [NAME, ""]
 
 
+def test_an_object_that_gives_way_before_its_note_is_there_counts_as_put(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other engines remove links that lead nowhere, unfinished ones, too."""
+    engine.put(CONTENT, notes=NOTES[:1])
+    (path,) = object_files(tmp_path)
+    path.unlink()
+    symlink = os.symlink
+
+    def removed(target: str, link: str) -> None:
+        symlink(target, link)
+        if "." in os.path.basename(link):
+            os.unlink(link)
+
+    monkeypatch.setattr(os, "symlink", removed)
+    assert engine.put(CONTENT, notes=NOTES[:1]) is Answer.WHOLE
+
+
 @pytest.mark.parametrize("change", ["rank", "name space", "digit", "no seal", "as before"])
 def test_a_note_is_whole_and_where_it_was_put(engine: Engine, tmp_path: Path, change: str) -> None:
     engine.put(CONTENT, notes=NOTES[:1])
