@@ -21,7 +21,7 @@ caching keeps in an infinite pool. `stock:N` is vLLM's own retention, `interval`
 this package's. `-`: refused by that variant, or not run. With several seeds per trace, means; `±`
 is the standard error of the difference. `CPU` is the block manager's CPU time under `adaptive`,
 divided by that under dense caching and under `stock:0`, which is vLLM 0.30's default; with
-`--repeats N`, by the least of N times each."""
+`--repeats N`, the least of N times each."""
 
 
 def pool_name(pool: str) -> str:
