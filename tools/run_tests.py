@@ -69,6 +69,7 @@ LONG_ENGINE_FILES = (
 to the end; not each file, for importing vLLM takes a core ten seconds."""
 
 ON_ASCENDS_MANAGERS = (
+    "engine/test_aligned_steps.py",
     "engine/test_failed_loads.py::test_outputs_are_those_of_a_run_without_failures",
     "engine/test_fast_prefix_cache.py",
     "engine/test_least_prompt.py",
@@ -98,6 +99,7 @@ ON_OTHER_EMULATED_NPUS = (
     "test_features.py",
     "test_models.py",
     "test_operators.py",
+    "test_state_steps.py",
     "test_window_blocks.py",
 )
 """Of `tests/emulated_npu`: what runs with other releases than the main vLLM-Ascend."""

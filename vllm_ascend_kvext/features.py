@@ -22,6 +22,7 @@ REPAIRS = (
     Feature("state-copies", default_on=True),
     Feature("expert-groups", default_on=True),
     Feature("configured-interval", default_on=True),
+    Feature("aligned-steps", default_on=True),
 )
 """Defects of upstream that are repaired without being asked for, each on its own."""
 

@@ -209,6 +209,17 @@ def test_prompt_resumes_where_its_last_state_can_be_hit(
     assert hit_tokens == (len(prompt) - 1) // unit * unit
 
 
+@pytest.mark.parametrize("seed", range(sampled(12)))
+@pytest.mark.parametrize("layout", STATE_LAYOUTS, **by_layout)
+def test_prompts_in_steps_shorter_than_a_block_come_to_an_end(
+    layout: PagedLayout, seed: int
+) -> None:
+    """Steps end inside blocks, of which no state is stored."""
+    workload = random_offload(layout, seed, num_requests=12)
+    options = replace(workload.options, long_prefill_tokens=1 + seed % layout.unit_tokens)
+    run_offloading(workload._replace(options=options))
+
+
 @pytest.mark.parametrize("layout", STATE_LAYOUTS, **by_layout)
 def test_request_that_begins_again_stores_again(layout: PagedLayout) -> None:
     """After a reset of all, what it computes is stored like that of another request."""

@@ -145,7 +145,9 @@ def _speculative_config(options: EngineOptions, target: ModelConfig) -> Speculat
 def build_vllm_config(layout: Layout, options: EngineOptions) -> VllmConfig:
     """A real ``VllmConfig`` for a layout, as the engine core would hold it."""
     model_config = _model_config("LlamaForCausalLM", options.max_model_len)
-    match_unit = {"prefix_match_unit": options.match_unit_tokens} if options.match_unit_tokens else {}
+    match_unit = (
+        {"prefix_match_unit": options.match_unit_tokens} if options.match_unit_tokens else {}
+    )
     config = VllmConfig(
         device_config=DeviceConfig("cpu"),
         model_config=model_config,

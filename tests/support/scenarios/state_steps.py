@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts whose beginnings are cached, up to each block, by steps that end inside blocks."""
+
+from __future__ import annotations
+
+import random
+
+from support.scenarios import engine, scenario
+from support.scenarios.engine import CHUNK_TOKENS, random_tokens
+
+PROMPT_TOKENS = 7 * CHUNK_TOKENS + 5
+
+Engine = engine.Engine
+
+
+@scenario
+def branches(engine: Engine) -> None:
+    """A prompt, and others that go on as it does up to a block, one after the other."""
+    rng = random.Random(0)
+    prompt = random_tokens(rng, PROMPT_TOKENS)
+    engine.ask("first", [prompt])
+    for shared_tokens in range(CHUNK_TOKENS, PROMPT_TOKENS, CHUNK_TOKENS):
+        engine.ask("branches", [prompt[:shared_tokens] + random_tokens(rng, 40)])
+
+
+@scenario
+def branches_past_blocks(engine: Engine) -> None:
+    """The same, where steps go past the end of the block that they begin inside."""
+    from vllm_ascend_kvext.patches.repairs import aligned_steps
+
+    aligned_steps._within_block = lambda *arguments: arguments[-1]
+    branches(engine)
