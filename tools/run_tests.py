@@ -41,6 +41,7 @@ NOT_IN_SAMPLE = (
     "test_several_connectors.py",
     "test_shared_tier.py",
     "test_state_hits.py",
+    "test_state_steps.py",
 )
 """Of `tests/emulated_npu`: what serves for minutes, and only `make test-ascend` runs."""
 
