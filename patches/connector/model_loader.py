@@ -30,6 +30,19 @@ def remember_model(
     loaded_models.remember(model)
 
 
+def begin_reading(
+    wrapped: Callable[..., Any],
+    instance: object,
+    model_config: object,
+    model: torch.nn.Module,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Note for which model a loader is about to choose files."""
+    loaded_models.begin_reading(model)
+    return wrapped(model_config, model, *args, **kwargs)
+
+
 def note_chosen_files(
     wrapped: Callable[..., Any], instance: object, *args: Any, **kwargs: Any
 ) -> Any:
@@ -96,5 +109,16 @@ PATCHES = (
         target=f"{_LOADERS}.sharded_state_loader:ShardedStateLoader.iterate_over_files",
         relies_on=(f"{_LOADERS}.sharded_state_loader:ShardedStateLoader.load_weights",),
         wrapper=note_given_files,
+    ),
+    Patch(
+        id="KVX-415",
+        target=f"{_LOADERS}.default_loader:DefaultModelLoader.get_all_weights",
+        feature="connector",
+        wrapper=begin_reading,
+        why="Weights are read again for a model that need not be the one that was loaded last: a "
+        "draft, or the model of another engine of the process, may have been. KV of the new "
+        "weights must not get the old ones' name in a shared tier.",
+        retire_when="upstream tells connectors what the weights in memory are",
+        relies_on=("vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights",),
     ),
 )

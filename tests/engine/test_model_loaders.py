@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,3 +83,23 @@ def test_a_loader_of_files_says_what_it_reads(
     assert LoadedWeights([model]).digests() == (expected,)
     others = [name for name in (*ALL, "model.pt") if name not in names]
     assert all(FilesOfWeights([folder / name]).digest() != expected for name in others)
+
+
+def test_what_is_read_again_is_of_the_model_that_it_is_read_for(
+    folder: Path, model: torch.nn.Module
+) -> None:
+    """As by ``reload_weights``; a draft without KV, or another engine's model, was loaded last."""
+    config = SimpleNamespace(model=str(folder), revision=None)
+    loader: Any = get_model_loader(LoadConfig())
+
+    def read(model: torch.nn.Module) -> None:
+        assert len(list(loader.get_all_weights(config, model))) == 1
+
+    read(model)
+    weights = LoadedWeights([model])
+    other = torch.nn.Linear(1, 1)
+    loaded_models.remember(other)
+    read(other)
+    assert not weights.take_is_read_again()
+    read(model)
+    assert weights.take_is_read_again()

@@ -551,6 +551,35 @@ def test_a_request_that_cannot_reuse_what_is_stored_has_keys_compared_again(
 
 
 @pytest.mark.usefixtures("comparing")
+@pytest.mark.parametrize("learns", [False, True])
+def test_thousands_of_requests_do_not_have_keys_compared_in_vain(
+    learns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each time that it is given up, twice as many requests pass before the next one."""
+    document, num_requests = ALL_DIFFERENT[0], 100
+    with learning_engine(connector={"learn_segments": learns}) as engine:
+        segments = engine.side.segments.store
+        begin_store = segments.begin_store
+
+        def begin_of_document(prefix: SegmentPrefix) -> list[Entry] | Refusal:
+            return begin_store(prefix) if tuple(prefix.token_ids) == document else Refusal.NO_ROOM
+
+        with monkeypatch.context() as patch:
+            patch.setattr(segments, "begin_store", begin_of_document)
+            if not learns:
+                engine.store(document)
+            for _ in range(num_requests):
+                engine.answer(document)
+            assert 4 < len(engine.learned) <= 9
+            assert engine.learned == checks(engine), "nothing is learned that cannot be reused"
+            given_up = [each for each in caplog.messages if "keys are compared was not" in each]
+            assert len(given_up) == len(engine.learned)
+        for _ in range(4 * num_requests):
+            engine.answer(document)
+        assert engine.counts.reused_tokens > 0
+
+
+@pytest.mark.usefixtures("comparing")
 def test_why_nothing_is_reused_is_said_before_keys_are_compared(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

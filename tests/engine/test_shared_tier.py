@@ -460,7 +460,7 @@ def test_an_object_is_touched_once_in_a_while(
 
 
 def test_few_objects_are_touched_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left out is touched with its next use, the beginnings of long prompts, too."""
+    """What has no room waits until others were touched, the beginnings of long prompts, too."""
     monkeypatch.setattr(shared_side, "MAX_TOUCHED", 4)
     prompt = prompt_of(FULL, 1, 20)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
@@ -471,6 +471,67 @@ def test_few_objects_are_touched_at_once(tmp_path: Path, monkeypatch: pytest.Mon
             serve(engine, plan_of(str(number), prompt))
         assert [len(each) for _, each in seen] == [4, 4, 2]
         assert len({name for _, each in seen for name in each}) == 10
+
+
+def test_all_of_a_prompt_is_touched_that_has_more_objects_than_are_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it is used so seldom that its first ones may be touched again each time."""
+    monkeypatch.setattr(shared_side, "MAX_TOUCHED", 4)
+    prompt = prompt_of(FULL, 1, 20)
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        engine.clock = lambda: 0.0
+        serve(engine, plan_of("first", prompt))
+        seen = watch_touches(monkeypatch)
+        for number in range(3):
+            let_pass(engine, 2 * shared_side.TOUCH_EVERY_S)
+            serve(engine, plan_of(str(number), prompt))
+        assert max(len(each) for _, each in seen) <= 4
+        touched = Counter(name for _, each in seen for name in each)
+        assert len(touched) == 10 and min(touched.values()) >= 2
+        check_nothing_is_left(engine)
+
+
+def test_what_waits_to_be_touched_is_forgotten_where_the_folder_does_not_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No steps are made for it."""
+    monkeypatch.setattr(shared_side, "MAX_TOUCHED", 4)
+    prompt = prompt_of(FULL, 1, 20)
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        engine.clock = lambda: 0.0
+        serve(engine, plan_of("first", prompt))
+        let_pass(engine, 2 * shared_side.TOUCH_EVERY_S)
+        monkeypatch.setattr(FilesTier, "touch", lambda *_: None)
+        serve(engine, plan_of("again", prompt))
+        assert engine.side.counters.shared_failures["touch_unreachable"] == 1
+        assert not engine.side.shared.has_transfers
+        check_nothing_is_left(engine)
+
+
+def test_a_tier_is_not_closed_beneath_a_lookup_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mooncake's client ends with the process then, and a later lookup says nothing of it."""
+    prompts = [prompt_of(FULL, seed) for seed in range(2)]
+    store_in(tmp_path, FULL, *prompts)
+    hanging = Hanging(monkeypatch, "exist")
+    hanging.is_hanging = lambda name: not hanging.begun
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        side = engine.side.shared
+        timed_steps(engine, plan_of("hangs", prompts[0]))
+        time.sleep(0.1)
+        let_pass(engine, shared_side.PAUSE_S + 0.1)
+        timed_steps(engine, plan_of("later", prompts[1]))
+        assert side._last_asked.is_answered.is_set(), "by another thread"
+        closed: list[bool] = []
+        monkeypatch.setattr(side._shared, "close", lambda: closed.append(True))
+        side.shutdown()
+        assert not closed
+        hanging.gate.set()
+        until(lambda: not side._thread.has_left_behind)
+        side.shutdown()
+        assert closed
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

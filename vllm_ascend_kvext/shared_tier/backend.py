@@ -234,6 +234,12 @@ class TierThread:
         for _ in hanging:
             self._start()
 
+    @property
+    def has_left_behind(self) -> bool:
+        """Whether a thread that was left behind is still at its call."""
+        with self._changed:
+            return bool(self._left_behind)
+
     def is_left_behind(self) -> bool:
         """Whether the thread that asks was left behind."""
         with self._changed:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 
 from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, StoredTokens
 from vllm_ascend_kvext.connector.common.events import TierEvents
@@ -57,8 +58,8 @@ MAX_GET_SHARE = 1 / 2  # and what places may be taken for what is being got.
 MAX_QUIET_S = 5.0  # What has not moved for so long hangs: no step is made for it.
 MAX_ABANDONED = 8  # With so many objects that hang at once, nothing more is asked for.
 TOUCH_EVERY_S = 1.0  # So often the tier is told at most that an object is used,
-MAX_TOUCHED = 256  # and of so many at once; what is left out is told with its next use.
-_REMEMBERED_TOUCHES = 1 << 14
+MAX_TOUCHED = 256  # and of so many at once; others wait for these.
+_REMEMBERED_TOUCHES = 1 << 14  # Of so many it is known when; so many wait at most.
 _MAX_SILENT_REPORTS = 3
 _IDLE_WAIT_S = 0.001  # So long a step that computes nothing waits for an answer.
 
@@ -135,10 +136,10 @@ class SharedSide:
         self._last_change_s = 0.0  # Of these.
         self._new_gets: list[SharedObject] = []  # Of the next step.
         self._new_puts: list[SharedObject] = []
-        # What is used, by name; and its entry, if host memory has it.
+        # What is used, and waits to be touched, by name; and its entry, if host memory has it.
         self._new_touches: dict[str, Entry | None] = {}
         self._touches: dict[int, _Touch] = {}  # By number of the job,
-        self._num_touched = 0  # and the names of all, new ones included; without those
+        self._num_touched = 0  # and the names of all; without those
         self._num_hung_touches = 0  # of so many jobs that hang.
         self._touched_s: RememberedKeys[float] = RememberedKeys(_REMEMBERED_TOUCHES)
         # The entries that gets fill: since when, and the object;
@@ -377,7 +378,8 @@ class SharedSide:
     def has_transfers(self) -> bool:
         """Whether gets and puts are under way that do not hang: steps are made for these only."""
         is_quiet = self._clock() - self._last_change_s > MAX_QUIET_S
-        are_new = self._new_gets or self._new_puts or self._new_touches
+        has_touches = self._new_touches and self._num_touched < MAX_TOUCHED
+        are_new = self._new_gets or self._new_puts or has_touches
         return bool(are_new or (self._jobs and not is_quiet))
 
     def _check_patience(self) -> None:
@@ -448,16 +450,16 @@ class SharedSide:
             return
         now_s, mark = self._clock(), name.encode() or key
         is_due = now_s - self._touched_s.get(mark, -TOUCH_EVERY_S) >= TOUCH_EVERY_S
-        if not is_due or self._num_touched >= MAX_TOUCHED:
-            return
-        if self._is_off or now_s < self._puts_paused_until_s:
-            return
-        if self._num_hung_touches >= MAX_ABANDONED:
+        if not is_due or len(self._new_touches) >= _REMEMBERED_TOUCHES or self._touches_nothing:
             return
         self._touched_s.put(mark, now_s)
         name = f"{self._namespace}/{name or names.note_name(key)}"
-        self._num_touched += name not in self._new_touches
         self._new_touches[name] = entry
+
+    @property
+    def _touches_nothing(self) -> bool:
+        is_paused = self._clock() < self._puts_paused_until_s
+        return self._is_off or is_paused or self._num_hung_touches >= MAX_ABANDONED
 
     def _begin_touch(self) -> tuple[UsedObjects, ...]:
         now_s = self._clock()
@@ -466,9 +468,13 @@ class SharedSide:
                 del self._touches[touch.number]
                 self._num_touched -= len(touch.entries)
                 self._num_hung_touches += 1
-        if not self._new_touches:
+        if self._touches_nothing:
+            self._new_touches.clear()
+        begun = list(islice(self._new_touches, max(0, MAX_TOUCHED - self._num_touched)))
+        if not begun:
             return ()
-        touch, self._new_touches = _Touch(self._new_touches, now_s), {}
+        touch = _Touch({name: self._new_touches.pop(name) for name in begun}, now_s)
+        self._num_touched += len(begun)
         touch.number = self._jobs.begin((), partial(self._end_touch, touch))
         self._touches[touch.number] = touch
         return (UsedObjects(touch.number, tuple(touch.entries)),)
@@ -574,5 +580,6 @@ class SharedSide:
     def shutdown(self) -> None:
         """Ask nothing any more. A tier that hangs is not closed."""
         self._thread.close()
-        if self._last_asked is None or self._last_asked.is_answered.is_set():
+        is_answered = self._last_asked is None or self._last_asked.is_answered.is_set()
+        if is_answered and not self._thread.has_left_behind:
             self._shared.close()

@@ -45,6 +45,10 @@ MAX_QUEUED_DOCUMENTS, MAX_TRIES = 4096, 3
 
 MAX_BEGUN_SEGMENTS = 2
 
+_MAX_SKIPPED_CHECKS = 1024
+"""Each check that is given up doubles how many occasions for another one are left out, up to so
+many: a request of a client is an occasion."""
+
 
 class WantedSegment(NamedTuple):
     """A segment that is to be computed, with the salt of the requests that had it.
@@ -98,6 +102,8 @@ class SegmentLearning:
         self._behind_contexts: deque[WantedSegment] = deque()  # when nothing else is queued
         self._check: WantedSegment | None = None  # before all others
         self._are_keys_checked = False
+        self._num_given_up = 0  # checks
+        self._num_skipped_left = 0  # occasions for another one
         self._known: set[bytes] = set()  # keys of those that are queued or begun
         self._begun: dict[str, _Begun] = {}
         self._has_stopped = False
@@ -148,7 +154,7 @@ class SegmentLearning:
         The next one waits until one of so many tokens ``has_room`` to be stored beside what is
         being stored: its request would be taken back.
         """
-        if any(begun.wanted.is_check for begun in self._begun.values()):
+        if self._is_checking:
             return None  # What is computed meanwhile might not be reused.
         while not self.is_held and len(self._begun) < MAX_BEGUN_SEGMENTS:
             if self._check is not None:
@@ -217,6 +223,7 @@ class SegmentLearning:
         self._seen.clear()
         self._needed.clear()
         self._check = None
+        self._num_skipped_left = 0
         self._drop_queued()
 
     def _drop_queued(self) -> None:
@@ -242,6 +249,9 @@ class SegmentLearning:
             if key not in self._known:
                 if not (self._are_keys_checked or has_enough_pairs(prefix.token_ids)):
                     self.check_keys(wanted)
+                    if not self._has_check:  # It could not be reused.
+                        self._counters.learning_drops += 1
+                        return
                 self._known.add(key)
                 queue.append(wanted)
 
@@ -251,8 +261,10 @@ class SegmentLearning:
         A document has too few equal tokens, and no other one has been compared. It asks the model,
         and not the document: so any document's tokens do.
         """
-        is_begun = any(begun.wanted.is_check for begun in self._begun.values())
-        if self._has_stopped or self._are_keys_checked or self._check or is_begun:
+        if self._has_stopped or self._are_keys_checked or self._has_check:
+            return
+        if self._num_skipped_left:
+            self._num_skipped_left -= 1
             return
         sink = self._store.contexts.without_context(document.cache_salt)
         max_tokens = self._max_model_len - 1 - len(sink.token_ids)
@@ -269,6 +281,15 @@ class SegmentLearning:
         self._check = document._replace(
             prefix=self._store.prefix(text, sink), num_tries=0, is_learned=False, is_check=True
         )
+
+    @property
+    def _has_check(self) -> bool:
+        """Whether a check is to be computed, or begun."""
+        return self._check is not None or self._is_checking
+
+    @property
+    def _is_checking(self) -> bool:
+        return any(begun.wanted.is_check for begun in self._begun.values())
 
     def note_keys_checked(self) -> None:
         """Workers have compared keys, and found nothing: what is stored may be reused."""
@@ -305,6 +326,8 @@ class SegmentLearning:
         if check.num_tries < MAX_TRIES:
             self._check = check._replace(num_tries=check.num_tries + 1)
             return
+        self._num_given_up += 1
+        self._num_skipped_left = min(2 ** (self._num_given_up - 1), _MAX_SKIPPED_CHECKS) - 1
         logger.warning(
             "KvextConnector: segments are not reused yet: the text of %d tokens by which keys are "
             "compared was not stored: clients' requests waited for it, the pool or host memory is "

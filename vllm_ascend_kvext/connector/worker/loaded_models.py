@@ -41,8 +41,13 @@ def remember(model: torch.nn.Module) -> None:
     _models.append(LoadedModel(weakref.ref(model)))
 
 
+def begin_reading(model: torch.nn.Module) -> None:
+    """A loader reads for this model next: the first time, or again when others are loaded, too."""
+    _models.sort(key=lambda known: known.model() is model)  # Stable: it becomes the last one.
+
+
 def note_files(paths: Iterable[str | os.PathLike[str]]) -> None:
-    """A loader is about to read these files: for the latest model, or again for an earlier one."""
+    """A loader is about to read these files, for the model that was remembered or begun last."""
     if _models:
         _models[-1].files.append(FilesOfWeights(paths))
 
