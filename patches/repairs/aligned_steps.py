@@ -223,5 +223,9 @@ PATCHES = (
         "inside the block, has to end with it, and is shortened to no token, for ever.",
         retire_when="upstream lets such a step end with a block",
         relies_on=(f"{_SCHEDULER}.schedule", f"{_SCHEDULER}._reserve_prefill_lookahead"),
+        ascend=(
+            f"{_ASCEND}.patch_balance_schedule:BalanceScheduler.__init__",
+            f"{_ASCEND}.patch_balance_schedule:BalanceScheduler.schedule",
+        ),
     ),
 )

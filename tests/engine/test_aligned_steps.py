@@ -248,7 +248,6 @@ def served_with_drafts(full_block_tokens: int) -> list[Run]:
     return results
 
 
-@pytest.mark.own_managers
 @pytest.mark.vllm(">=0.30")
 @pytest.mark.usefixtures("several_modules")
 def test_stock_stands_still_where_a_block_ends_in_what_drafts_read() -> None:
@@ -256,7 +255,6 @@ def test_stock_stands_still_where_a_block_ends_in_what_drafts_read() -> None:
         served_with_drafts(BLOCK_TOKENS)
 
 
-@pytest.mark.own_managers
 @pytest.mark.vllm(">=0.30")
 @pytest.mark.usefixtures("several_modules")
 @pytest.mark.parametrize("full_block_tokens", [BLOCK_TOKENS, 8])
@@ -273,7 +271,6 @@ def test_a_step_may_end_with_a_block_in_what_drafts_read(full_block_tokens: int)
         assert all(num_tokens - end >= LOOKAHEAD_TOKENS for end in ends if end % BLOCK_TOKENS)
 
 
-@pytest.mark.own_managers
 @pytest.mark.vllm(">=0.30")
 def test_steps_before_drafts_of_one_module_are_left_alone() -> None:
     with installed(FEATURE):
