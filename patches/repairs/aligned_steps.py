@@ -9,18 +9,22 @@ vLLM 0.23 never lets a step end inside a block, and plans no step where it canno
 vLLM 0.30 lets it end there, and goes on to the end of the least block of all groups: a state whose
 block is longer is cached with a wrong one. vLLM-Ascend 0.30 goes on anywhere, where a connector
 reads KV: `patch_mamba_block_aligned_split`.
+
+A step with a drafter of several MTP modules may not end among the last tokens of a prompt, either.
+Where a block does, such a step could not be planned.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.groups.spec_attributes import kind_of
 from vllm_ascend_kvext.patches.repairs import patch_mamba_block_aligned_split
 from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30, Patch
+from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -70,6 +74,45 @@ def end_step_with_its_block(
         request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
     )
     return _within_block(scheduler, request, start_tokens, num_split_tokens)
+
+
+def let_steps_end_with_blocks(
+    wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any
+) -> None:
+    """Have a new scheduler of a model with states leave alone a step that ends with a block."""
+    wrapped(*args, **kwargs)
+    if (
+        scheduler.need_mamba_block_aligned_split
+        and scheduler.num_prefill_lookahead > 1
+        and not scheduler.mamba_has_prefill_checkpoint_blocks
+    ):
+        _replaced.replace(scheduler, _StepsBeforeDrafts(scheduler)._reserve_prefill_lookahead)
+
+
+class _StepsBeforeDrafts:
+    """The steps of one scheduler whose drafter reads several tokens behind a prefill step."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._block_tokens = scheduler.cache_config.block_size
+
+    def _reserve_prefill_lookahead(
+        self,
+        wrapped: Callable[..., int],
+        request: Request,
+        num_computed_tokens: int,
+        num_new_tokens: int,
+    ) -> int:
+        """Shorten no step that ends with a block.
+
+        The next step would begin inside that block, and have to end with it, too. For the tokens
+        that it cannot read, the drafter takes drafts of its own: fewer of its next ones are right.
+        """
+        if (num_computed_tokens + num_new_tokens) % self._block_tokens == 0:
+            return num_new_tokens
+        return wrapped(request, num_computed_tokens, num_new_tokens)
+
+
+_replaced = InstanceMethods()
 
 
 def _within_block(
@@ -166,6 +209,23 @@ PATCHES = (
             f"{_ASCEND}.patch_mamba_block_aligned_split:_mamba_block_aligned_split",
             f"{_ASCEND}.patch_balance_schedule:BalanceScheduler.schedule",
             "vllm_ascend.core.recompute_scheduler:RecomputeScheduler.schedule",
+        ),
+    ),
+    Patch(
+        id="KVX-173",
+        target=f"{_SCHEDULER}.__init__",
+        feature="aligned-steps",
+        vllm=SINCE_0_30,
+        wrapper=let_steps_end_with_blocks,
+        undo=_replaced.take_back,
+        why="With a drafter of several MTP modules, upstream shortens a step that would end among "
+        "the last tokens of a prompt. If it ended with a block of states, the next step begins "
+        "inside the block, has to end with it, and is shortened to no token, for ever.",
+        retire_when="upstream lets such a step end with a block",
+        relies_on=(f"{_SCHEDULER}.schedule", f"{_SCHEDULER}._reserve_prefill_lookahead"),
+        ascend=(
+            f"{_ASCEND}.patch_balance_schedule:BalanceScheduler.__init__",
+            f"{_ASCEND}.patch_balance_schedule:BalanceScheduler.schedule",
         ),
     ),
 )

@@ -24,13 +24,13 @@ from support.sample import sampled
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.layouts import Attention, Group, Layout
 from support.scheduler.model_runner import ReadCheck, WrongKVError
-from support.scheduler.options import EngineOptions, ExternalLoad
+from support.scheduler.options import Drafter, EngineOptions, ExternalLoad
 from support.scheduler.run import Run, run
 from support.scheduler.token_stream import VOCAB_SIZE, Image
 from support.scheduler.transcript import Step
 from support.scheduler.workload import RequestPlan, Workload
 from support.upstream_version import IS_SINCE_0_30
-from vllm.config import VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 
 FEATURE = "aligned-steps"
 BLOCK_TOKENS = 32
@@ -213,6 +213,69 @@ def test_states_are_those_of_the_ends_of_their_blocks(name: str) -> None:
     with installed(FEATURE):
         result = branches_served(make_layout(), **options)
     assert result.transcript.counts["hits"] >= 3
+
+
+LOOKAHEAD_TOKENS = 3
+
+
+@pytest.fixture
+def several_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts come from MTP modules, which read on as far behind a prefill step."""
+    monkeypatch.setattr(SpeculativeConfig, "use_multi_module_mtp", lambda config: True)
+
+
+def served_with_drafts(full_block_tokens: int) -> list[Run]:
+    """Prompts that end a little behind a block, in steps that do, too."""
+    full = Group(Attention.FULL, full_block_tokens, is_eagle=True)
+    state = Group(Attention.MAMBA, BLOCK_TOKENS, draft_blocks=LOOKAHEAD_TOKENS)
+    results = []
+    for num_tokens in range(2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS + 5):
+        for max_step_tokens in range(BLOCK_TOKENS, BLOCK_TOKENS + 8):
+            workload = Workload(
+                name="drafts",
+                layout=Layout("drafts", (full, state)),
+                options=EngineOptions(
+                    num_blocks=300,
+                    drafter=Drafter.EAGLE,
+                    num_draft_tokens=LOOKAHEAD_TOKENS,
+                    max_num_batched_tokens=max_step_tokens,
+                ),
+                requests=(request(prompt=tokens_of(1, num_tokens)),),
+            )
+            result = run(workload, [Progress()])
+            assert not result.wrong_outputs(workload)
+            results.append(result)
+    return results
+
+
+@pytest.mark.vllm(">=0.30")
+@pytest.mark.usefixtures("several_modules")
+def test_stock_stands_still_where_a_block_ends_in_what_drafts_read() -> None:
+    with pytest.raises(AssertionError, match="it stands still"):
+        served_with_drafts(BLOCK_TOKENS)
+
+
+@pytest.mark.vllm(">=0.30")
+@pytest.mark.usefixtures("several_modules")
+@pytest.mark.parametrize("full_block_tokens", [BLOCK_TOKENS, 8])
+def test_a_step_may_end_with_a_block_in_what_drafts_read(full_block_tokens: int) -> None:
+    with installed(FEATURE):
+        results = served_with_drafts(full_block_tokens)
+        engine = results[0].engine
+        assert engine.replaced_methods.count("_reserve_prefill_lookahead") == 1
+    assert "_reserve_prefill_lookahead" not in engine.replaced_methods
+    # It ends nowhere else among the last tokens of a prompt.
+    for result in results:
+        num_tokens = len(result.engine.plans["request-0"].prompt)
+        ends = [end for end in ends_of(result, "request-0") if end < num_tokens]
+        assert all(num_tokens - end >= LOOKAHEAD_TOKENS for end in ends if end % BLOCK_TOKENS)
+
+
+@pytest.mark.vllm(">=0.30")
+def test_steps_before_drafts_of_one_module_are_left_alone() -> None:
+    with installed(FEATURE):
+        results = served_with_drafts(8)
+    assert "_reserve_prefill_lookahead" not in results[0].engine.replaced_methods
 
 
 IN_PLACE: dict[str, Callable[[], AbstractContextManager[None]]] = {
