@@ -151,7 +151,7 @@ def _waits_for_ever(
 
 
 def _state_block_tokens(coordinator: KVCacheCoordinator) -> int:
-    """Tokens at whose multiples all groups of states keep one."""
+    """Tokens at whose multiples blocks of all groups of states end."""
     return math.lcm(
         *(
             manager.block_size
@@ -194,7 +194,7 @@ PATCHES = (
             "vllm_ascend.core.recompute_scheduler:RecomputeScheduler.schedule",
         ),
     ),
-    patch_mamba_block_aligned_split.PATCH,  # Inside of the next one.
+    patch_mamba_block_aligned_split.PATCH,  # Before the next one, which lies outside of it.
     Patch(
         id="KVX-171",
         target=_TARGET,

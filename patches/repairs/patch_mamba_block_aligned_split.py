@@ -78,5 +78,5 @@ PATCH = Patch(
     retire_when="vLLM-Ascend leaves only the step of the last prompt token whole",
     ascend=(f"{_ASCENDS}:_mamba_block_aligned_split",),
 )
-"""One of `aligned_steps`, which lists it. It is the innermost of this function: where it acts, it
-calls vLLM-Ascend's function, and nothing that lies between."""
+"""`aligned_steps` lists it, and installs it before every other patch of this function: where it
+acts, it calls vLLM-Ascend's function directly, and so leaves out what was installed before."""

@@ -16,7 +16,7 @@ def accept_steps_within_blocks(wrapped: Callable[[], None], vllm_config: VllmCon
     """Check all but whether prefill steps may be as long as a block."""
     scheduler_config = vllm_config.scheduler_config
     threshold_tokens = scheduler_config.long_prefill_token_threshold
-    scheduler_config.long_prefill_token_threshold = 0  # Of this check, it means no limit.
+    scheduler_config.long_prefill_token_threshold = 0  # To this check, 0 means no limit.
     try:
         wrapped()
     finally:
