@@ -117,7 +117,7 @@ def write_agent(script: Script, scale: float) -> None:
 
 def write_documents(script: Script, scale: float) -> None:
     """Many short questions about each of some long documents, in random order."""
-    documents = [script.text(16384, 32768) for _ in range(round(24 * scale))]
+    documents = [script.text(16384, 32768) for _ in range(max(3, round(24 * scale)))]
     questions = [document for document in documents for _ in range(6)]
     script.rng.shuffle(questions)
     delay_steps = 0
@@ -220,7 +220,7 @@ def write_one_token_edits(script: Script, scale: float) -> None:
 def write_edited_prompts(script: Script, scale: float) -> None:
     """Users take turns to send a long prompt again, each time with its last tokens rewritten."""
     system = script.text(2000, 2000)
-    prompts = [script.text(3000, 9000, system) for _ in range(round(24 * scale))]
+    prompts = [script.text(3000, 9000, system) for _ in range(max(3, round(24 * scale)))]
     delay_steps = 0
     for _ in range(5):
         for user, prompt in enumerate(prompts):
