@@ -5,9 +5,9 @@ vLLM 0.30 takes its retention interval from its configuration and has no variabl
 coordinator of vLLM-Ascend 0.30 looks for the variable, finds none, and caches every block of
 sliding-window and state groups, whatever ``--prefix-cache-retention-interval`` says.
 
-Here an interval of tokens is obeyed: somebody has asked for it. 0 is vLLM's default, and cannot be
-told from it. It stays as vLLM-Ascend has it, for obeying it would take hits of siblings, next turns
-and edited prompts from everybody who has asked for nothing.
+Here an interval above 0 is obeyed: only a user can have set it. 0 is vLLM's default, and a user's 0
+looks the same. There vLLM-Ascend's dense caching stays: obeying 0 would take hits of siblings, next
+turns and edited prompts from users who have asked for nothing.
 
 Where lookups drop no block for drafts (EAGLE, MTP), a prompt is kept at both positions at which it
 can be resumed, by itself and by a longer one. vLLM keeps one of them; where that is a whole number
