@@ -143,7 +143,7 @@ class MooncakeTier(SharedTier):
                 "its place is nobody's until this engine starts again.",
                 what.name,
             )
-            threading.Event().wait()  # For ever: whoever is answered has the place reused.
+            threading.Event().wait()  # For ever: after an answer the place is reused.
         return Answer.BROKEN if _ABSENT.isdisjoint(_checked(codes)) else Answer.ABSENT
 
     def forget(self, name: str) -> None:
