@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from vllm_ascend_kvext.blending.segments import STORE_KEY
+from vllm_ascend_kvext.segments.prompt_segments import STORE_KEY
 from vllm_ascend_kvext.patches.connector.hole_rows import budget_of_holes
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
-    from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning, WantedSegment
+    from vllm_ascend_kvext.segments.scheduler.segment_learning import SegmentLearning, WantedSegment
 
 _LAST_PRIORITY = 1 << 62
 """Where scheduling is by priority: admitted last, and preempted first."""

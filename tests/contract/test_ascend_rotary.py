@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ascend_kvext.blending.rotary import ASCEND_READERS
+from vllm_ascend_kvext.segments.keys.rotary import ASCEND_READERS
 
 _MAY_DEFINE = {"__init__", "forward_oot"}
 """Nothing by which angles are computed."""

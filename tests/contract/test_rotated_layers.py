@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from vllm_ascend_kvext.blending.attention_keys import SOMETIMES_ROTATED
+from vllm_ascend_kvext.segments.keys.attention_keys import SOMETIMES_ROTATED
 from vllm_ascend_kvext.compat import package_folder
 
 _MODELS = "vllm.model_executor.models"

@@ -21,12 +21,12 @@ from support.connector.simulated_segments import SimulatedMover
 from support.scheduler.workload import RequestPlan
 from test_shared_tier import _equal_seeds, _patience, weights
 
-from vllm_ascend_kvext.blending.segment_contexts import (
+from vllm_ascend_kvext.segments.scheduler.segment_contexts import (
     FEW_DOCUMENTS,
     NUM_DOCUMENTS,
     NUM_PROMPTS,
 )
-from vllm_ascend_kvext.blending.segment_store import SegmentPrefix
+from vllm_ascend_kvext.segments.scheduler.segment_store import SegmentPrefix
 
 __all__ = ["_equal_seeds", "_patience", "weights"]
 

@@ -30,8 +30,8 @@ from support.connector.worker_configs import vllm_config, worker_options  # noqa
 from support.layout.byte_memory import chunk_bytes  # noqa: E402
 from support.layout.fakes import FullAttentionSpec, SlidingWindowSpec, config  # noqa: E402
 
-from vllm_ascend_kvext.blending.segment_mover import SegmentMover  # noqa: E402
-from vllm_ascend_kvext.blending.token_rows import SegmentRows  # noqa: E402
+from vllm_ascend_kvext.segments.worker.segment_mover import SegmentMover  # noqa: E402
+from vllm_ascend_kvext.segments.token_rows import SegmentRows  # noqa: E402
 from vllm_ascend_kvext.connector.common.messages import (  # noqa: E402
     ConnectorMetadata,
     LoadJob,

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.blending.model_gate import GateQuestion, GateReply, Heads, ModelGate
-from vllm_ascend_kvext.blending.segments import SEGMENTS_KEY, STORE_KEY
-from vllm_ascend_kvext.connector.segments.blended_requests import Blending
 from vllm_ascend_kvext.errors import BlendingError
+from vllm_ascend_kvext.segments.model_gate import GateQuestion, GateReply, Heads, ModelGate
+from vllm_ascend_kvext.segments.prompt_segments import SEGMENTS_KEY, STORE_KEY
+from vllm_ascend_kvext.segments.scheduler.blended_requests import Blending
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -28,11 +28,10 @@ from vllm_ascend_kvext.connector.common.messages import (
     WorkerLayout,
     WorkerOutput,
 )
-from vllm_ascend_kvext.connector.common.options import parse_options
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.connector.common.stats import KvextPromMetrics, KvextStats
+from vllm_ascend_kvext.connector.extension import parse_configuration, registered_extensions
 from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
-from vllm_ascend_kvext.connector.segments.segment_tokens import segment_tokens_of
 from vllm_ascend_kvext.connector.worker.cpu_backend import CpuBackend
 from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide
 from vllm_ascend_kvext.errors import ConnectorError
@@ -113,10 +112,11 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 f"KvextConnector: expected kv_role kv_both, found {transfer_config.kv_role}: it "
                 "stores and loads for its own engine only; set kv_role to kv_both"
             )
-        options = parse_options(
+        options, extension = parse_configuration(
             transfer_config.kv_connector_extra_config, vllm_config.parallel_config.world_size
         )
         self.options = options
+        self._extension = extension
         self.scheduler_side: ConnectorScheduler | None = None
         self.worker_side: WorkerSide | None = None
         self._names_blocks = is_all_full_attention(kv_cache_config)
@@ -128,10 +128,14 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             events_config = vllm_config.kv_events_config
             has_events = events_config is not None and events_config.enable_kv_cache_events
             self._events = TierEvents(has_events)
-            self._segment_tokens = segment_tokens_of(vllm_config.model_config, options)
+            if extension is not None:
+                extension.read_model(vllm_config.model_config)
         else:
+            of_worker = None
+            if extension is not None:
+                of_worker = extension.worker_side(vllm_config, CpuBackend(vllm_config))
             self.worker_side = WorkerSide(
-                vllm_config, kv_cache_config, options, cpu_backend=CpuBackend(vllm_config)
+                vllm_config, kv_cache_config, options, extension=of_worker
             )
 
     # Scheduler side.
@@ -166,7 +170,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             [each.worker for each in of_workers],
             self.options,
             self._events,
-            segment_tokens=self._segment_tokens,
+            extension=self._extension,
             vllm_config=self._vllm_config,
         )
         self._on_ready(self.scheduler_side)
@@ -201,9 +205,9 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         jobs = self.scheduler_side.build_connector_meta(
             scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
         )
-        if jobs.loads or jobs.probes or jobs.gets:
+        if jobs.loads or jobs.extras is not None or jobs.gets:
             # vLLM >= 0.30 calls `start_load_kv` after the forward unless the step needs it before:
-            # loads are to go on beside the forward, and probes look into it.
+            # loads are to go on beside the forward, and an extension may look into it.
             scheduler_output.has_sync_kv_loads = True
         return KvextMetadata(jobs)
 
@@ -229,8 +233,8 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         del block_ids  # Block tables are read where they are: with the blocks, not their ids only.
         if self.scheduler_side is None:
             return False, None
-        params = self.scheduler_side.segments.params(request)
-        self.scheduler_side.request_finished(request, request.status.name in _ENDS_OF_TURNS)
+        is_end_of_turn = request.status.name in _ENDS_OF_TURNS
+        params = self.scheduler_side.request_finished(request, is_end_of_turn)
         # What is stored is referenced: the rest need not wait for it.
         return False, None if params is None else dict(params)
 
@@ -314,7 +318,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> KvextStats | None:
         if self.worker_side is None:
-            report = None if self.scheduler_side is None else self.scheduler_side.counters.take()
+            report = None if self.scheduler_side is None else self.scheduler_side.take_report()
             return KvextStats(report) if report else None
         # What is counted is counted by the scheduler side. vLLM asks it if a worker has sent any.
         return KvextStats() if _jobs_of(self._get_connector_metadata()).wants_stats else None
@@ -331,7 +335,10 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KvextPromMetrics:
-        return KvextPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        tables = [extension.metrics for extension in registered_extensions()]
+        return KvextPromMetrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues, tables
+        )
 
     @property
     def _worker(self) -> WorkerSide:

@@ -54,7 +54,7 @@ def plan_behind_holes(
     begins = {boundary_tokens, *(hole.first_tokens for hole in holes)}
     needed = {begin: entry for begin, entry in tails.items() if begin in begins}
     spans = tuple(with_holes(after_tokens, loaded, boundary_tokens))
-    return LoadPlan(hit.prefix, after_tokens, boundary_tokens, boundary_tokens, spans, needed)
+    return LoadPlan(hit.prefix, after_tokens, boundary_tokens, spans, needed)
 
 
 def plan_spans(

@@ -7,28 +7,29 @@ if all of it had been loaded. A hole reads all that lies before it. So only a ho
 device's own rows end is computed beside the load, and not if it reads windows that are loaded; and
 a hole that does not fit into a step is the last one in it.
 
-A request may have a *probe*: a row behind all others that is computed only to be looked at, with
-what is missing before it. All that is thrown away, and what is learnt from it makes further holes::
+An extension may have a `Preview` computed first. All its rows are thrown away, and what is learnt
+from it makes further holes::
 
-    begin ── load ends ──> what is missing, and the probe ──> end_probe: all holes ──> end_step
-
-A probe is given up where there is no room for it, or where nothing is learnt, for many steps.
+    park ── load ends ──> the preview's holes, its row ──> end_preview: all holes ──> end_step
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
-from vllm_ascend_kvext.holes.hole_blocks import HoleBlocks, WindowTables
+from vllm_ascend_kvext.holes.hole_blocks import (
+    HoleBlocks,
+    HoleTables,
+    RowTables,
+    WindowTables,
+)
 from vllm_ascend_kvext.token_range import TokenRange, union
 
 _NOWHERE = -1
-
-MAX_PROBE_STEPS = 64
-"""So many steps a probe waits for room, and then again for what is learnt from it: more than there
-are steps in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,9 @@ class HoleRow:
         row_id: The id of the row, which no request and no other row has.
         window_ids: Block ids from the first page on, by KV cache group with windows. All other
             groups have those of the request.
-        behind_ids: Block ids behind these, by KV cache group; for a probe.
-        is_probe: Whether it is a probe: as many of the request's last tokens, at the places from
-            ``run`` on.
+        behind_ids: Block ids behind these, by KV cache group; for a preview.
+        has_last_tokens: Whether its tokens are as many of the request's last ones, at the places
+            from ``run`` on.
         is_kept: Whether it is not computed again.
     """
 
@@ -50,7 +51,7 @@ class HoleRow:
     run: TokenRange
     window_ids: Mapping[int, Sequence[int]]
     behind_ids: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    is_probe: bool = False
+    has_last_tokens: bool = False
     is_kept: bool = True
 
     def tables(self, request_ids: Sequence[Sequence[int]]) -> tuple[list[int], ...]:
@@ -61,32 +62,69 @@ class HoleRow:
         )
 
 
-class ProbePlan(NamedTuple):
-    """The ``run`` behind all holes that is only looked at, and what no load brings before it."""
+class NewHoles(NamedTuple):
+    """Holes of a request which the scheduler's statistics do not know yet.
 
-    run: TokenRange
-    missing: tuple[TokenRange, ...]
+    Attributes:
+        is_planned: Whether the load leaves them out. If not, the load has failed to bring them, or
+            has brought them in vain.
+    """
+
+    request_id: str
+    num_tokens: int
+    is_planned: bool
 
 
-@dataclass(slots=True)
-class _Probe:
-    """A probe from which nothing has been learnt yet."""
+class Preview(ABC):
+    """A row behind a request's holes that is computed only to be looked at.
 
-    run: TokenRange
-    holes: tuple[TokenRange, ...]  # What is computed whatever is learnt.
-    num_pages: tuple[int, ...]  # Pages of the request, by KV cache group.
-    row_id: str = ""  # Empty before it is in a step.
-    num_steps: int = 0  # How long it has waited.
+    Its request waits for it, and has no holes but those that the preview needs, until
+    `HoleQueue.end_preview`.
+    """
+
+    @property
+    @abstractmethod
+    def is_begun(self) -> bool:
+        """Whether its row is in a step."""
+
+    @abstractmethod
+    def take_row(
+        self,
+        new_row_id: Callable[[], str],
+        window_ids_of: Callable[[TokenRange], Mapping[int, Sequence[int]] | None],
+        max_tokens: int,
+        max_row_tokens: int,
+    ) -> HoleRow | None:
+        """Its row in the step that is being planned; None if it has no room there.
+
+        Args:
+            new_row_id: Makes the row's id.
+            window_ids_of: ``HoleRow.window_ids`` of a run; None if there are no blocks for it.
+            max_tokens: What is left of the step.
+            max_row_tokens: Tokens of one row.
+        """
+
+    @abstractmethod
+    def note_row(self, num_tokens: int) -> None:
+        """A row that the preview needs is in the step that is being planned."""
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """The latest step was handed to the workers."""
 
 
 @dataclass(slots=True)
 class _Parked:
-    """A request with holes, ascending; before a probe, these are what the probe needs."""
+    """A request with holes, ascending; before its preview, these are what the preview needs.
+
+    Attributes:
+        after_tokens: Up to here, the device has all rows.
+    """
 
     holes: list[TokenRange]
-    after_tokens: int  # Up to here, the device has all rows.
+    after_tokens: int
     is_loaded: bool = False
-    probe: _Probe | None = None
+    preview: Preview | None = None
 
 
 @dataclass(slots=True)
@@ -94,16 +132,18 @@ class HoleQueue:
     """The holes of one engine's requests, those that were parked first in front.
 
     Attributes:
-        blocks: For probes, and for what holes read and write of windows.
-        lacks_room: Whether a hole or a probe that could be computed had no room in the latest step.
+        blocks: For what holes read and write of windows.
+        lacks_room: Whether a hole or a preview that could be computed had no room in the latest
+            step.
     """
 
     blocks: HoleBlocks
     lacks_room: bool = False
     _parked: dict[str, _Parked] = field(default_factory=dict)
+    _tables: dict[str, RowTables] = field(default_factory=dict)
     _filled: list[str] = field(default_factory=list)
+    _new_holes: list[NewHoles] = field(default_factory=list)
     _num_rows: int = 0
-    _lost_probes: int = 0
 
     def __len__(self) -> int:
         """Requests that wait, or are filled and not yet taken."""
@@ -111,51 +151,39 @@ class HoleQueue:
 
     def begin(
         self, request_id: str, holes: Sequence[TokenRange], after_tokens: int
-    ) -> list[WindowTables]:
+    ) -> Sequence[WindowTables]:
         """A request has got blocks, and its load begins.
 
         Returns:
             By hole, and by KV cache group with windows: where the tails at its beginning are to be
             loaded. Nothing if there are no blocks for them: the load has to fail then.
         """
-        tables = self.blocks.begin(request_id, [hole.first_tokens for hole in holes])
-        if after_tokens and self.blocks.has_windows:
-            after_tokens = _NOWHERE  # The window before it is loaded.
+        tables = self.blocks.begin([hole.first_tokens for hole in holes])
         if tables is None:
             return []
-        self._parked[request_id] = _Parked(list(holes), after_tokens)
-        return tables
+        self.park(request_id, holes, after_tokens, tables, reads_loaded_windows=True)
+        return tables.by_hole
 
-    def begin_dense(
+    def park(
         self,
         request_id: str,
         holes: Sequence[TokenRange],
         after_tokens: int,
-        first_tokens: int,
-        own_ids: Sequence[Sequence[int]],
-        probe: ProbePlan | None = None,
-    ) -> WindowTables | None:
-        """The same where segments lie between the holes, whose windows have no tails.
+        tables: RowTables,
+        reads_loaded_windows: bool,
+        preview: Preview | None = None,
+    ) -> None:
+        """A request has got blocks, those in ``tables`` among them, and its load begins.
 
         Args:
-            first_tokens: Where the request is exact no more.
-            probe: Before these are computed.
-
-        Returns:
-            By KV cache group with windows: where windows are loaded and computed. None if there are
-            no blocks for them: the load has to fail then.
+            holes: What is computed, or what a preview needs.
+            after_tokens: Up to here, the device has all rows.
+            reads_loaded_windows: Whether a hole there reads windows that the load brings.
         """
-        if after_tokens and self.blocks.has_windows and not self.blocks.is_held(request_id):
-            after_tokens = _NOWHERE  # The window before it is loaded.
-        tables = self.blocks.begin_dense(request_id, first_tokens, own_ids)
-        if tables is None:
-            return None
-        parked = _Parked(list(holes), after_tokens)
-        if probe is not None:
-            parked.holes = list(probe.missing)
-            parked.probe = _Probe(probe.run, tuple(holes), tuple(map(len, own_ids)))
-        self._parked[request_id] = parked
-        return tables
+        if after_tokens and self.blocks.has_windows and reads_loaded_windows:
+            after_tokens = _NOWHERE
+        self._tables[request_id] = tables
+        self._parked[request_id] = _Parked(list(holes), after_tokens, preview=preview)
 
     def add(self, request_id: str, holes: Sequence[TokenRange]) -> None:
         """The load of a request, which has ended, has left something out; call before its end.
@@ -164,13 +192,14 @@ class HoleQueue:
         """
         assert not self.blocks.has_windows
         parked = self._parked.setdefault(request_id, _Parked([], _NOWHERE))
+        self._tables.setdefault(request_id, HoleTables(self.blocks, []))
         parked.holes = list(union([*parked.holes, *holes]))
 
     def note_load_ended(self, request_id: str) -> bool:
         """A load has ended, well if it was not dropped before; whether its request has holes."""
         parked = self._parked.get(request_id)
         if parked is None:
-            self.blocks.drop(request_id)
+            self._release(request_id)
             return False
         parked.is_loaded = True
         return True
@@ -183,7 +212,7 @@ class HoleQueue:
         parked = self._parked.pop(request_id, None)
         if parked is not None and parked.is_loaded:
             self._filled.append(request_id)
-            self.blocks.drop(request_id)
+            self._release(request_id)
 
     def restart(self, request_id: str) -> bool:
         """Forget a request whose blocks are taken; False, and it stays, while it is loaded."""
@@ -191,19 +220,20 @@ class HoleQueue:
         if parked is None or not parked.is_loaded:
             return False
         del self._parked[request_id]
-        self.blocks.drop(request_id)
+        self._release(request_id)
+        self._new_holes = [new for new in self._new_holes if new.request_id != request_id]
         return True
 
     def end_step(self) -> list[str]:
         """The latest step was handed to the workers; returns requests that have all KV then."""
         self.blocks.end_step()
         for request_id, parked in list(self._parked.items()):
-            if parked.probe is not None and parked.probe.row_id:
-                self._note_wait(request_id, parked.probe)
-            if parked.is_loaded and not parked.holes and parked.probe is None:
+            if parked.preview is not None and parked.preview.is_begun:
+                parked.preview.end_step()
+            if parked.is_loaded and not parked.holes and parked.preview is None:
                 del self._parked[request_id]
                 self._filled.append(request_id)
-                self.blocks.drop(request_id)
+                self._release(request_id)
         filled, self._filled = self._filled, []
         return filled
 
@@ -231,91 +261,67 @@ class HoleQueue:
                 num_tokens = min(hole.num_tokens, max_tokens, max_row_tokens)
                 end_tokens = hole.first_tokens + num_tokens
                 run = TokenRange(hole.first_tokens, end_tokens)
-                window_ids = self._extend_windows(request_id, run)
+                window_ids = self._window_ids(request_id, run)
                 # Where requests are waiting, free blocks are few in each step: better a short row.
                 while window_ids is None and run.num_tokens > 1:
                     end_tokens = run.first_tokens + run.num_tokens // 2
                     run = TokenRange(run.first_tokens, end_tokens)
-                    window_ids = self._extend_windows(request_id, run)
+                    window_ids = self._window_ids(request_id, run)
                 if window_ids is None:
                     return rows  # Later requests do not take what this one waits for.
                 max_tokens -= run.num_tokens
                 row_id = self._new_row_id(request_id, other_ids)
-                is_kept = parked.probe is None
+                is_kept = parked.preview is None
                 rows.append(HoleRow(request_id, row_id, run, window_ids, is_kept=is_kept))
+                if parked.preview is not None:
+                    parked.preview.note_row(run.num_tokens)
                 parked.after_tokens = end_tokens
                 is_end_of_hole = end_tokens == hole.end_tokens
-                self.blocks.leave(request_id, end_tokens, is_end_of_hole)
+                self._tables[request_id].leave(end_tokens, is_end_of_hole)
                 if not is_end_of_hole:
                     parked.holes[0] = TokenRange(end_tokens, hole.end_tokens)
                     break
                 del parked.holes[0]
-            probe = parked.probe
-            if probe is None or probe.row_id or parked.holes or not parked.is_loaded:
+            preview = parked.preview
+            if preview is None or preview.is_begun or parked.holes or not parked.is_loaded:
                 continue
             if max_tokens <= 0 or len(rows) >= max_rows:
                 return rows
-            row_tokens = min(probe.run.num_tokens, max_row_tokens)
-            row = None
-            if row_tokens <= max_tokens:
-                row = self._probe_row(request_id, probe, row_tokens, other_ids)
+            row = preview.take_row(
+                partial(self._new_row_id, request_id, other_ids),
+                partial(self._window_ids, request_id),
+                max_tokens,
+                max_row_tokens,
+            )
             if row is None:
-                self._note_wait(request_id, probe)
                 return rows
-            max_tokens -= row_tokens
+            max_tokens -= row.run.num_tokens
             rows.append(row)
         self.lacks_room = False
         return rows
 
-    def probed_request(self, row_id: str) -> str | None:
-        """The request that waits for what is learnt from a probe; None if it does not any more."""
-        for request_id, parked in self._parked.items():
-            if parked.probe is not None and parked.probe.row_id == row_id:
-                return request_id
-        return None
+    def preview_of(self, request_id: str) -> Preview | None:
+        """The preview that a request waits for; None if it waits for none, or not any more."""
+        parked = self._parked.get(request_id)
+        return None if parked is None else parked.preview
 
-    def end_probe(self, request_id: str, holes: Sequence[TokenRange]) -> None:
-        """The probe of a request has been looked at.
-
-        Args:
-            holes: Beside those with which the request was parked.
-        """
+    def end_preview(self, request_id: str, holes: Sequence[TokenRange]) -> None:
+        """The preview of a request has been looked at, or is given up; these are its holes."""
         parked = self._parked[request_id]
-        assert parked.probe is not None
-        parked.holes = list(union([*parked.probe.holes, *holes]))
-        parked.probe = None
+        parked.holes = list(holes)
+        parked.preview = None
 
-    def take_lost_probes(self) -> int:
-        """Probes that were given up since the last call."""
-        lost, self._lost_probes = self._lost_probes, 0
-        return lost
+    def note_new_holes(
+        self, request_id: str, holes: Sequence[TokenRange], is_planned: bool = False
+    ) -> None:
+        """Have the scheduler's statistics corrected; see `NewHoles`."""
+        num_tokens = sum(hole.num_tokens for hole in holes)
+        self._new_holes.append(NewHoles(request_id, num_tokens, is_planned))
 
-    def _probe_row(
-        self, request_id: str, probe: _Probe, num_tokens: int, other_ids: Collection[str]
-    ) -> HoleRow | None:
-        """None if there are no blocks."""
-        run = TokenRange(probe.run.first_tokens, probe.run.first_tokens + num_tokens)
-        window_ids = self._extend_windows(request_id, run)
-        behind_ids = self.blocks.take_probe(probe.num_pages, run.end_tokens)
-        if window_ids is None or behind_ids is None:
-            return None
-        probe.row_id = self._new_row_id(request_id, other_ids)
-        probe.num_steps = 0
-        return HoleRow(
-            request_id,
-            probe.row_id,
-            run,
-            window_ids,
-            behind_ids,
-            is_probe=True,
-            is_kept=False,
-        )
-
-    def _note_wait(self, request_id: str, probe: _Probe) -> None:
-        probe.num_steps += 1
-        if probe.num_steps > MAX_PROBE_STEPS:
-            self.end_probe(request_id, ())
-            self._lost_probes += 1
+    def take_new_holes(self) -> list[NewHoles]:
+        """What was noted since the last call."""
+        new, self._new_holes = self._new_holes, []
+        return new
 
     def _new_row_id(self, request_id: str, other_ids: Collection[str]) -> str:
         while True:
@@ -324,11 +330,14 @@ class HoleQueue:
             if row_id not in other_ids:
                 return row_id
 
-    def _extend_windows(
-        self, request_id: str, run: TokenRange
-    ) -> Mapping[int, Sequence[int]] | None:
+    def _window_ids(self, request_id: str, run: TokenRange) -> Mapping[int, Sequence[int]] | None:
         """None if there are no blocks."""
-        tables = self.blocks.extend(request_id, run)
+        tables = self._tables[request_id].extend(run)
         if tables is None:
             return None
         return {group: table.all_block_ids for group, table in tables.items()}
+
+    def _release(self, request_id: str) -> None:
+        tables = self._tables.pop(request_id, None)
+        if tables is not None:
+            tables.release()

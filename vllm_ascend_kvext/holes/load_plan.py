@@ -32,7 +32,7 @@ class Span(NamedTuple):
         entry_tokens: Tokens of the entry's prefix before the first of these rows.
         is_computed: Whether the rows are computed. With an entry, they are loaded all the same, to
             be looked at before that.
-        is_exact: Whether the rows of a segment are as if they were computed in this prompt.
+        is_exact: Whether rows of another prefix are as if they were computed in this prompt.
     """
 
     first_tokens: int
@@ -49,22 +49,18 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The plan of one prompt.
+    """The plan of one prompt. All of it is exact; an extension may have plans of a subclass.
 
     Attributes:
-        exact_tokens: Rows from here on are those of other prefixes, or computed behind such rows;
-            ``boundary_tokens`` if there are none.
         spans: From ``after_tokens`` to ``boundary_tokens``. Empty if the model has no rows.
-        segments_end_tokens: Where the last segment of the prompt ends, reused or not; 0 without.
+        tails: By the boundary at which they are loaded.
     """
 
     prefix: Prefix
     after_tokens: int
     boundary_tokens: int
-    exact_tokens: int
     spans: tuple[Span, ...]
     tails: Mapping[int, Entry]
-    segments_end_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -72,8 +68,19 @@ class LoadPlan:
         return self.boundary_tokens - self.after_tokens
 
     @property
+    def exact_tokens(self) -> int:
+        """Rows from here on are those of other prefixes, or computed behind such rows."""
+        return self.boundary_tokens
+
+    @property
     def is_exact(self) -> bool:
+        """Whether all of it is the prompt's own prefix."""
         return self.exact_tokens == self.boundary_tokens
+
+    @property
+    def num_window_blocks(self) -> int:
+        """Blocks for windows that the request needs until it goes on, and not for itself."""
+        return 0
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
@@ -110,13 +117,6 @@ class LoadPlan:
             if not span.is_computed and span.first_tokens < self.exact_tokens:
                 yield span
 
-    @property
-    def segment_spans(self) -> Iterator[Span]:
-        """Loaded rows of other prefixes, those included that are computed all the same."""
-        for span in self.spans:
-            if span.entry is not None and span.first_tokens >= self.exact_tokens:
-                yield span
-
 
 def plan_of_hit(hit: Hit) -> LoadPlan:
     """The plan that stops at the first gap."""
@@ -124,7 +124,6 @@ def plan_of_hit(hit: Hit) -> LoadPlan:
     return LoadPlan(
         hit.prefix,
         hit.after_tokens,
-        hit.boundary_tokens,
         hit.boundary_tokens,
         tuple(loaded_spans(hit.run.rows)),
         tails,

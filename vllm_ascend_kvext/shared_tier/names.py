@@ -69,9 +69,9 @@ def is_rows_name(name: str) -> bool:
     return _ROWS_NAME.fullmatch(name) is not None
 
 
-def object_name(piece: Piece, key: bytes, is_segment: bool = False) -> str:
-    """The name of a piece that ends with a key; those of segments are no hashes of prompts."""
-    kind = "S" if is_segment else "T" if piece.kind is Kind.TAILS else "R"
+def object_name(piece: Piece, key: bytes, key_space: str = "") -> str:
+    """The name of a piece that ends with a key of a key space; see ``Prefix.key_space``."""
+    kind = key_space or ("T" if piece.kind is Kind.TAILS else "R")
     return f"{kind}{piece.first_tokens}-{piece.end_tokens}-{key.hex()[:32]}"
 
 

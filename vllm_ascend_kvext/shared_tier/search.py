@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_ascend_kvext.shared_tier.names import note_name, object_name, piece_of
 from vllm_ascend_kvext.store.entries import Piece
@@ -17,13 +17,34 @@ Exist = Callable[[Sequence[str]], list[str]]  # As `SharedTier.exist`, within a 
 _MAX_TAILS, _TAILS_OF_A_BATCH = 4096, 64  # Boundaries at which tails are asked for.
 
 
+class WantedPiece(NamedTuple):
+    """A piece of a prefix that is no prompt's, which a request may use.
+
+    Attributes:
+        contents: What the entry of the piece holds; see ``HostTier.finish_store``.
+        num_bytes: Of the object.
+        on_got: Called when all workers have got it.
+    """
+
+    prefix: Prefix
+    piece: Piece
+    contents: Any
+    num_bytes: int
+    on_got: Callable[[], object]
+
+
 class FoundObject(NamedTuple):
-    """An object with a piece, which is that of a prefix up to ``end_tokens``: where they part."""
+    """An object with a piece, which is that of a prefix up to ``end_tokens``: where they part.
+
+    Attributes:
+        wanted: The piece as it was asked for, if the prefix is no prompt's.
+    """
 
     name: str
     piece: Piece
     end_tokens: int
     prefix: Prefix
+    wanted: WantedPiece | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +57,7 @@ class Question:
         tails_tokens: The last boundary at which host memory has tails; 0 if there is none, and the
             end of ``tokens`` where none are needed.
         goes_on_behind_holes: Whether rows are of use behind others that nobody has.
-        segments: What host memory lacks of segments that might be reused.
+        further: Pieces of other prefixes, which host memory lacks.
     """
 
     prefix: Prefix
@@ -45,22 +66,22 @@ class Question:
     missing: tuple[TokenRange, ...]
     tails_tokens: int
     goes_on_behind_holes: bool
-    segments: Sequence[tuple[Prefix, Piece]]
+    further: Sequence[WantedPiece] = ()
 
     def __bool__(self) -> bool:
         """Whether there is anything to ask."""
-        return bool(self.missing or self.tails_tokens < self.tokens.end_tokens or self.segments)
+        return bool(self.missing or self.tails_tokens < self.tokens.end_tokens or self.further)
 
 
 def search(question: Question, exist: Exist) -> list[FoundObject]:
-    """What to get, in the order in which it is wanted: rows ascending, tails, then segments."""
+    """What to get, in the order in which it is wanted: rows ascending, tails, then the rest."""
     rows = _search_rows(question, exist) if question.missing else []
     end_tokens = _rows_end(question, rows)
     tails = _search_tails(question, exist, end_tokens)
     if question.geometry.needs_tails:
         end_tokens = tails[0].end_tokens if tails else question.tails_tokens
     of_use = [each for each in rows if each.piece.first_tokens < end_tokens]
-    return [*of_use, *tails, *_search_segments(question, exist)]
+    return [*of_use, *tails, *_search_further(question, exist)]
 
 
 def _search_rows(question: Question, exist: Exist) -> list[FoundObject]:
@@ -121,10 +142,11 @@ def _search_tails(question: Question, exist: Exist, end_tokens: int) -> list[Fou
     return []
 
 
-def _search_segments(question: Question, exist: Exist) -> list[FoundObject]:
-    wanted = []
-    for prefix, piece in question.segments:
-        name = object_name(piece, prefix.key_at(piece.end_tokens), is_segment=True)
-        wanted.append(FoundObject(name, piece, piece.end_tokens, prefix))
-    names = exist([each.name for each in wanted]) if wanted else []
-    return [each for each, name in zip(wanted, names, strict=True) if name]
+def _search_further(question: Question, exist: Exist) -> list[FoundObject]:
+    asked = []
+    for wanted in question.further:
+        prefix, piece, *_ = wanted
+        name = object_name(piece, prefix.key_at(piece.end_tokens), prefix.key_space)
+        asked.append(FoundObject(name, piece, piece.end_tokens, prefix, wanted))
+    names = exist([each.name for each in asked]) if asked else []
+    return [each for each, name in zip(asked, names, strict=True) if name]

@@ -71,6 +71,7 @@ class Entry:
         key_before: The key of the rows without which it is of no use; None if it needs none.
         is_being_written: Whether its store has not ended, wanted or not.
         num_pins: Loads in progress.
+        key_space: That of its prefix; see ``store.prefix``.
         num_leading_keys: How many of the keys lead to it, and not to a longer entry.
         is_shared: Whether a shared tier has it, too, or is being given it; callers write it.
     """
@@ -89,6 +90,7 @@ class Entry:
     row_map: Any = None
     num_leading_keys: int = 0
     is_shared: bool = False
+    key_space: str = ""
 
     @property
     def key(self) -> bytes:

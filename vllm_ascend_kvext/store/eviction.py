@@ -136,7 +136,7 @@ class EvictionOrder:
         entries: Mapping[int, Entry],
         new: Entry,
         now: int,
-        standing: Callable[[Entry], int] = lambda _: 0,
+        precedence: Callable[[Entry], int] = lambda _: 0,
     ) -> list[Entry] | Refusal:
         """What has to go for a new entry, in order; changes nothing that is stored.
 
@@ -144,7 +144,8 @@ class EvictionOrder:
             entries: The entries by the offset of their place.
             new: The entry that has no place yet. What is worth as much or more stays.
             now: The latest use of all.
-            standing: Of an entry beside the new one: below 0 it goes first, above 0 it stays.
+            precedence: Of a stored entry beside the new one. With less than 0 it goes first, with
+                more than 0 it stays.
         """
         sample = self._sample()
         recent_use = self._latest[0][0]
@@ -153,14 +154,14 @@ class EvictionOrder:
 
         def worth(entry: Entry) -> Worth:
             found = self._worth_of(entry, recent_use, now)
-            if entry is not new and standing(entry) < 0:
+            if entry is not new and precedence(entry) < 0:
                 return found._replace(is_recent=False, density=-1.0)
             return found
 
         below = worth(new)
         worths = sorted((worth(entry), entry) for entry in sample)
         lesser = [
-            entry for its_worth, entry in worths if its_worth < below and standing(entry) <= 0
+            entry for its_worth, entry in worths if its_worth < below and precedence(entry) <= 0
         ]
         tried: set[int] = set()
         for number, entry in enumerate(lesser[:MAX_TRIED], 1):
@@ -173,7 +174,7 @@ class EvictionOrder:
             # What the same request uses is the beginning of its prefix.
             return (
                 entry.is_evictable
-                and standing(entry) <= 0
+                and precedence(entry) <= 0
                 and entry.use < new.use
                 and worth(entry) < below
                 and not self._is_blocked(entry)

@@ -18,6 +18,10 @@ class Prefix(Protocol):
     """The tokens of a request, as far as they are hashed."""
 
     @property
+    def key_space(self) -> str:
+        """Keys of two spaces never meet. It is empty where keys are hashes of prompts."""
+
+    @property
     def num_tokens(self) -> int:
         """Up to where there are keys."""
 
@@ -39,6 +43,10 @@ class HashedPrefix:
 
     hashes: Sequence[bytes]
     tokens_per_hash: int
+
+    @property
+    def key_space(self) -> str:
+        return ""
 
     @property
     def num_tokens(self) -> int:

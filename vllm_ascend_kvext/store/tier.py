@@ -181,7 +181,7 @@ class HostTier:
         piece: Piece,
         num_bytes: int,
         use: int,
-        standing: Callable[[Entry], int] = lambda _: 0,
+        precedence: Callable[[Entry], int] = lambda _: 0,
     ) -> Entry | Refusal:
         """Take a place for a piece of a prefix. Renews the rows before it, so that they stay.
 
@@ -190,7 +190,7 @@ class HostTier:
             piece: Rows within one chunk, or tails.
             num_bytes: What they take in host memory, more than 0.
             use: The latest use by the request.
-            standing: See `EvictionOrder.choose`.
+            precedence: See `EvictionOrder.choose`.
 
         Returns:
             The entry, whose place begins at ``offset_bytes``; or why there is none. Nothing is
@@ -218,9 +218,10 @@ class HostTier:
             use,
             chunk_key=prefix.key_at(chunk_first + self.geometry.unit_tokens),
             key_before=prefix.key_at(piece.first_tokens) if needs_before else None,
+            key_space=prefix.key_space,
         )
         self._order.begin(entry)
-        refusal = self._make_room(prefix, entry, standing)
+        refusal = self._make_room(prefix, entry, precedence)
         if refusal is not None:
             self._order.forget(entry)
             self.counters.refused_stores[refusal] += 1
@@ -310,13 +311,13 @@ class HostTier:
         return None
 
     def _make_room(
-        self, prefix: Prefix, entry: Entry, standing: Callable[[Entry], int]
+        self, prefix: Prefix, entry: Entry, precedence: Callable[[Entry], int]
     ) -> Refusal | None:
         """Evict what is worth less, unless there is a gap; nothing if that is not enough."""
         self.renew(prefix, entry.piece.end_tokens, entry.use)
         if entry.num_bytes <= self._arena.largest_gap_bytes:
             return None
-        chosen = self._order.choose(self._entries, entry, self._latest_use, standing)
+        chosen = self._order.choose(self._entries, entry, self._latest_use, precedence)
         if isinstance(chosen, Refusal):
             return chosen
         for victim in chosen:

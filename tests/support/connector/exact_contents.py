@@ -23,7 +23,7 @@ from support.connector.page_contents import PageContents
 from support.connector.simulated_engine import SimulatedWorker
 from support.scheduler.token_stream import TokenStream
 from support.scheduler.workload import RequestPlan
-from vllm_ascend_kvext.blending.segment_store import StoredTokens
+from vllm_ascend_kvext.segments.scheduler.segment_store import StoredTokens
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.planner import TransferPlanner
 from vllm_ascend_kvext.layout.row_map import StoredChunk

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
-from vllm_ascend_kvext.connector.segments.blended_requests import Blending
+from vllm_ascend_kvext.segments.scheduler.blended_requests import Blending
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from support.connector.paged_layouts import FULL, PagedLayout
 from support.connector.scripted_transfers import TransferScript
 from support.scheduler.options import EngineOptions
 from support.scheduler.workload import RequestPlan
-from vllm_ascend_kvext.blending.segments import SEGMENTS_KEY, STORE_KEY
+from vllm_ascend_kvext.segments.prompt_segments import SEGMENTS_KEY, STORE_KEY
 
 SINK = [5]
 QUESTION = tuple(tokens(random.Random("question"), 9))

@@ -16,8 +16,8 @@ import torch
 from support.connector.page_contents import moved_bytes, token_axis_of
 from support.connector.scripted_transfers import ScriptedTransfers
 from support.layout.truth import LayoutFixture
-from vllm_ascend_kvext.blending.segment_mover import SegmentMover
-from vllm_ascend_kvext.blending.token_rows import (
+from vllm_ascend_kvext.segments.worker.segment_mover import SegmentMover
+from vllm_ascend_kvext.segments.token_rows import (
     HostRows,
     SegmentLayout,
     SegmentRows,

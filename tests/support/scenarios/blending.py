@@ -73,7 +73,7 @@ class Engine(scenarios_engine.Engine):
 
         That begins with `instructions`.
         """
-        from vllm_ascend_kvext.blending.segment_contexts import NUM_DOCUMENTS, NUM_PROMPTS
+        from vllm_ascend_kvext.segments.scheduler.segment_contexts import NUM_DOCUMENTS, NUM_PROMPTS
 
         rng = random.Random("context")
         context = [random_tokens(rng, 60) for _ in range(NUM_DOCUMENTS)]

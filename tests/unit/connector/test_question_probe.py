@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from vllm_ascend_kvext.blending import question_selection
-from vllm_ascend_kvext.blending.attention_keys import LayerKeys
-from vllm_ascend_kvext.blending.rotary import RotarySignature
-from vllm_ascend_kvext.blending.token_rows import TokenPlane
+from vllm_ascend_kvext.segments.keys.attention_keys import LayerKeys
+from vllm_ascend_kvext.segments.keys.rotary import RotarySignature
+from vllm_ascend_kvext.segments.token_rows import TokenPlane
 from vllm_ascend_kvext.connector.common.messages import ProbeJob
 from vllm_ascend_kvext.errors import BlendingError
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
@@ -29,7 +29,7 @@ from vllm_ascend_kvext.transfer.schema import PairStyle, RowDtype
 if TYPE_CHECKING:
     import torch
 
-    from vllm_ascend_kvext.connector.worker.question_probe import QuestionProbe
+    from vllm_ascend_kvext.segments.worker.question_probe import QuestionProbe
 
 LAYER = "model.layers.1.attn"
 HEADS, KEY_HEADS, ELEMENTS = 4, 2, 8
@@ -85,7 +85,7 @@ class Step:
 
     def __init__(self) -> None:
         torch = pytest.importorskip("torch")
-        from vllm_ascend_kvext.connector.worker.question_probe import CheckLayer, QuestionProbe
+        from vllm_ascend_kvext.segments.worker.question_probe import CheckLayer, QuestionProbe
 
         generator = torch.Generator().manual_seed(0)
         shape = len(PLANES), NUM_PAGES * PAGE_TOKENS, KEY_HEADS * ELEMENTS
@@ -185,7 +185,7 @@ class Graphs(enum.Enum):
 
 def choose(windows: list[int], index: int | None = None, **changes: Any) -> str:
     pytest.importorskip("torch")
-    from vllm_ascend_kvext.connector.worker.question_probe import check_layer_of
+    from vllm_ascend_kvext.segments.worker.question_probe import check_layer_of
 
     has_values = changes.pop("has_values", True)
     layers = {

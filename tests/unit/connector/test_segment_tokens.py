@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
-from vllm_ascend_kvext.connector.segments.segment_tokens import SegmentTokens, segment_tokens_of
+from vllm_ascend_kvext.segments.segment_tokens import SegmentTokens, segment_tokens_of
 from vllm_ascend_kvext.errors import SettingsError
 
 VOCABULARY_TOKENS = 128

@@ -6,7 +6,6 @@ Knows neither Prometheus nor how a report travels.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,76 +24,11 @@ _SHARED_FAILURES = (
 )
 
 
-class BlendRefusal(enum.Enum):
-    """Why the segments of a request are computed, or not stored."""
-
-    WRONG_SEGMENTS = "wrong_segments"
-    """They overlap, lie outside the prompt, or are no pairs of numbers."""
-
-    UNSUITED_REQUEST = "unsuited_request"
-    """A row that has nothing but token ids cannot compute a part of it; see ``HoleRefusal``."""
-
-    TOO_LONG = "too_long"
-    """A segment that is to be stored does not fit into the model's context behind the sink."""
-
-    UNCHECKED_KEYS = "unchecked_keys"
-    """It is not known yet that this model's keys turn with their positions alone."""
-
-    NO_WINDOW = "no_window"
-    """The model has windows, and host memory does not hold those at the end of what is exact."""
-
-    ROOM = "room"
-    """The device's pool, or host memory, is too small for it."""
-
-
-@dataclass(slots=True)
-class BlendCounters:
-    """What became of segments; counters never go down."""
-
-    hit_segments: Annotated[
-        int,
-        Counted(
-            "Segments of admitted requests, by whether they were stored and reused.",
-            *("result", "hit", "blend_segments"),
-        ),
-    ] = 0
-    missed_segments: Annotated[int, Counted("", "result", "missed", "blend_segments")] = 0
-    reused_tokens: Annotated[
-        int,
-        Counted(
-            "Prompt tokens of reused segments: reused, or computed because they are in a head, or "
-            "what the question attends to.",
-            *("result", "reused", "blend_tokens"),
-        ),
-    ] = 0
-    recomputed_tokens: Annotated[int, Counted("", "result", "recomputed", "blend_tokens")] = 0
-    stored_segments: Annotated[int, Counted("Segments stored in host memory.")] = 0
-    learned_segments: Annotated[int, Counted("Segments stored because two requests had them.")] = 0
-    learning_drops: Annotated[
-        int, Counted("Segments that two requests had and that are not stored.")
-    ] = 0
-    scored_probes: Annotated[
-        int,
-        Counted(
-            "Questions compared with segments, and those that could not be.",
-            *("result", "scored", "blend_probes"),
-        ),
-    ] = 0
-    lost_probes: Annotated[int, Counted("", "result", "lost", "blend_probes")] = 0
-    probed_tokens: Annotated[
-        int, Counted("Tokens computed only to compare a question with segments.")
-    ] = 0
-    refusals: Annotated[
-        dict[BlendRefusal, int],
-        Counted("Requests whose segments were computed, or not stored, by reason.", "reason"),
-    ] = field(default_factory=partial(zeros, BlendRefusal))
-
-
 @dataclass(slots=True)
 class ConnectorCounters(Reporting):
-    """The counters of one engine. Whoever counts adds to the attributes; they never go down.
+    """The counters of one engine. The parts of the scheduler side add to them; none goes down.
 
-    ``tier`` and ``blending`` are the very objects that the tier and blending count in.
+    ``tier`` is the very object that the tier counts in.
     """
 
     transfer_bytes: Annotated[
@@ -156,7 +90,6 @@ class ConnectorCounters(Reporting):
     shared_lookup_seconds: Annotated[
         float, Counted("Time of lookups in it, beside the engine.", name="shared_lookup_seconds")
     ] = 0.0
-    blending: Annotated[BlendCounters, "blend_"] = field(default_factory=BlendCounters)
     tier: Annotated[TierCounters, "host_"] = field(default_factory=TierCounters)
     capacity_bytes: Annotated[
         int, Counted("Host memory that there is for entries on each worker.", is_gauge=True)

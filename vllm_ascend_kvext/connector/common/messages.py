@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from vllm_ascend_kvext.blending.question_selection import Scores
-from vllm_ascend_kvext.blending.token_rows import SegmentLayout, SegmentRows
 from vllm_ascend_kvext.layout.model import KVLayout
 from vllm_ascend_kvext.layout.row_map import StoredChunk
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart
@@ -25,6 +23,29 @@ Direction = Literal["store", "load", "get", "put"]
 """Pages to host memory and back; and from the shared tier to host memory, and back."""
 
 
+class ExtraRows(Protocol):
+    """Rows of one entry of host memory that an extension moves, and how; plain data."""
+
+    @property
+    def first_tokens(self) -> int:
+        """The first token of the request that the rows belong to."""
+
+    @property
+    def end_tokens(self) -> int:
+        """The token behind the last one."""
+
+    @property
+    def offset_bytes(self) -> int:
+        """Where the entry begins in host memory."""
+
+
+class ExtraOutput(Protocol):
+    """What the worker side of an extension reports of a step; plain data."""
+
+    def add(self, other: Any) -> None:
+        """Join the report of another worker."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerLayout:
     """What a worker tells the scheduler side once, when its caches are registered.
@@ -32,9 +53,7 @@ class WorkerLayout:
     Attributes:
         layout: Its pages; addresses in it are of no meaning to others.
         host_bytes: Size of its arena.
-        segments: None if segments cannot be stored and placed; ``segment_refusal`` says why, where
-            they were asked for.
-        probe_refusal: Why it cannot compare a question with segments; empty if it can.
+        extras: What its part of an extension has to say; None without one.
         device: What decides the order of bytes in pages that only kernels understand.
         weights: What the weights of its models are known by; for a shared tier, as are the
             device and ``weights_refusal``, which says why they cannot be known.
@@ -42,9 +61,7 @@ class WorkerLayout:
 
     layout: KVLayout
     host_bytes: int
-    segments: SegmentLayout | None = None
-    segment_refusal: str = ""
-    probe_refusal: str = ""
+    extras: Any = None
     device: str = ""
     weights: tuple[str, ...] = ()
     weights_refusal: str = ""
@@ -58,13 +75,13 @@ class StoreJob:
         number: Unique in the engine.
         block_ids: Parts of the request's block table, one per KV cache group, as far as ``chunks``
             need them.
-        segments: Tokens of segments to store, from the same pages.
+        extras: Rows that an extension stores from the same pages.
     """
 
     number: int
     chunks: tuple[PlacedChunk, ...]
     block_ids: tuple[TablePart, ...]
-    segments: tuple[SegmentRows, ...] = ()
+    extras: tuple[ExtraRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +112,7 @@ class LoadJob:
         holes: Tokens in the range whose rows are computed, and not loaded.
         hole_tails: What those holes read that need windows or states.
         may_lack: Whether the load ends well without what cannot be read. If not, it fails then.
-        segments: Tokens of segments that go into the same pages; what they cover is in ``holes``.
+        extras: Rows that an extension loads into the same pages; what they cover is in ``holes``.
     """
 
     request_id: str
@@ -105,7 +122,7 @@ class LoadJob:
     holes: tuple[TokenRange, ...] = ()
     hole_tails: tuple[HoleTails, ...] = ()
     may_lack: bool = False
-    segments: tuple[SegmentRows, ...] = ()
+    extras: tuple[ExtraRows, ...] = ()
 
     @property
     def places(self) -> set[int]:
@@ -113,25 +130,8 @@ class LoadJob:
         return {
             *(stored.host_offset_bytes for stored in self.stored),
             *(tails.stored.host_offset_bytes for tails in self.hole_tails),
-            *(rows.offset_bytes for rows in self.segments),
+            *(rows.offset_bytes for rows in self.extras),
         }
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeJob:
-    """A row of the step, the queries of whose last tokens are compared with keys in pages.
-
-    Attributes:
-        row_id: Unique in the engine.
-        tokens: These last ones.
-        scored: Tokens whose scores are wanted, before those of the row; ascending and disjoint.
-        block_ids: The row's block table, from its first page on, by KV cache group.
-    """
-
-    row_id: str
-    tokens: TokenRange
-    scored: tuple[TokenRange, ...]
-    block_ids: tuple[TablePart, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +144,10 @@ class ConnectorMetadata:
         stores: Begin when the step has computed: what they read is written by it, or was before.
         has_forward: Whether the step computes anything.
         wants_stats: Whether workers are to send statistics, even empty ones.
-        probes: Rows that the step computes, and whose scores are wanted.
+        extras: For the worker side of an extension; None if there is nothing.
         gets: Objects of the shared tier, which every worker brings into host memory.
-        puts: Those which every worker puts there. Numbers are those of stores.
-        touches: Objects there that were used. Numbers are those of stores.
+        puts: Objects in host memory, which every worker puts there.
+        touches: Objects there that were used.
     """
 
     stores_before: tuple[StoreJob, ...] = ()
@@ -155,7 +155,7 @@ class ConnectorMetadata:
     stores: tuple[StoreJob, ...] = ()
     has_forward: bool = False
     wants_stats: bool = False
-    probes: tuple[ProbeJob, ...] = ()
+    extras: Any = None
     gets: tuple[SharedObject, ...] = ()
     puts: tuple[SharedObject, ...] = ()
     touches: tuple[UsedObjects, ...] = ()
@@ -180,19 +180,15 @@ class WorkerOutput:
     """What workers report after a step.
 
     Attributes:
-        stores_ended: By number: on how many workers a store, get, put or touch has ended, well or
+        jobs_ended: By number: on how many workers a store, get, put or touch has ended, well or
             not.
-        failed_stores: Numbers of those of them that failed on some worker.
+        failed_jobs: The numbers of these jobs that failed on some worker.
         failed_loads: Requests whose load failed on some worker. All loads that have ended are
             reported to vLLM.
         unreadable: By request whose load failed, or left something out, on some worker: where in
             host memory that begins which could not be read.
         has_forward: Whether the step computed anything.
-        key_checks: Stores of segments, summed over workers, whose keys were found to turn with
-            their positions alone; see ``blending.key_check``.
-        key_check_failure: The first that were not; empty if there are none.
-        scores: Of the probes of the step, by row: of all tokens that are scored, one after the
-            other, summed over workers. None if some worker has none.
+        extras: What the worker sides of an extension report, joined; None if there is nothing.
         got_bytes: What has come from the shared tier, summed over workers.
         shared_failures: Gets and puts that failed on some worker, by kind.
         has_new_weights: Whether some worker has loaded weights again since it has told of them;
@@ -200,15 +196,13 @@ class WorkerOutput:
         absent_objects: By number of a touch: which of its objects some worker has not found.
     """
 
-    stores_ended: dict[int, int] = field(default_factory=dict)
-    failed_stores: set[int] = field(default_factory=set)
+    jobs_ended: dict[int, int] = field(default_factory=dict)
+    failed_jobs: set[int] = field(default_factory=set)
     failed_loads: set[str] = field(default_factory=set)
     unreadable: dict[str, set[int]] = field(default_factory=dict)
     traffic: dict[Direction, Traffic] = field(default_factory=lambda: defaultdict(Traffic))
     has_forward: bool = False
-    key_checks: int = 0
-    key_check_failure: str = ""
-    scores: dict[str, Scores | None] = field(default_factory=dict)
+    extras: ExtraOutput | None = None
     got_bytes: int = 0
     shared_failures: Counter[str] = field(default_factory=Counter)
     has_new_weights: bool = False
@@ -218,10 +212,10 @@ class WorkerOutput:
         """Whether there is anything to report."""
         return bool(
             self.has_forward
-            or self.stores_ended
+            or self.jobs_ended
             or self.failed_loads
             or self.unreadable
-            or self.scores
+            or self.extras is not None
             or self.got_bytes
             or self.has_new_weights
             or self.traffic["load"].transfers
@@ -229,20 +223,18 @@ class WorkerOutput:
 
     def add(self, other: WorkerOutput) -> None:
         """Join the report of another worker."""
-        for number, count in other.stores_ended.items():
-            self.stores_ended[number] = self.stores_ended.get(number, 0) + count
-        self.failed_stores |= other.failed_stores
+        for number, count in other.jobs_ended.items():
+            self.jobs_ended[number] = self.jobs_ended.get(number, 0) + count
+        self.failed_jobs |= other.failed_jobs
         self.failed_loads |= other.failed_loads
         for request_id, places in other.unreadable.items():
             self.unreadable.setdefault(request_id, set()).update(places)
         for direction, traffic in other.traffic.items():
             self.traffic[direction].add(traffic)
-        self.key_checks += other.key_checks
-        self.key_check_failure = self.key_check_failure or other.key_check_failure
-        # Every worker reports every probe of the step.
-        for row_id, scores in other.scores.items():
-            own = self.scores.get(row_id)
-            self.scores[row_id] = None if own is None or scores is None else own + scores
+        if self.extras is None:
+            self.extras = other.extras
+        elif other.extras is not None:
+            self.extras.add(other.extras)
         self.got_bytes += other.got_bytes
         self.shared_failures += other.shared_failures
         self.has_new_weights |= other.has_new_weights

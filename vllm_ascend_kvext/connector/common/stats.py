@@ -7,7 +7,7 @@ The scheduler side makes a report, see ``counters``. vLLM sends its data to the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from vllm_ascend_kvext.connector.common.counters import METRICS
-from vllm_ascend_kvext.counted import Number
+from vllm_ascend_kvext.counted import MetricTable, Number
 from vllm_ascend_kvext.store.lookup import Shortfall
 
 
@@ -68,17 +68,32 @@ class KvextStats(KVConnectorStats):  # type: ignore[misc]  # mypy does not follo
 
 
 class KvextPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The Prometheus metrics of all engines that one stat logger serves."""
+    """The Prometheus metrics of all engines that one stat logger serves.
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._observe = METRICS.register(
-            self._counter_cls, self._gauge_cls, self._labelnames, self.per_engine_labelvalues
-        )
+    Args:
+        further_tables: Those of extensions, whose metrics are all counters.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+        further_tables: Iterable[MetricTable] = (),
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._observers = [
+            table.register(
+                self._counter_cls, self._gauge_cls, self._labelnames, self.per_engine_labelvalues
+            )
+            for table in (METRICS, *further_tables)
+        ]
 
     def observe(self, transfer_stats_data: Mapping[str, Number], engine_idx: int = 0) -> None:
         """Add one engine's report."""
-        self._observe(transfer_stats_data, engine_idx)
+        for observe in self._observers:
+            observe(transfer_stats_data, engine_idx)
 
 
 def _in_gb(num_bytes: float) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler side of the connector: puts loads, stores, holes, segments and counters together.
+"""The scheduler side of the connector: puts loads, stores, holes and counters together.
 
 It is made when the workers have registered their pages. In a step, vLLM calls
 ``get_num_new_matched_tokens`` and ``update_state_after_alloc`` for requests that are admitted,
@@ -13,40 +13,40 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.blending.question_selection import Scores
 from vllm_ascend_kvext.connector.common.block_references import BlockReferences
 from vllm_ascend_kvext.connector.common.counters import ConnectorCounters
 from vllm_ascend_kvext.connector.common.host_layout import HostLayout, common_layout
 from vllm_ascend_kvext.connector.common.messages import (
     ConnectorMetadata,
     LoadJob,
-    ProbeJob,
     StoreJob,
     WorkerLayout,
     WorkerOutput,
 )
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.common.scheduler_view import Request, SchedulerView
-from vllm_ascend_kvext.connector.common.store_jobs import StoreJobs
+from vllm_ascend_kvext.connector.scheduler.extension import LookupRule, SchedulerExtension
 from vllm_ascend_kvext.connector.scheduler.loads import MAX_FAILED_LOADS, Loads
+from vllm_ascend_kvext.connector.scheduler.parts import SchedulerParts
 from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadStates
 from vllm_ascend_kvext.connector.scheduler.stores import Stores
-from vllm_ascend_kvext.connector.segments.make_blending import make_blending
-from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
-from vllm_ascend_kvext.connector.segments.segment_tokens import NO_SEGMENT_TOKENS, SegmentTokens
+from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
+from vllm_ascend_kvext.connector.scheduler.worker_jobs import WorkerJobs
 from vllm_ascend_kvext.holes.hole_blocks import HoleBlocks
-from vllm_ascend_kvext.holes.hole_queue import HoleQueue, HoleRow
+from vllm_ascend_kvext.holes.hole_queue import HoleQueue, HoleRow, NewHoles
 from vllm_ascend_kvext.layout.model import StatePolicy
-from vllm_ascend_kvext.layout.transfer_plan import TablePart
 from vllm_ascend_kvext.store.tier import HostTier
-from vllm_ascend_kvext.token_range import TokenRange
 
 if TYPE_CHECKING:
     from vllm_ascend_kvext.connector.common.events import TierEvents
+    from vllm_ascend_kvext.connector.extension import ConnectorExtension
     from vllm_ascend_kvext.connector.scheduler.shared_side import SharedSide
+    from vllm_ascend_kvext.counted import Report
+    from vllm_ascend_kvext.store.entries import Entry
 
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
@@ -57,25 +57,13 @@ MAX_STEPS_IN_FLIGHT = 64
 """Beyond it, some have ended without a word: their time is not measured."""
 
 
-class NewHoles(NamedTuple):
-    """Holes of a request of which the scheduler does not know yet.
-
-    ``is_planned`` where the load leaves them out; not where it has failed to bring them, or has
-    brought them in vain.
-    """
-
-    request_id: str
-    num_tokens: int
-    is_planned: bool
-
-
 class ConnectorScheduler:
     """The scheduler side of one engine, whose workers have registered their pages.
 
     Args:
         workers: By rank.
         clock: Seconds that only grow.
-        segment_tokens: What stands before and between segments, with ``blending``.
+        extension: What is reused beside exact prefixes; None if nothing is.
         vllm_config: vLLM's ``VllmConfig``; for ``shared_tier``.
 
     Raises:
@@ -86,7 +74,8 @@ class ConnectorScheduler:
     Attributes:
         computes_holes: Whether steps may compute rows that are not those of a scheduled request.
         references: Keeps blocks from being reallocated. Its new ids are those of the step that is
-            being scheduled, for holes and probes.
+            being scheduled, for holes.
+        extension: The scheduler side of the extension; one with all defaults if there is none.
         holes: Requests that wait for their holes, or for `end_hole_step`.
         row_ids: Rows of holes in the latest step; the next one tells the workers of their end.
     """
@@ -98,7 +87,7 @@ class ConnectorScheduler:
         options: ConnectorOptions,
         events: TierEvents,
         clock: Callable[[], float] = time.monotonic,
-        segment_tokens: SegmentTokens = NO_SEGMENT_TOKENS,
+        extension: ConnectorExtension | None = None,
         vllm_config: Any = None,
     ) -> None:
         worker = common_layout(workers)
@@ -130,7 +119,7 @@ class ConnectorScheduler:
         self.counters = ConnectorCounters(
             tier=self.tier.counters, capacity_bytes=self.tier.capacity_bytes
         )
-        self._jobs = StoreJobs(self.references, len(workers))
+        self._jobs = WorkerJobs(self.references, len(workers))
         parts = SchedulerParts(
             view,
             layout,
@@ -140,22 +129,20 @@ class ConnectorScheduler:
             self.holes,
             self.computes_holes,
             self.counters,
+            clock,
         )
-        self.segments = NoSegments()
-        if options.blending:
-            self.segments = make_blending(parts, options, segment_tokens, workers)
-        self._loads = Loads(parts, self.segments, clock, options.load_if_slower)
-        self._room, self._cost = self._loads.room, self._loads.cost
-        self._stores = Stores(parts, options.store_policy, events)
+        self._cost = TransferCost(is_ignored=options.load_if_slower)
         self.shared: SharedSide | None = None
         if options.shared_tier:
             from vllm_ascend_kvext.connector.common.engine_identity import identity_of
             from vllm_ascend_kvext.connector.scheduler.shared_side import SharedSide
 
             identity = identity_of(vllm_config, layout, workers)
-            self.shared = self._stores.shared = SharedSide(
-                parts, options, identity, self._cost, events, clock, self.segments
-            )
+            self.shared = SharedSide(parts, options, identity, self._cost, events)
+        self.extension = self._make_extension(extension, parts, workers)
+        self._loads = Loads(parts, self.extension, self._cost)
+        self._room = self._loads.room
+        self._stores = Stores(parts, options.store_policy, events, self.shared)
         self._states = RequestOffloadStates()
         self._step_loads: list[LoadJob] = []
         self._swaps: list[StoreJob] = []
@@ -163,9 +150,7 @@ class ConnectorScheduler:
         self._steps: deque[tuple[float, int]] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
         self._last_output_s = 0.0
         self._next_stats_s = 0.0
-        self._new_holes: list[NewHoles] = []
-        self._hole_tokens = 0  # of the step that is being scheduled
-        self._probes: list[ProbeJob] = []  # of the same
+        self._hole_tokens = 0  # Of the step that is being scheduled.
         self._has_news = False
         min_prompt_tokens = self._stores.planner.min_prompt_tokens
         logger.info(
@@ -180,8 +165,20 @@ class ConnectorScheduler:
             options.store_policy.value,
             options.state_policy.value,
         )
-        if not self.segments.is_on:
+        if extension is None:
             _warn_if_no_prompt_can_hit(view, min_prompt_tokens)
+
+    def _make_extension(
+        self,
+        extension: ConnectorExtension | None,
+        parts: SchedulerParts,
+        workers: Sequence[WorkerLayout],
+    ) -> SchedulerExtension:
+        on_used: Callable[[Entry], None] = lambda _: None  # noqa: E731
+        if self.shared is not None:
+            on_used = self.shared.note_used_entry
+        side = None if extension is None else extension.scheduler_side(parts, workers, on_used)
+        return side or SchedulerExtension()
 
     @property
     def has_work(self) -> bool:
@@ -192,7 +189,7 @@ class ConnectorScheduler:
     def has_transfers(self) -> bool:
         """Whether transfers are planned or under way."""
         return bool(
-            self._jobs
+            self._jobs.num_stores
             or self._stores.num_planned
             or self._loads.num_under_way
             or self._step_loads
@@ -204,12 +201,16 @@ class ConnectorScheduler:
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Tokens past those on the device that can be loaded; None to be asked again later."""
-        if self.segments.has_to_wait(request):
+        rule = self.extension.lookup_rule(request)
+        if rule is LookupRule.WAIT:
             return None
+        may_load = rule is LookupRule.LOOK_UP
         state = self._states[request.request_id]
-        if self.shared is not None and self.shared.has_to_wait(request, state, num_computed_tokens):
-            return None
-        return self._loads.match(request, state, num_computed_tokens)
+        if self.shared is not None and may_load:
+            pieces = partial(self.extension.pieces_to_get, request.request_id)
+            if self.shared.has_to_wait(request, state, num_computed_tokens, pieces):
+                return None
+        return self._loads.match(request, state, num_computed_tokens, may_load)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int
@@ -222,9 +223,9 @@ class ConnectorScheduler:
         assert state.under_way is not None
         plan = state.under_way.plan
         self._step_loads.append(job)
-        # Not those of the job, whose holes are what workers find no rows of prompts for.
+        # The plan's holes are computed. The job's are all that no rows of prompts are loaded for.
         if plan.holes:
-            self._note_new_holes(request.request_id, plan.holes, is_planned=True)
+            self.holes.note_new_holes(request.request_id, plan.holes, is_planned=True)
         tails = plan.tails.get(plan.exact_tokens)
         if tails is not None:
             self._stores.note_hit(tails)
@@ -247,16 +248,11 @@ class ConnectorScheduler:
 
     def end_hole_step(self) -> list[str]:
         """The latest step has been handed to the workers; see ``HoleQueue.end_step``."""
-        filled = self.holes.end_step()
-        self.counters.blending.lost_probes += self.holes.take_lost_probes()
-        return filled
+        return self.holes.end_step()
 
     def restart_holes(self, request_id: str) -> bool:
         """See ``HoleQueue.restart``. What is known of its load does not matter any more."""
-        if not self.holes.restart(request_id):
-            return False
-        self._new_holes = [new for new in self._new_holes if new.request_id != request_id]
-        return True
+        return self.holes.restart(request_id)
 
     def take_hole_rows(
         self, budget: tuple[int, int, int], other_ids: Collection[str]
@@ -264,27 +260,12 @@ class ConnectorScheduler:
         """Rows for the step that is scheduled next; see ``HoleQueue.take_rows``."""
         rows = self.holes.take_rows(*budget, other_ids)
         self._hole_tokens = sum(row.run.num_tokens for row in rows)
-        self._probes = [self._probe_job(row) for row in rows if row.is_probe]
-        probed_tokens = sum(row.run.num_tokens for row in rows if not row.is_kept)
-        self.counters.hole_tokens += self._hole_tokens - probed_tokens
-        self.counters.blending.probed_tokens += probed_tokens
+        self.counters.hole_tokens += sum(row.run.num_tokens for row in rows if row.is_kept)
         return rows
-
-    def _probe_job(self, row: HoleRow) -> ProbeJob:
-        block_ids = [
-            [block.block_id for block in manager.req_to_blocks.get(row.request_id, ())]
-            for manager in self._view.managers
-        ]
-        parts = tuple(TablePart(0, tuple(ids)) for ids in row.tables(block_ids))
-        questions, request_id = self.segments.questions, row.request_id
-        assert questions is not None
-        queries = questions.queries(request_id, row.run)
-        return ProbeJob(row.row_id, queries, questions.scored(request_id), parts)
 
     def take_new_holes(self) -> list[NewHoles]:
         """Holes of loads that have begun, or left something out, since the last call."""
-        new, self._new_holes = self._new_holes, []
-        return new
+        return self.holes.take_new_holes()
 
     def build_connector_meta(
         self, num_scheduled_tokens: Mapping[str, int], preempted_req_ids: Iterable[str]
@@ -295,30 +276,37 @@ class ConnectorScheduler:
         """
         now_s = self._clock()
         num_tokens = sum(num_scheduled_tokens.values()) + self._hole_tokens
-        self._hole_tokens = 0  # Nobody asks for rows where no request has holes.
+        self._hole_tokens = 0  # The scheduler takes no rows where no request has holes.
         self.references.new_ids.clear()
         if num_tokens:
             self._steps.append((now_s, num_tokens))
-        for request_id in preempted_req_ids:
+        preempted_ids = list(preempted_req_ids)
+        for request_id in preempted_ids:
             state = self._states.get(request_id)
             if state is not None:
                 self._stores.release_held(state.progress)
-            self.segments.preempted(request_id)
-        segment_jobs = self._note_step(num_scheduled_tokens)
+        planned = self.extension.on_step(num_scheduled_tokens, preempted_ids)
+        self._note_step(num_scheduled_tokens)
         self._leave_blocks_for_next_step(num_scheduled_tokens)
         self._room.end_step()
         self._loads.end_step()
-        swaps, self._swaps = tuple(self._swaps), []
-        loads, self._step_loads = tuple(self._step_loads), []
+        swaps = tuple(self._swaps)
+        loads = tuple(self._step_loads)
+        self._swaps.clear()
+        self._step_loads.clear()
         # A step that computes nothing may be the last for a while.
         wants_stats = not num_tokens or now_s >= self._next_stats_s
         self._has_news = False
         if wants_stats:
             self._next_stats_s = now_s + _STATS_EVERY_S
-        jobs = (*self._stores.take_jobs(), *segment_jobs)
-        probes, self._probes = tuple(self._probes), []
-        shared = () if self.shared is None else self.shared.take_jobs(may_wait=not num_tokens)
-        return ConnectorMetadata(swaps, loads, jobs, bool(num_tokens), wants_stats, probes, *shared)
+        stores = (*self._stores.take_jobs(), *planned.stores)
+        metadata = ConnectorMetadata(
+            swaps, loads, stores, bool(num_tokens), wants_stats, planned.extras
+        )
+        if self.shared is None:
+            return metadata
+        gets, puts, touches = self.shared.take_jobs(may_wait=not num_tokens)
+        return replace(metadata, gets=gets, puts=puts, touches=touches)
 
     def _leave_blocks_for_next_step(self, num_scheduled_tokens: Mapping[str, int]) -> None:
         """Let go of blocks held for stores where the requests of this step may lack them."""
@@ -337,19 +325,14 @@ class ConnectorScheduler:
             num_blocks += sum((last + wanted_tokens) // each - last // each for each in pages)
         self._stores.leave_free(num_blocks, [self._states[each] for each in num_scheduled_tokens])
 
-    def _note_step(self, num_scheduled_tokens: Mapping[str, int]) -> list[StoreJob]:
-        """Plan the stores of the requests that compute; returns those of segments."""
-        segment_jobs = []
+    def _note_step(self, num_scheduled_tokens: Mapping[str, int]) -> None:
+        """Plan the stores of the requests that compute."""
         for request_id, num_new_tokens in num_scheduled_tokens.items():
             if self._room.num_parked:
                 self._room.unpark(request_id)
-            request = self._view.requests[request_id]
-            job = self.segments.note_step(request, num_new_tokens)
-            if job is not None:
-                segment_jobs.append(job)
-            if self.segments.stores_prompt(request_id):
+            if not self.extension.is_private(request_id):
+                request = self._view.requests[request_id]
                 self._stores.note_step(request, self._states[request_id], num_new_tokens)
-        return segment_jobs
 
     def update_connector_output(
         self, results: WorkerOutput | None, finished_recving: Iterable[str]
@@ -373,7 +356,7 @@ class ConnectorScheduler:
                 self._states.drop_ended(request_id)
                 if holes:
                     self.holes.add(request_id, holes)
-                    self._note_new_holes(request_id, holes)
+                    self.holes.note_new_holes(request_id, holes)
             if self.holes.note_load_ended(request_id):
                 with_holes.add(request_id)
         return frozenset(with_holes)
@@ -385,7 +368,7 @@ class ConnectorScheduler:
             )
         if results.has_forward:
             self._measure_step()
-        self._has_news |= bool(results.stores_ended or results.traffic["load"].transfers)
+        self._has_news |= bool(results.jobs_ended or results.traffic["load"].transfers)
         self.counters.add_traffic(results.traffic)
         for direction, moved in results.traffic.items():
             self._cost.note_copies(direction, moved.num_bytes, moved.seconds)
@@ -394,45 +377,34 @@ class ConnectorScheduler:
             if state is not None and state.under_way is not None:
                 state.under_way.has_failed |= request_id in results.failed_loads
                 state.under_way.unreadable |= results.unreadable.get(request_id, set())
-        # Before its store ends: a segment whose keys are wrong is for nobody.
-        self.segments.note_key_checks(results.key_checks, results.key_check_failure)
-        for number, num_workers in results.stores_ended.items():
-            self._jobs.end(number, num_workers, number in results.failed_stores)
+        if results.extras is not None:
+            self.extension.on_output(results.extras)
         if self.shared is not None:
             self.shared.note_results(results)
-        for row_id, scores in results.scores.items():
-            self._end_probe(row_id, scores)
+        for number, num_workers in results.jobs_ended.items():
+            self._jobs.end(number, num_workers, number in results.failed_jobs)
+        if self.shared is not None:
+            self.shared.check_patience()
 
-    def _end_probe(self, row_id: str, scores: Scores | None) -> None:
-        """A question has been compared with segments; its request may have ended meanwhile."""
-        request_id = self.holes.probed_request(row_id)
-        if request_id is None:
-            return
-        runs = self.segments.choose(request_id, scores)
-        self.holes.end_probe(request_id, runs)
-        if runs:
-            self._note_new_holes(request_id, runs)
+    def request_finished(self, request: Request, is_end_of_turn: bool) -> Mapping[str, int] | None:
+        """A request has ended; its blocks are about to be freed.
 
-    def _note_new_holes(
-        self, request_id: str, holes: Sequence[TokenRange], is_planned: bool = False
-    ) -> None:
-        num_tokens = sum(hole.num_tokens for hole in holes)
-        self._new_holes.append(NewHoles(request_id, num_tokens, is_planned))
-
-    def request_finished(self, request: Request, is_end_of_turn: bool) -> None:
-        """A request has ended; its blocks are about to be freed."""
+        Returns:
+            What its response says in ``kv_transfer_params``.
+        """
         request_id = request.request_id
         state = self._states[request_id]
         self._loads.forget(request_id, state)
         # While a load is under way, its pages do not hold what the request's count says.
-        is_whole = state.under_way is None and self.segments.stores_prompt(request_id)
+        is_whole = state.under_way is None and not self.extension.is_private(request_id)
         self._stores.finish(request, state, is_end_of_turn and is_whole)
-        self.segments.forget(request_id)
+        params = self.extension.on_request_finished(request)
         self._states.end(request_id)
+        return params
 
     def preempt(self, request: Request) -> None:
         """A running request is about to be preempted; its blocks are still there."""
-        if self.segments.shared_tokens(request.request_id) is not None:
+        if self.extension.is_private(request.request_id):
             return  # It is planned anew.
         state = self._states[request.request_id]
         num_bytes = self._stores.swap_bytes(request)
@@ -448,23 +420,29 @@ class ConnectorScheduler:
         """Let go of pages that no transfer reads yet: the prefix cache is going to be reset."""
         for state in self._states.values():
             self._stores.release_held(state.progress)
-        self.segments.release_all_held()
+        self.extension.release_pages()
 
     def abandon_stores(self) -> None:
         """Let go of all pages at once: what is being stored is lost."""
         self.release_pages()
         self._stores.abandon()
-        self._jobs.abandon()
+        self._jobs.abandon_stores()
 
     def reset_cache(self) -> None:
         """Forget what is stored; transfers under way end by themselves."""
         self.tier.clear()
         self._stores.chooser.clear()
-        self.segments.clear()
+        self.extension.reset()
         if self.shared is not None:
             self.shared.turn_off(
                 "its connector was reset, as is done when weights are replaced in memory"
             )
+
+    def take_report(self) -> Report:
+        """What has been counted since the last report, by the extension, too."""
+        report = self.counters.take()
+        found = self.extension.take_report()
+        return {**report, **found}
 
     def _measure_step(self) -> None:
         """Steps end in the order in which they were planned."""

@@ -12,11 +12,14 @@ hit on the device once it is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from vllm_ascend_kvext.connector.common.messages import LoadJob
 from vllm_ascend_kvext.connector.common.scheduler_view import Request
+from vllm_ascend_kvext.connector.scheduler.extension import SchedulerExtension
 from vllm_ascend_kvext.connector.scheduler.load_jobs import LoadJobs
+from vllm_ascend_kvext.connector.scheduler.parts import SchedulerParts
 from vllm_ascend_kvext.connector.scheduler.request_state import (
     Admission,
     Awaited,
@@ -26,7 +29,6 @@ from vllm_ascend_kvext.connector.scheduler.request_state import (
 )
 from vllm_ascend_kvext.connector.scheduler.room import PoolRoom, Room
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
-from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
 from vllm_ascend_kvext.errors import ConnectorError
 from vllm_ascend_kvext.holes.behind_holes import plan_behind_holes
 from vllm_ascend_kvext.holes.eligibility import HoleRefusal, why_no_holes
@@ -55,10 +57,6 @@ what is left."""
 class Loads:
     """The loads of one engine.
 
-    Args:
-        clock: Seconds that only grow.
-        loads_if_slower: Whether loads are made whatever they cost.
-
     Attributes:
         num_under_way: Loads that workers make.
     """
@@ -66,31 +64,37 @@ class Loads:
     def __init__(
         self,
         parts: SchedulerParts,
-        segments: NoSegments,
-        clock: Callable[[], float],
-        loads_if_slower: bool,
+        extension: SchedulerExtension,
+        cost: TransferCost,
     ) -> None:
         self._view = parts.view
         self._tier = parts.tier
         self._layout = parts.layout
         self._jobs = LoadJobs(parts.layout, len(parts.view.managers))
         self.room = PoolRoom(parts.layout.all_groups, parts.view)
-        self.cost = TransferCost(is_ignored=loads_if_slower)
+        self.cost = cost
         self._counters = parts.counters
         self._references = parts.references
-        self._clock = clock
+        self._clock = parts.clock
         self._holes = parts.holes
         self._computes_holes = parts.computes_holes
-        self._segments = segments
+        self._extension = extension
         # What can be hit on the device once a load is there: its boundary, by its key.
         self._promised: dict[bytes, int] = {}
         self.num_under_way = 0
         self._lookups_in_vain = 0  # of the step that is being planned
 
     def match(
-        self, request: Request, state: RequestOffloadState, num_computed_tokens: int
+        self,
+        request: Request,
+        state: RequestOffloadState,
+        num_computed_tokens: int,
+        may_load: bool = True,
     ) -> int | None:
         """How many tokens past those on the device can be loaded; pinned until `begin` or `forget`.
+
+        Args:
+            may_load: Whether anything may be loaded.
 
         Returns:
             None if the answer has to wait: for the load of another request, or for room.
@@ -102,9 +106,9 @@ class Loads:
         if self._still_lacks_room(request, admission, num_computed_tokens):
             return None
         admission.later = None
-        self._segments.restart(request.request_id)
+        self._extension.restart(request.request_id)
         num_tokens: int | None = 0
-        if not self._segments.is_segment(request.request_id):
+        if may_load:
             num_tokens = self._match(request, state, num_computed_tokens)
         if num_tokens == 0 and self.room.of_other(request.num_tokens) is Room.LATER:
             admission.later = Later(num_computed_tokens, None)
@@ -142,7 +146,7 @@ class Loads:
                     return None
                 if self._room_for(request, pinned.plan) is not Room.YES:
                     return None
-                if self._hold_windows(request, pinned.plan):
+                if self._hold(request, pinned.plan):
                     return pinned.plan.num_tokens
             self._cancel(admission)
         if self._still_waits(admission, num_computed_tokens):
@@ -163,9 +167,10 @@ class Loads:
         # The last token is computed in any case: its output is wanted.
         hit = self._tier.look_up(prefix, request.num_tokens - 1, num_computed_tokens)
         admission.shortfall = hit.shortfall
-        plan = self._with_segments(request, admission, hit)
+        has_room = partial(self._can_have_room, request, admission)
+        plan = self._extension.plan(request, hit, has_room)
         if plan is None:
-            plan = self._plan_without_segments(request, admission, hit)
+            plan = self._plan(request, admission, hit)
             if plan.num_tokens <= 0:
                 return 0
             if self._waits_for_other(admission, plan):
@@ -189,7 +194,7 @@ class Loads:
         if load is None:
             return 0
         admission.pinned = RequestLoad(plan, load)
-        self._hold_windows(request, plan)
+        self._hold(request, plan)
         return plan.num_tokens
 
     def _keeps_parked_waiting(self) -> bool:
@@ -200,36 +205,15 @@ class Loads:
         """
         return self.room.num_parked > 0 and not self._view.num_running()
 
-    def _hold_windows(self, request: Request, plan: LoadPlan) -> bool:
-        """Keep what a request with segments reads of windows on the device until it begins.
-
-        Returns:
-            False if it is not there any more.
-        """
-        blocks = self._holes.blocks
-        if not blocks.has_windows or plan.is_exact or plan.exact_tokens in plan.tails:
-            return True
-        if blocks.is_held(request.request_id):
-            return True
-        cached = self._segments.cached_windows(request, plan.exact_tokens)
-        if cached is not None:
-            blocks.hold(request.request_id, cached)
-        return cached is not None
+    def _hold(self, request: Request, plan: LoadPlan) -> bool:
+        """Whether what a plan of the extension needs of the device is there, and is kept."""
+        return plan.is_exact or self._extension.hold(request, plan)
 
     def end_step(self) -> None:
-        """A step is planned: who has not begun in it is asked about again."""
+        """A step is planned: a request that has not begun in it is asked about again."""
         self._lookups_in_vain = 0
-        self._holes.blocks.release_held()
 
-    def _with_segments(self, request: Request, admission: Admission, hit: Hit) -> LoadPlan | None:
-        """The plan with segments behind a hit, if there are some, and it could have room."""
-        plan = self._segments.plan(request, hit)
-        if plan is None or not self._has_no_room(request, admission, plan):
-            return plan
-        self._segments.refuse_for_room(request.request_id)
-        return None
-
-    def _plan_without_segments(self, request: Request, admission: Admission, hit: Hit) -> LoadPlan:
+    def _plan(self, request: Request, admission: Admission, hit: Hit) -> LoadPlan:
         """The plan that goes on behind holes, if that costs less than it saves and has room."""
         if not self._computes_holes or admission.hole_refusal is not None:
             return plan_of_hit(hit)
@@ -237,7 +221,7 @@ class Loads:
         if beyond is None:
             return plan_of_hit(hit)
         refusal = why_no_holes(request)
-        if refusal is None and self._has_no_room(request, admission, beyond):
+        if refusal is None and not self._can_have_room(request, admission, beyond):
             refusal = HoleRefusal.ROOM
         if refusal is None and self._takes_longer(beyond):
             refusal = HoleRefusal.TOO_DEAR
@@ -264,17 +248,16 @@ class Loads:
         """Free blocks that a request and the windows of its holes need; 0 if there are enough."""
         blocks = self._holes.blocks
         has_tails = any(hole.first_tokens in plan.tails for hole in plan.holes)
-        if not blocks.has_windows or (plan.is_exact and not has_tails):
+        if not blocks.has_windows or not (plan.num_window_blocks or has_tails):
             return 0
         free_blocks = self.room.blocks_of_load(request.num_tokens, plan.boundary_tokens, plan.holes)
-        if not plan.is_exact:
-            free_blocks += blocks.num_blocks(plan.exact_tokens, plan.boundary_tokens)
+        free_blocks += plan.num_window_blocks
         return free_blocks if free_blocks > self._references.num_free else 0
 
-    def _has_no_room(self, request: Request, admission: Admission, plan: LoadPlan) -> bool:
-        """Whether holes wait in vain: blocks never suffice, or have been too few for long."""
+    def _can_have_room(self, request: Request, admission: Admission, plan: LoadPlan) -> bool:
+        """Whether holes may wait for blocks: these can suffice, and have not been few for long."""
         free_blocks = self._too_few_blocks(request, plan)
-        return (
+        return not (
             free_blocks > self.room.num_blocks
             or (free_blocks > 0 and self._has_waited_long(admission))
             or self._room_for(request, plan) is Room.NEVER
@@ -326,26 +309,11 @@ class Loads:
         self._promise(state, plan)
         self.room.park(request_id, request.num_tokens, plan.boundary_tokens, plan.holes)
         if not plan.is_exact:
-            dense = self._begin_dense(request, plan, block_ids)
-            self._segments.begin(request, plan)
-            return self._jobs.plan_blended(request_id, plan, block_ids, dense)
-        tables = []
+            return self._extension.begin(request, plan, block_ids)
+        tables: Sequence[WindowTables] = []
         if plan.holes:
             tables = self._holes.begin(request_id, plan.holes, plan.after_tokens)
         return self._jobs.plan(request_id, plan, block_ids, tables, self._may_lack(request))
-
-    def _begin_dense(
-        self, request: Request, plan: LoadPlan, block_ids: tuple[list[int], ...]
-    ) -> WindowTables:
-        """By KV cache group with windows; nothing where there are none, or no blocks for them."""
-        questions = self._segments.questions
-        probe = None if questions is None else questions.begin(request, plan)
-        if not (plan.holes or self._holes.blocks.has_windows or probe):
-            return {}
-        dense = self._holes.begin_dense(
-            request.request_id, plan.holes, plan.after_tokens, plan.exact_tokens, block_ids, probe
-        )
-        return dense or {}
 
     def _may_lack(self, request: Request) -> bool:
         """Whether what a load fails to bring is computed as a hole at once.
@@ -377,7 +345,7 @@ class Loads:
             self._holes.drop(request_id)
             # It holds its blocks until the scheduler looks at it: it stays parked.
             self._withdraw_promise(state)
-            self._segments.restart(request_id)
+            self._extension.restart(request_id)
             is_all = len(failed) == len(plan.entries)
             state.num_failed_loads += MAX_FAILED_LOADS if is_all else 1
             return []

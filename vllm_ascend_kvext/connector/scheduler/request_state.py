@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_ascend_kvext.connector.common.store_jobs import Pages
+from vllm_ascend_kvext.connector.scheduler.worker_jobs import Pages
 from vllm_ascend_kvext.holes.eligibility import HoleRefusal
 from vllm_ascend_kvext.holes.load_plan import LoadPlan
 from vllm_ascend_kvext.retention.reasons import Reason

@@ -17,17 +17,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from typing import Any
 
-from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, StoredTokens
 from vllm_ascend_kvext.connector.common.events import TierEvents
 from vllm_ascend_kvext.connector.common.messages import WorkerOutput
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.common.scheduler_view import Request
-from vllm_ascend_kvext.connector.common.store_jobs import StoreJobs
+from vllm_ascend_kvext.connector.scheduler.parts import SchedulerParts
 from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadState
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
-from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
-from vllm_ascend_kvext.layout.row_map import RowMap
 from vllm_ascend_kvext.shared_tier import names, open_tier
 from vllm_ascend_kvext.shared_tier.backend import (
     MAX_HANG_S,
@@ -36,7 +34,7 @@ from vllm_ascend_kvext.shared_tier.backend import (
     UsedObjects,
     logger,
 )
-from vllm_ascend_kvext.shared_tier.search import FoundObject, Question, search
+from vllm_ascend_kvext.shared_tier.search import FoundObject, Question, WantedPiece, search
 from vllm_ascend_kvext.store.counters import Refusal
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Load, Piece
 from vllm_ascend_kvext.store.prefix import Prefix
@@ -45,7 +43,8 @@ from vllm_ascend_kvext.store.store_policy import StorePolicy
 from vllm_ascend_kvext.token_range import TokenRange
 
 SharedJobs = tuple[tuple[SharedObject, ...], tuple[SharedObject, ...], tuple[UsedObjects, ...]]
-Contents = RowMap | StoredTokens  # Of an entry.
+"""Gets, puts and touches of one step."""
+
 MAX_LOOKUP_S = 0.05  # A request goes on without an answer that takes longer,
 MAX_QUEUED_S = 1.0  # or has stood behind others for so long,
 MAX_STALL_S = 0.2  # when nothing has come for so long of what it waits for,
@@ -112,18 +111,14 @@ class SharedSide:
         identity: names.Identity,
         cost: TransferCost,
         events: TierEvents,
-        clock: Callable[[], float],
-        segments: NoSegments,
     ) -> None:
         assert options.shared_tier is not None
         self._parts = parts
-        self._segments = segments
-        segments.put = self.note_used_segment
         self._tier = parts.tier
         self._counters = parts.counters
         self._cost = cost
         self._events = events
-        self._clock = clock
+        self._clock = parts.clock
         self._puts_all = options.store_policy is StorePolicy.ALL
         self._namespace = names.namespace_of(identity)
         self._spare_bytes = options.spare_bytes
@@ -132,7 +127,7 @@ class SharedSide:
         self._thread = TierThread("kvext-shared-lookups")
         self._last_asked: SharedRequest | None = None
         self._num_asked = 0  # In this step, and how many came behind them.
-        self._jobs = StoreJobs(parts.references, parts.jobs.num_workers)
+        self._num_jobs = 0  # Gets, puts and touches under way.
         self._last_change_s = 0.0  # Of these.
         self._new_gets: list[SharedObject] = []  # Of the next step.
         self._new_puts: list[SharedObject] = []
@@ -172,11 +167,18 @@ class SharedSide:
     # Asking.
 
     def has_to_wait(
-        self, request: Request, state: RequestOffloadState, num_computed_tokens: int
+        self,
+        request: Request,
+        state: RequestOffloadState,
+        num_computed_tokens: int,
+        further_pieces: Callable[[], Sequence[WantedPiece]] = tuple,
     ) -> bool:
-        """Whether to look at a request later: something is asked, or got, for its prompt."""
-        is_segment = self._segments.is_segment(request.request_id)
-        if self._is_off or is_segment or request.lora_request or request.skip_reading_prefix_cache:
+        """Whether to look at a request later: something is asked, or got, for its prompt.
+
+        Args:
+            further_pieces: What host memory lacks of other prefixes that the request may use.
+        """
+        if self._is_off or request.lora_request or request.skip_reading_prefix_cache:
             return False  # vLLM knows an adapter by its name only.
         known = state.shared
         if known is None:  # It is asked once.
@@ -184,7 +186,9 @@ class SharedSide:
                 self._num_asked += 1
                 return self._num_asked <= MAX_ASKED + MAX_BEHIND
             known = state.shared = SharedRequest()
-            self._ask(request, known, num_computed_tokens)
+            question = self._question(request, known, num_computed_tokens, further_pieces())
+            if question:
+                self._ask(known, question)
         if known.question is not None:
             if known.is_answered.is_set():
                 self._begin_gets(request, known, known.question)
@@ -197,10 +201,7 @@ class SharedSide:
             known.question, known.found = None, ()
         return not self._awaited.keys().isdisjoint(known.gets)
 
-    def _ask(self, request: Request, known: SharedRequest, num_computed_tokens: int) -> None:
-        question = self._question(request, known, num_computed_tokens)
-        if not question:
-            return
+    def _ask(self, known: SharedRequest, question: Question) -> None:
         is_paused = self._clock() < self._paused_until_s
         if not is_paused and (why := self._why_hanging()):
             self._pause(why)
@@ -208,11 +209,19 @@ class SharedSide:
         if is_paused:
             self._counters.shared_requests["paused"] += 1
         else:
-            known.question, known.asked_s, self._last_asked = question, self._clock(), known
+            known.question = question
+            known.asked_s = self._clock()
+            self._last_asked = known
             self._num_asked += 1
             self._thread.submit(partial(self._answer, known))
 
-    def _question(self, request: Request, known: SharedRequest, after: int) -> Question:
+    def _question(
+        self,
+        request: Request,
+        known: SharedRequest,
+        after: int,
+        further: Sequence[WantedPiece],
+    ) -> Question:
         """What to ask. Notes gets of others that are of use."""
         geometry, prefix = self._tier.geometry, self._parts.view.prefix(request)
         limit = max(after, geometry.floor(min(request.num_tokens - 1, prefix.num_tokens)))
@@ -234,9 +243,9 @@ class SharedSide:
                 self._await(known, index.present(Kind.TAILS, prefix.key_at(tails_tokens)))
         # Hashes that nobody changes while the thread reads them.
         prefix = replace(prefix, hashes=tuple(prefix.hashes[: limit // prefix.tokens_per_hash]))
-        wanted, segments = TokenRange(after, limit), self._segments.lacking(request.request_id)
+        wanted = TokenRange(after, limit)
         holes = self._parts.computes_holes
-        return Question(prefix, geometry, wanted, tuple(missing), tails_tokens, holes, segments)
+        return Question(prefix, geometry, wanted, tuple(missing), tails_tokens, holes, further)
 
     def _await(self, known: SharedRequest, entry: Entry | None) -> None:
         """Have a request wait for an entry, if it is being got."""
@@ -315,11 +324,13 @@ class SharedSide:
         left_bytes = self._tier.capacity_bytes * MAX_GET_SHARE
         left_bytes -= sum(each.num_bytes for each in (*self._gets, *self._abandoned))
         is_paused = self._clock() < self._paused_until_s
-        for name, piece, end_tokens, prefix in () if is_paused else known.found:
-            name = f"{self._namespace}/{name}"
+        wanted_objects = () if is_paused else known.found
+        for found in wanted_objects:
+            piece, end_tokens, prefix = found.piece, found.end_tokens, found.prefix
+            name = f"{self._namespace}/{found.name}"
             if name in self._abandoned.values():
                 break  # It hangs. What lies behind is of less use without it.
-            contents, num_bytes = self._contents(prefix, piece, end_tokens)
+            contents, num_bytes = self._contents(found)
             if num_bytes > left_bytes:
                 break
             shared_piece = piece._replace(end_tokens=end_tokens)
@@ -338,41 +349,48 @@ class SharedSide:
             self._awaited[entry] = end_tokens - piece.first_tokens or end_tokens - after_tokens
             self._gets[entry] = self._clock(), name
             self._await(known, entry)
-            number = self._jobs.begin((), partial(self._end_get, entry, contents, prefix, request))
+            on_end = partial(self._end_get, entry, contents, found, request)
+            number = self._begin_job(on_end)
             self._new_gets.append(SharedObject(number, name, entry.offset_bytes, num_bytes))
         result = "found" if known.gets else "paused" if is_paused else "absent"
         self._counters.shared_requests[result] += 1
 
-    def _contents(self, prefix: Prefix, piece: Piece, end_tokens: int) -> tuple[Contents, int]:
+    def _contents(self, found: FoundObject) -> tuple[Any, int]:
         """What the entry of an object holds of a prefix, and the bytes of the object."""
-        if isinstance(prefix, SegmentPrefix):
-            assert self._segments.store is not None
-            stored = self._segments.store.contents(prefix, piece)
-            return stored, self._segments.store.num_bytes(stored)
-        layout = self._parts.layout
+        if found.wanted is not None:
+            return found.wanted.contents, found.wanted.num_bytes
+        layout, piece = self._parts.layout, found.piece
         row_map = layout.row_map(piece)
-        if end_tokens < piece.end_tokens:  # Rows behind are of another prompt.
-            row_map = layout.rows_within(row_map, piece.first_tokens, end_tokens)
+        if found.end_tokens < piece.end_tokens:  # Rows behind are of another prompt.
+            row_map = layout.rows_within(row_map, piece.first_tokens, found.end_tokens)
         return row_map, layout.num_bytes(piece)
 
+    def _begin_job(self, on_end: Callable[[bool], None]) -> int:
+        """Hand a get, a put or a touch to the workers; its number."""
+        self._num_jobs += 1
+        return self._parts.jobs.begin(partial(self._end_job, on_end))
+
+    def _end_job(self, on_end: Callable[[bool], None], has_failed: bool) -> None:
+        self._num_jobs -= 1
+        self._last_change_s = self._clock()
+        on_end(has_failed)
+
     def _end_get(
-        self, entry: Entry, contents: Contents, prefix: Prefix, request: Request, has_failed: bool
+        self, entry: Entry, contents: Any, found: FoundObject, request: Request, has_failed: bool
     ) -> None:
         began_s, _ = self._gets.pop(entry, (0.0, ""))
         self._overtaken_s = max(self._overtaken_s, began_s)
         self._abandoned.pop(entry, None)
         self._awaited.pop(entry, None)
-        self._last_change_s = self._clock()
         if has_failed:
             self._tier.fail_store(entry, is_own=False)
         elif self._tier.finish_store(entry, contents):
             entry.is_shared = True
             self._counters.shared_tokens += entry.piece.end_tokens - entry.piece.first_tokens
-            if isinstance(prefix, SegmentPrefix):
-                # An engine like this one has compared keys, and found nothing.
-                self._segments.note_key_checks(self._jobs.num_workers, "")
+            if found.wanted is not None:
+                found.wanted.on_got()
             else:
-                self._events.stored(entry, prefix, request)
+                self._events.stored(entry, found.prefix, request)
 
     @property
     def has_transfers(self) -> bool:
@@ -380,9 +398,9 @@ class SharedSide:
         is_quiet = self._clock() - self._last_change_s > MAX_QUIET_S
         has_touches = self._new_touches and self._num_touched < MAX_TOUCHED
         are_new = self._new_gets or self._new_puts or has_touches
-        return bool(are_new or (self._jobs and not is_quiet))
+        return bool(are_new or (self._num_jobs and not is_quiet))
 
-    def _check_patience(self) -> None:
+    def check_patience(self) -> None:
         """Wait no longer for what does not come, or comes slower than it can be computed."""
         if not self._awaited:
             return
@@ -427,9 +445,10 @@ class SharedSide:
             name = names.object_name(Piece.tails(boundary), key)
             self._note_used(lookup.index.stored(Kind.TAILS, key), key, name)
 
-    def note_used_segment(self, entry: Entry) -> None:
-        """A segment is reused."""
-        self._note_used(entry, entry.key, names.object_name(entry.piece, entry.key, True))
+    def note_used_entry(self, entry: Entry) -> None:
+        """An entry of a key space that is no prompt's is used."""
+        name = names.object_name(entry.piece, entry.key, entry.key_space)
+        self._note_used(entry, entry.key, name)
 
     def _note_used_on_device(self, prefix: Prefix, first_tokens: int, end_tokens: int) -> None:
         """Rows are used that host memory lacks: of each chunk, and those before the last token."""
@@ -448,7 +467,8 @@ class SharedSide:
         if entry is not None and not entry.is_shared:
             self.put(entry)
             return
-        now_s, mark = self._clock(), name.encode() or key
+        now_s = self._clock()
+        mark = name.encode() or key
         is_due = now_s - self._touched_s.get(mark, -TOUCH_EVERY_S) >= TOUCH_EVERY_S
         if not is_due or len(self._new_touches) >= _REMEMBERED_TOUCHES or self._touches_nothing:
             return
@@ -475,13 +495,12 @@ class SharedSide:
             return ()
         touch = _Touch({name: self._new_touches.pop(name) for name in begun}, now_s)
         self._num_touched += len(begun)
-        touch.number = self._jobs.begin((), partial(self._end_touch, touch))
+        touch.number = self._begin_job(partial(self._end_touch, touch))
         self._touches[touch.number] = touch
         return (UsedObjects(touch.number, tuple(touch.entries)),)
 
     def _end_touch(self, touch: _Touch, has_failed: bool) -> None:
         """What was used and is not there any more is put again, if host memory has it."""
-        self._last_change_s = self._clock()
         if self._touches.pop(touch.number, None) is None:
             self._num_hung_touches -= 1
         else:
@@ -498,9 +517,8 @@ class SharedSide:
 
     def _is_uncut(self, entry: Entry) -> bool:
         """Whether it is what its name says, and not got from an object with more rows."""
-        row_map = entry.row_map
         whole = self._parts.layout.row_map
-        return isinstance(row_map, StoredTokens) or row_map == whole(entry.piece)
+        return bool(entry.key_space) or entry.row_map == whole(entry.piece)
 
     def note_stored(self, entry: Entry, request: Request) -> None:
         """A store of the engine's own has ended well."""
@@ -518,11 +536,10 @@ class SharedSide:
             return
         if (load := self._tier.pin(entry)) is None:
             return
-        is_segment = isinstance(entry.row_map, StoredTokens)
-        has_notes = entry.piece.kind is Kind.ROWS and not is_segment
+        has_notes = entry.piece.kind is Kind.ROWS and not entry.key_space
         notes = tuple(map(names.note_name, entry.keys)) if has_notes else ()
-        number = self._jobs.begin((), partial(self._end_put, entry, load))
-        name = f"{self._namespace}/{names.object_name(entry.piece, entry.key, is_segment)}"
+        number = self._begin_job(partial(self._end_put, entry, load))
+        name = f"{self._namespace}/{names.object_name(entry.piece, entry.key, entry.key_space)}"
         num_bytes = entry.num_bytes - self._spare_bytes  # Contents are multiples of 64 bytes.
         self._new_puts.append(SharedObject(number, name, entry.offset_bytes, num_bytes, notes))
         self._put_bytes += entry.num_bytes
@@ -530,7 +547,6 @@ class SharedSide:
 
     def _end_put(self, entry: Entry, load: Load, has_failed: bool) -> None:
         self._put_bytes -= entry.num_bytes
-        self._last_change_s = self._clock()
         if has_failed:
             entry.is_shared = False
             self._puts_paused_until_s = self._clock() + PAUSE_S
@@ -541,32 +557,30 @@ class SharedSide:
     def take_jobs(self, may_wait: bool) -> SharedJobs:
         """What the workers get, put and touch from this step on; it ``may_wait`` if it is idle."""
         if may_wait:
-            self._check_patience()
+            self.check_patience()
             if self._last_asked is not None:
                 self._last_asked.is_answered.wait(_IDLE_WAIT_S)
         self._num_asked = 0
         jobs = tuple(self._new_gets), tuple(self._new_puts), self._begin_touch()
-        self._new_gets, self._new_puts = [], []
+        self._new_gets.clear()
+        self._new_puts.clear()
         if any(jobs):
             self._last_change_s = self._clock()
         return jobs
 
     def note_results(self, results: WorkerOutput) -> None:
-        """What the workers report of a step."""
+        """What the workers report of a step. Called before the jobs of the same report end."""
         for number, absent in results.absent_objects.items():
             if number in self._touches:
                 self._touches[number].absent |= absent
-        for number, num_workers in results.stores_ended.items():
-            self._jobs.end(number, num_workers, number in results.failed_stores)
         if results.got_bytes:
-            self._busy_bytes += results.got_bytes / self._jobs.num_workers
+            self._busy_bytes += results.got_bytes / self._parts.jobs.num_workers
             self._last_bytes_s = self._last_change_s = self._clock()
             self._num_silent = 0
         for name, number in results.shared_failures.items():
             self._counters.shared_failures[name] += number
             if name == "get_unreachable":
                 self._pause("something could not be read")
-        self._check_patience()
 
     def turn_off(self, why: str) -> None:
         """Perhaps the weights are others, and no file says so."""

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm_ascend_kvext.connector.common.block_references import MAX_REFERENCED_SHARE
 from vllm_ascend_kvext.connector.common.messages import StoreJob
 from vllm_ascend_kvext.connector.common.scheduler_view import Block, Request
-from vllm_ascend_kvext.connector.common.store_jobs import Pages, table_parts
 from vllm_ascend_kvext.connector.scheduler.boundaries import NEVER, UNASKED, BoundaryPlanner
+from vllm_ascend_kvext.connector.scheduler.parts import SchedulerParts
 from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadState, StoreProgress
-from vllm_ascend_kvext.connector.segments.no_segments import SchedulerParts
+from vllm_ascend_kvext.connector.scheduler.worker_jobs import Pages, table_parts
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk
 from vllm_ascend_kvext.retention.reasons import Origin, Reason
 from vllm_ascend_kvext.store.counters import Refusal, Removal
@@ -65,18 +65,22 @@ class Stores:
     Attributes:
         reasons: Why tails were stored, by the number of the entry.
         num_planned: Jobs of this step.
-        shared: Told of what is stored, and of requests that begin; None without a shared tier.
     """
 
-    shared: SharedSide | None = None
-
-    def __init__(self, parts: SchedulerParts, policy: StorePolicy, events: TierEvents) -> None:
+    def __init__(
+        self,
+        parts: SchedulerParts,
+        policy: StorePolicy,
+        events: TierEvents,
+        shared: SharedSide | None = None,
+    ) -> None:
         self._view = parts.view
         self._tier = parts.tier
         self._layout = layout = parts.layout
         self._references = parts.references
         self._events = events
         self._under_way = parts.jobs
+        self._shared = shared
         interval_tokens = parts.view.interval_tokens
         self.planner = BoundaryPlanner(layout.groups, layout.unit_tokens, interval_tokens)
         self.chooser = StoreChooser(policy)
@@ -226,7 +230,7 @@ class Stores:
     # What is behind it.
 
     def _begin(self, job: _Job, blocks: list[Block]) -> StoreJob:
-        number = self._under_way.begin(blocks, partial(self._end, job.stored))
+        number = self._under_way.begin_store(blocks, partial(self._end, job.stored))
         parts = table_parts(job.pages, len(self._view.managers))
         return StoreJob(number, tuple(job.chunks), parts)
 
@@ -236,8 +240,8 @@ class Stores:
                 self._tier.fail_store(entry)
             elif self._tier.finish_store(entry, self._layout.row_map(entry.piece)):
                 self._events.stored(entry, prefix, request)
-                if self.shared is not None:
-                    self.shared.note_stored(entry, request)
+                if self._shared is not None:
+                    self._shared.note_stored(entry, request)
                 continue
             self.reasons.pop(entry.number, None)
 
@@ -264,8 +268,8 @@ class Stores:
         self.release_held(state.progress)
         self.planner.report_hints(request)
         computed_tokens = request.num_computed_tokens
-        if self.shared is not None:
-            self.shared.note_begun(request, computed_tokens)
+        if self._shared is not None:
+            self._shared.note_begun(request, computed_tokens)
         shared_tokens = self._shared_tokens(request)
         boundaries = self._plan(request, state, computed_tokens, shared_tokens)
         state.planned = None

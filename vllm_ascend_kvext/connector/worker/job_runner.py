@@ -8,18 +8,16 @@ steps.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vllm_ascend_kvext.blending.segment_mover import SegmentMover
-from vllm_ascend_kvext.blending.token_rows import SegmentRows
 from vllm_ascend_kvext.connector.common.messages import LoadJob, StoreJob
-from vllm_ascend_kvext.errors import ConnectorError, SegmentError
+from vllm_ascend_kvext.connector.worker.extension import ExtraMover
+from vllm_ascend_kvext.errors import ConnectorError
 from vllm_ascend_kvext.layout.model import NULL_PAGE, KVLayout, StatePolicy
 from vllm_ascend_kvext.layout.planner import TransferPlanner
 from vllm_ascend_kvext.layout.row_map import MissingRows
@@ -53,15 +51,12 @@ class Moved(NamedTuple):
         seconds: That the copies took.
         unreadable: Where in host memory those parts of a load begin that could not be read.
         error: Why a load was made part by part; None if it was not.
-        key_check: What is wrong with the keys of a store's segments, empty if nothing is; None if
-            none were checked.
     """
 
     num_bytes: int
     seconds: float
     unreadable: frozenset[int] = frozenset()
     error: Exception | None = None
-    key_check: str | None = None
 
 
 class JobRunner:
@@ -73,7 +68,7 @@ class JobRunner:
         move: Moves the bytes; tests hand in another.
 
     Attributes:
-        segments: Moves tokens of segments; None if jobs have none.
+        mover: Moves the rows that jobs carry for an extension; None if it moves none.
     """
 
     def __init__(
@@ -89,9 +84,7 @@ class JobRunner:
         self.layout = layout
         self.pools = pools
         self.fence = fence
-        self.segments: SegmentMover | None = None
-        self._checking_keys = threading.Lock()
-        self._are_keys_settled = False
+        self.mover: ExtraMover | None = None
         self._states = states
         self._host = host
         self._placement = placement
@@ -103,7 +96,7 @@ class JobRunner:
 
         Raises:
             ConnectorError: Rows are missing; nothing has been written.
-            SegmentError: Segments do not fit; of them nothing has been written.
+            KvextError: Rows of an extension do not fit; of them nothing has been written.
             TokenRangeError: The job does not fit the layout; nothing has been written.
             DescriptorError: The same.
             BackendError: The device refused; its destination may have been written in part.
@@ -113,9 +106,9 @@ class JobRunner:
             raise _incomplete(job, missing)
         if isinstance(job, StoreJob):
             moved = self._move_all(job, plans, recorded)
-            if not job.segments:
-                return moved
-            return moved._replace(key_check=self._check_keys(job.segments))
+            if job.extras:
+                self._mover().after_store(job.extras)
+            return moved
         try:
             return self._move_all(job, plans, recorded)
         except Exception as error:
@@ -141,34 +134,23 @@ class JobRunner:
                     placement=self._placement,
                 ),
             )
-        if not job.segments:
+        if not job.extras:
             return Moved(num_bytes, seconds)
         mover = self._mover()
         move = mover.store if is_store else mover.load
-        of_segments: list[int] = []
+        of_extras: list[int] = []
         seconds += self.fence.run(
-            recorded, lambda: of_segments.append(move(job.segments, job.block_ids))
+            recorded, lambda: of_extras.append(move(job.extras, job.block_ids))
         )
-        return Moved(num_bytes + sum(of_segments), seconds)
+        return Moved(num_bytes + sum(of_extras), seconds)
 
-    def _check_keys(self, rows: Sequence[SegmentRows]) -> str | None:
-        """Check all chunks of a store together: a small one has too few equal tokens.
-
-        Returns:
-            As `SegmentMover.check_keys`; also None if an earlier store has settled it.
-        """
-        with self._checking_keys:
-            found = None if self._are_keys_settled else self._mover().check_keys(rows)
-            self._are_keys_settled |= found is not None
-        return found
-
-    def _mover(self) -> SegmentMover:
-        if self.segments is None:
-            raise SegmentError(
-                "segments: expected a worker that can move them, found one that has refused to. "
-                "Plan no segments for it."
+    def _mover(self) -> ExtraMover:
+        if self.mover is None:
+            raise ConnectorError(
+                "extras: expected a worker that can move the rows of an extension, found one that "
+                "has refused to. Plan no such rows for it."
             )
-        return self.segments
+        return self.mover
 
     def _load_apart(self, job: LoadJob, recorded: Any, error: Exception) -> Moved:
         """Load each part by itself, once the load of all of them has failed.
@@ -211,7 +193,7 @@ class JobRunner:
                 continue
             table = job.block_ids[group.kv_cache_group_id]
             rows = needed_rows(group, job.tokens, self._states)
-            filled = [(each.first_tokens, each.end_tokens) for each in job.segments]
+            filled = [(each.first_tokens, each.end_tokens) for each in job.extras]
             filled.append((rows.start * group.tokens_per_row, rows.stop * group.tokens_per_row))
             for first_tokens, end_tokens in filled:
                 first_page = first_tokens // group.tokens_per_page - table.first_page
@@ -253,13 +235,13 @@ def _incomplete(job: Job, missing: list[MissingRows]) -> ConnectorError:
 
 def _parts_of(job: LoadJob) -> Iterator[LoadJob]:
     """A load of each of its entries."""
-    nothing = replace(job, stored=(), hole_tails=(), segments=())
+    nothing = replace(job, stored=(), hole_tails=(), extras=())
     for stored in job.stored:
         yield replace(nothing, stored=(stored,))
     for tails in job.hole_tails:
         yield replace(nothing, hole_tails=(tails,))
-    for rows in job.segments:
-        yield replace(nothing, segments=(rows,))
+    for rows in job.extras:
+        yield replace(nothing, extras=(rows,))
 
 
 def _num_bytes(plan: TransferPlan) -> int:

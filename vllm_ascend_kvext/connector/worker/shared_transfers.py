@@ -134,11 +134,11 @@ class SharedTransfers:
             self._note_duration(direction, began_s, ended_s, is_unreachable)
             with self._changed:
                 output, self._num_left = self._output, self._num_left - 1
-                output.stores_ended[what.number] = 1
+                output.jobs_ended[what.number] = 1
                 if answer is Answer.WHOLE and what.num_bytes:
                     output.traffic[direction].add(Traffic(what.num_bytes, ended_s - began_s, 1))
                 elif answer is not Answer.WHOLE:
-                    output.failed_stores.add(what.number)
+                    output.failed_jobs.add(what.number)
                     output.shared_failures[f"{direction}_{answer.value}"] += 1
                 self._changed.notify_all()
 
@@ -153,9 +153,9 @@ class SharedTransfers:
             self._note_duration("put", began_s, time.monotonic(), found is None)
             with self._changed:
                 output, self._num_left = self._output, self._num_left - 1
-                output.stores_ended[used.number] = 1
+                output.jobs_ended[used.number] = 1
                 if found is None:
-                    output.failed_stores.add(used.number)
+                    output.failed_jobs.add(used.number)
                     output.shared_failures["touch_unreachable"] += 1
                 elif not all(found):
                     output.absent_objects[used.number] = {

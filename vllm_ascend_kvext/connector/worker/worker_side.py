@@ -5,7 +5,7 @@ It decides nothing: the scheduler side says what is moved and where to. A step::
 
     run_before_step   stores that must have ended before the step overwrites their pages
     begin_step        loads begin, and stores if nothing is computed
-    (the forward)     questions are compared with segments
+    (the forward)     an extension may look into it
     end_of_forward    stores begin
     end_step          what has ended since the last time, of whichever steps
 
@@ -30,15 +30,13 @@ from vllm_ascend_kvext.connector.common.messages import (
     WorkerLayout,
     WorkerOutput,
 )
-from vllm_ascend_kvext.connector.common.options import CONFIG, ConnectorOptions, Selector
-from vllm_ascend_kvext.connector.worker.cpu_backend import CpuBackend
+from vllm_ascend_kvext.connector.common.options import CONFIG, ConnectorOptions
+from vllm_ascend_kvext.connector.worker.extension import RegisteredPages, WorkerExtension
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.connector.worker.job_runner import Job, JobRunner, Move, Moved
 from vllm_ascend_kvext.connector.worker.loaded_models import LoadedWeights
-from vllm_ascend_kvext.connector.worker.question_probe import QuestionProbe
 from vllm_ascend_kvext.connector.worker.transfer_thread import TransferThread
-from vllm_ascend_kvext.connector.worker.worker_segments import WorkerSegments
-from vllm_ascend_kvext.errors import ConnectorError, KvextError, LayoutError, SettingsError
+from vllm_ascend_kvext.errors import ConnectorError, LayoutError, SettingsError
 from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.layout.model import KVLayout
 from vllm_ascend_kvext.layout.views import storage_tensors
@@ -80,7 +78,7 @@ class WorkerSide:
         kv_cache_config: vLLM's ``KVCacheConfig``, as the worker has it.
         options: Of the connector.
         move: Moves the bytes. By default the transfer op, as the process's settings want it.
-        cpu_backend: How vLLM's CPU attention writes pages; None refuses segments on a CPU.
+        extension: Moves rows of its own; None if nothing does.
     """
 
     def __init__(
@@ -90,17 +88,13 @@ class WorkerSide:
         options: ConnectorOptions,
         *,
         move: Move | None = None,
-        cpu_backend: CpuBackend | None = None,
+        extension: WorkerExtension | None = None,
     ) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._options = options
         self._move = move or _transfer_op(os.environ)
-        self._cpu_backend = cpu_backend
-        self._segments: WorkerSegments | None = None
-        self._segment_refusal = ""
-        self._probe: QuestionProbe | None = None
-        self._probe_refusal = ""
+        self._extension = extension or WorkerExtension()
         self._thread = TransferThread(self._run, self._move_to_copy_cpus)
         self._placement: CopyPlacement | None = None
         self._host: HostBuffer | None = None
@@ -131,7 +125,7 @@ class WorkerSide:
             _require_same(self._runner.layout, layout)
             self._thread.drop()
             self._runner.pools.register(tensors)
-            self._renew_segments(self._runner, kv_caches)
+            self._register_extension(self._runner, kv_caches)
             return
         device = tensors[0].device
         fence = fence_of(device)
@@ -141,8 +135,7 @@ class WorkerSide:
         self._runner = JobRunner(
             layout, self._options.state_policy, pools, host.tensor, fence, placement, self._move
         )
-        if self._options.blending:
-            self._make_segments(self._runner, kv_caches, host.tensor)
+        self._register_extension(self._runner, kv_caches)
         if self._options.shared_tier:
             from vllm_ascend_kvext.connector.common.engine_identity import num_equal_ranks
             from vllm_ascend_kvext.connector.worker.shared_transfers import SharedTransfers
@@ -153,45 +146,18 @@ class WorkerSide:
                 self._options, rank, num_equal, host, self._move_to_copy_cpus
             )
 
-    def _make_segments(
-        self, runner: JobRunner, kv_caches: Mapping[str, Any], host: torch.Tensor
-    ) -> None:
-        """Hand the runner what moves tokens of segments, or note why there is nothing."""
-        try:
-            segments = WorkerSegments(
-                self._vllm_config,
-                runner.layout,
-                kv_caches,
-                runner.pools,
-                # Keys are rotated in host memory, whatever device has the pages.
-                self._placement or default_placement(os.environ),
-                self._cpu_backend,
-                self._move,
-            )
-            runner.segments = segments.mover(host)
-            self._segments = segments
-        except Exception as error:
-            self._segment_refusal = _refusal_of(error)
-            return
-        if self._options.blend_selector is not Selector.HEADS:
-            try:
-                is_asked_for = self._options.blend_selector is Selector.QUESTION
-                self._probe = segments.probe(self._options.blend_check_layer, is_asked_for)
-            except Exception as error:
-                self._probe_refusal = _refusal_of(error)
-
-    def _renew_segments(self, runner: JobRunner, kv_caches: Mapping[str, Any]) -> None:
-        """Take the rows where they are now. If that fails, jobs with segments do."""
-        if self._segments is None or runner.segments is None:
-            return
-        runner.segments.pages = None
-        try:
-            pages = self._segments.pages_of(kv_caches)
-            runner.segments.pages = pages
-            if self._probe is not None:
-                self._probe.pages = pages
-        except Exception as error:
-            logger.warning("Segments are not loaded any more: %s", _refusal_of(error))
+    def _register_extension(self, runner: JobRunner, kv_caches: Mapping[str, Any]) -> None:
+        assert self._host is not None
+        pages = RegisteredPages(
+            runner.layout,
+            kv_caches,
+            runner.pools,
+            self._host.tensor,
+            self._placement,
+            self._move,
+        )
+        self._extension.register(pages)
+        runner.mover = self._extension.mover
 
     def describe(self) -> WorkerLayout:
         """What the scheduler side has to know of this worker.
@@ -201,13 +167,8 @@ class WorkerSide:
         """
         if self._runner is None or self._host is None:
             raise _nothing_registered()
-        mover = self._runner.segments
         described = WorkerLayout(
-            self._runner.layout,
-            self._host.num_bytes,
-            None if mover is None else mover.layout,
-            self._segment_refusal,
-            self._probe_refusal,
+            self._runner.layout, self._host.num_bytes, self._extension.describe()
         )
         if self._shared is None:
             return described
@@ -240,8 +201,7 @@ class WorkerSide:
         what is in their pages.
         """
         self._thread.fail(self._stores_after_forward, "the forward of their step did not end")
-        if self._probe is not None:
-            self._probe.begin_step(jobs.probes)
+        self._extension.begin_step(jobs.extras)
         self._stores_after_forward = jobs.stores if jobs.has_forward else ()
         self._submit(jobs.loads if jobs.has_forward else (*jobs.loads, *jobs.stores))
         if self._shared is not None:
@@ -267,9 +227,9 @@ class WorkerSide:
         results = WorkerOutput()
         for job, moved in self._thread.take_ended():
             if isinstance(job, StoreJob):
-                results.stores_ended[job.number] = 1
+                results.jobs_ended[job.number] = 1
                 if moved is None:
-                    results.failed_stores.add(job.number)
+                    results.failed_jobs.add(job.number)
             else:
                 loads.add(job.request_id)
                 unreadable = job.places if moved is None else set(moved.unreadable)
@@ -282,10 +242,7 @@ class WorkerSide:
             if moved is not None:
                 direction: Direction = "store" if isinstance(job, StoreJob) else "load"
                 results.traffic[direction].add(Traffic(moved.num_bytes, moved.seconds, 1))
-                results.key_checks += moved.key_check == ""
-                results.key_check_failure = results.key_check_failure or moved.key_check or ""
-        if self._probe is not None:
-            results.scores = self._probe.end_step()
+        results.extras = self._extension.end_step()
         if self._shared is not None:
             results.add(self._shared.take_output())
         if self._weights is not None:
@@ -305,10 +262,7 @@ class WorkerSide:
         self._thread.shutdown()
         if self._shared is not None:
             self._shared.shutdown()
-        if self._probe is not None:
-            self._probe.shutdown()
-        if self._runner is not None and self._runner.segments is not None:
-            self._runner.segments.close()
+        self._extension.shutdown()
         if self._host is not None:
             self._host.unmap()
 
@@ -354,14 +308,6 @@ def _placement(options: ConnectorOptions, device_type: str) -> CopyPlacement | N
             )
         return CopyPlacement.on(options.copy_cpus)
     return default_placement(os.environ) if device_type == "cpu" else None
-
-
-def _refusal_of(error: Exception) -> str:
-    """Why there are no segments. What nobody has thought of is logged: the engine serves on."""
-    if isinstance(error, KvextError):
-        return str(error)
-    logger.warning("Segments: what this model or its pages are is not understood", exc_info=error)
-    return f"{type(error).__name__}: {error}. Serve this model without blending, and report it."
 
 
 def _device_name(device: torch.device) -> str:

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values that keys of ``kv_connector_extra_config`` may have, and how a declaration is parsed.
+
+A key is an annotated field of a dataclass, see ``declared``. Its note is one of the `Values`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from vllm_ascend_kvext.declared import Declared, did_you_mean
+from vllm_ascend_kvext.errors import SettingsError
+from vllm_ascend_kvext.request_arguments import is_integer
+
+CONFIG = "kv_connector_extra_config"
+
+_FLAGS = {"true": True, "false": False}
+
+
+class Values(NamedTuple):
+    """What a key may have.
+
+    Attributes:
+        expected: In words.
+        accepts: Whether a value of the configuration is among them.
+        make: The option's value, from one that is.
+        words: All of them, where they are a few words.
+    """
+
+    expected: str
+    accepts: Callable[[Any], bool]
+    make: Callable[[Any], Any]
+    words: tuple[str, ...] = ()
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a configuration is a number, and no truth value."""
+    return isinstance(value, float) or is_integer(value)
+
+
+def are_natural(value: Any) -> bool:
+    """Whether a value of a configuration is a list of integers of at least 0."""
+    is_list = isinstance(value, (list, tuple))
+    return is_list and all(is_integer(each) and each >= 0 for each in value)
+
+
+def choice(choices: type[enum.Enum]) -> Values:
+    """The values of an enumeration of words."""
+    words = tuple(choice.value for choice in choices)
+    return Values(f"one of {', '.join(words)}", lambda value: value in words, choices, words)
+
+
+RATIO = Values(
+    "a number from 0 to 1, without quotes",
+    lambda value: is_number(value) and 0 <= value <= 1,
+    float,
+)
+POSITIVE_INTEGER = Values(
+    "an integer of at least 1, without quotes", lambda value: is_integer(value) and value > 0, int
+)
+NATURAL_NUMBER = Values(
+    "an integer of at least 0, without quotes", lambda value: is_integer(value) and value >= 0, int
+)
+FLAG = Values(
+    "true or false",
+    # Strings come from command lines, where a value is quoted in JSON or it is not.
+    lambda value: isinstance(value, (bool, str)) and str(value).strip().lower() in _FLAGS,
+    lambda value: _FLAGS[str(value).strip().lower()],
+)
+
+
+def parse_values(
+    config: Mapping[str, Any],
+    options: Collection[Declared],
+    where: str = "",
+    other_keys: Collection[str] = (),
+    former_keys: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Values of declared options, by key, those of keys that are absent or null left out.
+
+    Args:
+        where: The key whose object this configuration is; empty for the outermost one.
+        other_keys: Keys that are known, and parsed by others.
+        former_keys: What stands in place of a key of an earlier release, by that key.
+
+    Raises:
+        SettingsError: If a key is not known, or a value is wrong.
+    """
+    known = [*(option.key for option in options), *other_keys]
+    place = f"{CONFIG}: {where}: " if where else f"{CONFIG}: "
+    for key in config:
+        if key in known:
+            continue
+        if former_keys and key in former_keys:
+            raise SettingsError(
+                f"{place}unknown key {key!r}: expected {former_keys[key]} in its place. See "
+                "docs/settings.md."
+            )
+        raise SettingsError(
+            f"{place}unknown key {key!r}: expected some of {', '.join(known)}."
+            f"{did_you_mean(key, known)} Correct or remove it."
+        )
+    values: dict[str, Any] = {}
+    for option in options:
+        value = config.get(option.key)
+        if value is None:
+            continue
+        if not option.note.accepts(value):
+            hint = did_you_mean(value, option.note.words).strip()
+            key = f"{where}: {option.key}" if where else option.key
+            raise wrong_value(key, value, option.note.expected, hint)
+        values[option.key] = option.note.make(value)
+    return values
+
+
+def wrong_value(key: str, value: object, expected: str, remedy: str = "") -> SettingsError:
+    """The error of a value that a key may not have."""
+    remedy = remedy or "Correct it, or leave the key out for the default."
+    return SettingsError(f"{CONFIG}: {key}: expected {expected}, found {value!r}. {remedy}")

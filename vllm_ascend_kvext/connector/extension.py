@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An extension of the connector: one option, and a part on each side. The connector knows none.
+
+Rooms above the connector register theirs, as ``patches`` do when the plugin is loaded. So the
+connector can be read, changed and run without them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm_ascend_kvext.connector.common.messages import WorkerLayout
+from vllm_ascend_kvext.connector.common.options import ConnectorOptions, parse_options
+from vllm_ascend_kvext.connector.scheduler.extension import SchedulerExtension
+from vllm_ascend_kvext.connector.worker.extension import WorkerExtension
+from vllm_ascend_kvext.store.entries import Entry
+
+if TYPE_CHECKING:
+    from vllm_ascend_kvext.connector.scheduler.parts import SchedulerParts
+    from vllm_ascend_kvext.connector.worker.cpu_backend import CpuBackend
+    from vllm_ascend_kvext.counted import MetricTable
+
+
+class ConnectorExtension(ABC):
+    """An extension that the configuration of one connector asks for.
+
+    Args:
+        value: That of its key in ``kv_connector_extra_config``.
+        options: The other keys.
+
+    Raises:
+        SettingsError: If the value is wrong, or does not suit the other keys.
+
+    Attributes:
+        key: In ``kv_connector_extra_config``.
+        former_keys: What stands in place of keys of earlier releases, by these.
+        metrics: Of all that it counts.
+    """
+
+    key: ClassVar[str]
+    former_keys: ClassVar[Mapping[str, str]]
+    metrics: ClassVar[MetricTable]
+
+    @abstractmethod
+    def __init__(self, value: Any, options: ConnectorOptions) -> None: ...
+
+    @abstractmethod
+    def read_model(self, model_config: Any) -> None:
+        """Read what the scheduler side needs of vLLM's ``ModelConfig``, once, at the start.
+
+        Raises:
+            SettingsError: If an option does not suit the model.
+        """
+
+    @abstractmethod
+    def scheduler_side(
+        self,
+        parts: SchedulerParts,
+        workers: Sequence[WorkerLayout],
+        on_used: Callable[[Entry], None],
+    ) -> SchedulerExtension | None:
+        """Its part of a scheduler side; None, with the reason in the log, if there can be none.
+
+        Args:
+            workers: By rank.
+            on_used: To be called with an entry of its own that is used; for a shared tier.
+        """
+
+    @abstractmethod
+    def worker_side(self, vllm_config: Any, cpu_backend: CpuBackend | None) -> WorkerExtension:
+        """Its part of a worker side.
+
+        Args:
+            vllm_config: vLLM's ``VllmConfig``, as the worker has it.
+            cpu_backend: How vLLM's CPU attention writes pages.
+        """
+
+
+_registered: dict[str, type[ConnectorExtension]] = {}
+
+
+def register_extension(extension: type[ConnectorExtension]) -> None:
+    """Have connectors know an extension. Idempotent."""
+    _registered[extension.key] = extension
+
+
+def registered_extensions() -> Sequence[type[ConnectorExtension]]:
+    """All extensions that connectors of this process know."""
+    return tuple(_registered.values())
+
+
+def parse_configuration(
+    extra_config: Mapping[str, Any] | None, world_size: int
+) -> tuple[ConnectorOptions, ConnectorExtension | None]:
+    """The options of a connector, and the extension that its configuration asks for.
+
+    Args:
+        extra_config: ``kv_connector_extra_config``; None if there is none.
+        world_size: Workers of the engine.
+
+    Raises:
+        SettingsError: See `parse_options` and `ConnectorExtension`.
+    """
+    former_keys: dict[str, str] = {}
+    for extension in registered_extensions():
+        former_keys |= extension.former_keys
+    options = parse_options(extra_config, world_size, tuple(_registered), former_keys)
+    asked = [key for key in _registered if (extra_config or {}).get(key) is not None]
+    if not asked:
+        return options, None
+    assert len(asked) == 1, "messages carry the extras of one extension"
+    value = (extra_config or {})[asked[0]]
+    return options, _registered[asked[0]](value, options)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler side's seam: what an extension of the connector may answer, and the defaults.
+
+The connector itself reuses exact prefixes. An extension reuses something else beside them. The
+scheduler side asks it at the places below, in this order, for each request::
+
+    lookup_rule ── restart ── plan ── hold ── begin      while the request is admitted
+    on_step ── on_output                                 in each step
+    on_request_finished                                  when the request has ended
+
+The defaults are those of an engine without an extension.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from vllm_ascend_kvext.connector.common.messages import LoadJob, StoreJob
+from vllm_ascend_kvext.connector.common.scheduler_view import Request
+from vllm_ascend_kvext.counted import Report
+from vllm_ascend_kvext.holes.load_plan import LoadPlan
+from vllm_ascend_kvext.shared_tier.search import WantedPiece
+from vllm_ascend_kvext.store.lookup import Hit
+
+
+class LookupRule(enum.Enum):
+    """What the connector does for a request that is to be admitted."""
+
+    LOOK_UP = enum.auto()
+    """It loads what is stored of the prompt."""
+
+    COMPUTE = enum.auto()
+    """It loads nothing."""
+
+    WAIT = enum.auto()
+    """It is asked again in the next step."""
+
+
+class StepPlan(NamedTuple):
+    """What an extension has the workers do in a step.
+
+    Attributes:
+        stores: Begin when the step has computed.
+        extras: For the worker side of the extension; None if there is nothing.
+    """
+
+    stores: Sequence[StoreJob] = ()
+    extras: Any = None
+
+
+class SchedulerExtension:
+    """The scheduler side of an extension, for one engine."""
+
+    def lookup_rule(self, request: Request) -> LookupRule:
+        """What the connector does for a request that is to be admitted. Asked in every step."""
+        return LookupRule.LOOK_UP
+
+    def pieces_to_get(self, request_id: str) -> Sequence[WantedPiece]:
+        """What host memory lacks, and a shared tier may have, for a request."""
+        return ()
+
+    def restart(self, request_id: str) -> None:
+        """A request has no plan: it is looked up anew, or its load has failed."""
+
+    def plan(
+        self, request: Request, hit: Hit, has_room: Callable[[LoadPlan], bool]
+    ) -> LoadPlan | None:
+        """The plan of a request behind what is exact; None leaves the planning to the connector.
+
+        Args:
+            hit: What host memory has of the prompt's own prefix.
+            has_room: Whether the device can ever hold what a plan needs.
+        """
+        return None
+
+    def hold(self, request: Request, plan: LoadPlan) -> bool:
+        """Keep until the end of the step what a plan of `plan` needs of the device.
+
+        Returns:
+            False if it is not there any more: the request is looked up again.
+        """
+        return True
+
+    def begin(self, request: Request, plan: LoadPlan, block_ids: tuple[list[int], ...]) -> LoadJob:
+        """The load of a request that has got blocks for a plan of `plan`.
+
+        Args:
+            block_ids: By KV cache group, from the request's first token on.
+        """
+        raise NotImplementedError
+
+    def is_private(self, request_id: str) -> bool:
+        """Whether KV of a request is for itself only: it is not stored as that of its tokens."""
+        return False
+
+    def on_step(
+        self, num_scheduled_tokens: Mapping[str, int], preempted_ids: Collection[str]
+    ) -> StepPlan:
+        """A step has been scheduled. The requests' computed tokens are not advanced yet.
+
+        Args:
+            num_scheduled_tokens: By request that computes in it.
+            preempted_ids: Requests whose blocks are gone.
+        """
+        return StepPlan()
+
+    def on_output(self, extras: Any) -> None:
+        """What the worker sides of the extension report of a step, joined.
+
+        Called before the jobs of the same report end.
+        """
+
+    def on_request_finished(self, request: Request) -> Mapping[str, int] | None:
+        """A request has ended; what its response says in ``kv_transfer_params``."""
+        return None
+
+    def take_report(self) -> Report:
+        """What it has counted since the last report; see ``counted``."""
+        return {}
+
+    def release_pages(self) -> None:
+        """Let go of pages that no transfer reads yet: the prefix cache is going to be reset."""
+
+    def reset(self) -> None:
+        """What is stored is forgotten."""

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs that all workers of an engine do: which blocks they read, and when the last worker ends one.
+
+Stores of pages, and gets, puts and touches of a shared tier. Workers report them alike, by number.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from vllm_ascend_kvext.connector.common.block_references import BlockReferences
+from vllm_ascend_kvext.connector.common.scheduler_view import Block
+from vllm_ascend_kvext.layout.model import NULL_PAGE
+from vllm_ascend_kvext.layout.transfer_plan import TablePart
+
+Pages = dict[tuple[int, int], Block]
+"""By KV cache group and page of the request."""
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A job that ``workers_left`` workers have not ended.
+
+    Attributes:
+        blocks: Referenced for it; None if it reads no pages.
+    """
+
+    on_end: Callable[[bool], None]
+    blocks: Sequence[Block] | None
+    workers_left: int
+    has_failed: bool = False
+
+
+class WorkerJobs:
+    """The jobs under way of one engine. It gives the engine's job numbers.
+
+    Attributes:
+        num_workers: Workers that do each job.
+        num_stores: Jobs under way that read pages.
+    """
+
+    def __init__(self, references: BlockReferences, num_workers: int) -> None:
+        self._references = references
+        self.num_workers = num_workers
+        self.num_stores = 0
+        self._numbers = itertools.count()
+        self._under_way: dict[int, _UnderWay] = {}
+
+    def begin_store(self, blocks: Sequence[Block], on_end: Callable[[bool], None]) -> int:
+        """A store of pages is handed to the workers; its number.
+
+        Args:
+            blocks: Referenced for it; released when it ends.
+            on_end: Called then with whether it has failed.
+        """
+        self.num_stores += 1
+        return self._begin(blocks, on_end)
+
+    def begin(self, on_end: Callable[[bool], None]) -> int:
+        """A job that reads no pages is handed to the workers; its number. See `begin_store`."""
+        return self._begin(None, on_end)
+
+    def _begin(self, blocks: Sequence[Block] | None, on_end: Callable[[bool], None]) -> int:
+        number = next(self._numbers)
+        self._under_way[number] = _UnderWay(on_end, blocks, self.num_workers)
+        return number
+
+    def end(self, number: int, num_workers: int, has_failed: bool) -> None:
+        """So many workers have ended a job; a failure counts for all of them."""
+        job = self._under_way[number]
+        job.workers_left -= num_workers
+        job.has_failed |= has_failed
+        if job.workers_left > 0:
+            return  # Others still read the pages, or write to host memory.
+        del self._under_way[number]
+        if job.blocks is not None:
+            self.num_stores -= 1
+            self._references.release(job.blocks)
+        job.on_end(job.has_failed)
+
+    def abandon_stores(self) -> None:
+        """Let go of the pages of all stores, whose bytes are then worth nothing."""
+        for job in self._under_way.values():
+            if job.blocks is not None:
+                self._references.release(job.blocks)
+                job.blocks = []
+                job.has_failed = True
+
+
+def table_parts(pages: Mapping[tuple[int, int], Block], num_groups: int) -> tuple[TablePart, ...]:
+    """Parts of a block table that have some pages; null between them."""
+    parts = []
+    for group in range(num_groups):
+        of_group = {page: block for (of, page), block in pages.items() if of == group}
+        if not of_group:
+            parts.append(TablePart(0, ()))
+            continue
+        first_page = min(of_group)
+        end_page = max(of_group) + 1
+        ids = [
+            of_group[page].block_id if page in of_group else NULL_PAGE
+            for page in range(first_page, end_page)
+        ]
+        parts.append(TablePart(first_page, tuple(ids)))
+    return tuple(parts)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker side's seam: what an extension of the connector does with the pages of one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from vllm_ascend_kvext.connector.common.messages import ExtraOutput, ExtraRows
+from vllm_ascend_kvext.layout.model import KVLayout
+from vllm_ascend_kvext.layout.transfer_plan import TablePart
+from vllm_ascend_kvext.transfer.placement import CopyPlacement
+from vllm_ascend_kvext.transfer.pools import Pools
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RegisteredPages(NamedTuple):
+    """What a worker has registered.
+
+    Attributes:
+        kv_caches: By layer name.
+        pools: The storages of the layout; renewed by the worker side after a reset.
+        host: The host buffer. dtype: uint8, shape: [num_bytes].
+        placement: Where copies on the host run; None leaves it to the calling thread.
+        move: Moves rows, as ``page_transfer`` does.
+    """
+
+    layout: KVLayout
+    kv_caches: Mapping[str, Any]
+    pools: Pools
+    host: torch.Tensor
+    placement: CopyPlacement | None
+    move: Callable[..., None]
+
+
+class ExtraMover(Protocol):
+    """Moves the rows that jobs carry for an extension. Threads may share it."""
+
+    def store(self, rows: Sequence[Any], block_ids: Sequence[TablePart]) -> int:
+        """Copy rows from pages to host memory; returns bytes.
+
+        Raises:
+            KvextError: Something does not fit; nothing has been written.
+        """
+
+    def load(self, rows: Sequence[Any], block_ids: Sequence[TablePart]) -> int:
+        """Copy rows from host memory to pages; otherwise as `store`."""
+
+    def after_store(self, rows: Sequence[ExtraRows]) -> None:
+        """All rows of a store are in host memory."""
+
+
+class WorkerExtension:
+    """The worker side of an extension. The model's thread calls all of it but the mover.
+
+    Attributes:
+        mover: None if it moves nothing.
+    """
+
+    mover: ExtraMover | None = None
+
+    def register(self, pages: RegisteredPages) -> None:
+        """Take note of the pages. Called again after a reset, with others that are laid out alike.
+
+        Does not raise: what an extension cannot do, it tells in `describe`.
+        """
+
+    def describe(self) -> Any:
+        """What its scheduler side has to know of this worker: plain data."""
+        return None
+
+    def begin_step(self, extras: Any) -> None:
+        """A step begins; ``extras`` is what the scheduler side has planned for it, or None."""
+
+    def end_step(self) -> ExtraOutput | None:
+        """What the scheduler side is told of what has ended since the last call."""
+        return None
+
+    def shutdown(self) -> None:
+        """The worker ends. Idempotent."""

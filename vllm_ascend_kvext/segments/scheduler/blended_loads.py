@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What workers are told of the load of a request in which segments are reused. Knows no tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from vllm_ascend_kvext.connector.common.host_layout import HostLayout
+from vllm_ascend_kvext.connector.common.messages import HoleTails, LoadJob
+from vllm_ascend_kvext.connector.scheduler.load_jobs import LoadJobs, chunk_of
+from vllm_ascend_kvext.holes.hole_blocks import WindowTables
+from vllm_ascend_kvext.holes.load_plan import Span
+from vllm_ascend_kvext.layout.row_map import StoredChunk
+from vllm_ascend_kvext.layout.transfer_plan import TablePart
+from vllm_ascend_kvext.segments.scheduler.blended_plan import BlendedPlan
+from vllm_ascend_kvext.segments.scheduler.segment_store import rows_to_load
+from vllm_ascend_kvext.token_range import TokenRange
+
+
+class BlendedLoads:
+    """Plans the loads of one engine, which has so many KV cache groups."""
+
+    def __init__(self, layout: HostLayout, num_groups: int) -> None:
+        self._layout = layout
+        self._exact = LoadJobs(layout, num_groups)
+
+    def plan(
+        self,
+        request_id: str,
+        plan: BlendedPlan,
+        block_ids: tuple[list[int], ...],
+        dense: WindowTables,
+    ) -> LoadJob:
+        """The load of a request: rows of segments behind what is exact.
+
+        Args:
+            block_ids: By KV cache group, from the request's first token on.
+            dense: By KV cache group with windows. Where one is missing, the load fails.
+        """
+        whole = TokenRange(plan.after_tokens, plan.boundary_tokens)
+        tokens = whole
+        holes: tuple[TokenRange, ...] = (whole,)
+        stored: tuple[StoredChunk, ...] = ()
+        exact_tails = plan.tails.get(plan.exact_tokens)
+        if plan.exact_tokens > plan.after_tokens:
+            tokens, holes = TokenRange(plan.after_tokens, plan.exact_tokens), ()
+            stored = self._exact.stored(plan, exact_tails)
+        parts = list(self._exact.table_parts(whole, block_ids))
+        for group, table in dense.items():
+            parts[group] = TablePart(table.first_page, table.block_ids)
+        tails: tuple[HoleTails, ...] = ()
+        if exact_tails is not None:
+            # Once more, for the part of them that the device has not.
+            groups = self._layout.tail_groups
+            tails = (HoleTails(plan.exact_tokens, chunk_of(exact_tails), tuple(parts), groups),)
+        return LoadJob(
+            request_id,
+            tokens,
+            stored,
+            tuple(parts),
+            holes,
+            tails,
+            extras=tuple(map(rows_to_load, _joined(plan.segment_spans))),
+        )
+
+
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    """Ascending spans, with rows of one entry that follow each other as one."""
+    joined: list[Span] = []
+    for span in spans:
+        before = joined[-1] if joined else None
+        if (
+            before is not None
+            and before.entry is span.entry
+            and before.end_tokens == span.first_tokens
+            and before.first_tokens - before.entry_tokens == span.first_tokens - span.entry_tokens
+        ):
+            joined[-1] = before._replace(end_tokens=span.end_tokens)
+        else:
+            joined.append(span)
+    return joined

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of reused segments is computed after all, because the question attends to it.
+
+Two passes. The first one is thrown away: it computes the question behind the segments as they are
+stored, heads included, and what is missing between them. The second one is that of a request whose
+question is not looked at, with more holes::
+
+    segments          [hhhh              ]     [hhhh              ] question
+    first pass                            =====                     ========    scores
+    second pass        ====      ===      ========      ===
+    the request                                                     ========
+
+The question is what follows the last segment, stored or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_ascend_kvext.connector.common.scheduler_view import Request, SchedulerView
+from vllm_ascend_kvext.holes.load_plan import Span
+from vllm_ascend_kvext.segments.counters import SegmentCounters
+from vllm_ascend_kvext.segments.question_selection import Scores, select_runs
+from vllm_ascend_kvext.segments.scheduler.blended_plan import BlendedPlan
+from vllm_ascend_kvext.segments.scheduler.question_preview import PreviewPlan
+from vllm_ascend_kvext.token_range import TokenRange, union, without
+
+MAX_PROBED_TOKENS = 256
+"""Of a longer question the end is looked at, as if it stood right behind the segments."""
+
+CHOSEN_RUN_TOKENS = 8
+"""The question chooses tokens in runs of so many: with them docs/blending.md was measured."""
+
+
+class _Compared(NamedTuple):
+    """What of each segment is loaded, and what of that may be computed after all.
+
+    The last ``num_queries`` tokens of the first pass are the question.
+    """
+
+    num_queries: int
+    scored: tuple[TokenRange, ...]
+    reused: tuple[TokenRange, ...]
+
+
+class Questions:
+    """The questions of one engine's requests: ``ratio`` of the tokens behind heads is computed."""
+
+    def __init__(self, view: SchedulerView, ratio: float, counters: SegmentCounters) -> None:
+        self._view = view
+        self.ratio = ratio
+        self._counters = counters
+        self._compared: dict[str, _Compared] = {}
+
+    def begin(self, request: Request, plan: BlendedPlan) -> PreviewPlan | None:
+        """The first pass of a request that has blocks; None if its question is not looked at."""
+        first_tokens = plan.boundary_tokens
+        num_tokens = min(
+            request.num_tokens - first_tokens,
+            MAX_PROBED_TOKENS,
+            # So that it finds room beside requests that run.
+            max(1, self._view.max_num_batched_tokens // 2),
+            # The prompt of its row has one token more.
+            self._view.max_model_len - 1 - first_tokens,
+        )
+        if num_tokens <= 0:
+            return None
+        scored = list(plan.segment_spans)
+        question_tokens = request.num_tokens - max(first_tokens, plan.segments_end_tokens)
+        self._compared[request.request_id] = _Compared(
+            min(num_tokens, question_tokens) if question_tokens > 0 else num_tokens,
+            _by_segment(scored),
+            _by_segment(span for span in scored if not (span.is_computed or span.is_exact)),
+        )
+        loaded = union(TokenRange(span.first_tokens, span.end_tokens) for span in scored)
+        missing = without(plan.holes, loaded)
+        return PreviewPlan(TokenRange(first_tokens, first_tokens + num_tokens), missing)
+
+    def scored(self, request_id: str) -> tuple[TokenRange, ...]:
+        """The tokens that the question of a request is compared with."""
+        return self._compared[request_id].scored
+
+    def queries(self, request_id: str, run: TokenRange) -> TokenRange:
+        """The question, of what the first pass computes behind the segments."""
+        num_queries = self._compared[request_id].num_queries
+        return TokenRange(run.end_tokens - num_queries, run.end_tokens)
+
+    def choose(self, request_id: str, scores: Scores | None) -> tuple[TokenRange, ...]:
+        """What is computed after all, by scores of the tokens of `scored`; None without any."""
+        compared = self._compared.pop(request_id)
+        if scores is None or not np.isfinite(scores).all():
+            self._counters.lost_probes += 1
+            return ()
+        self._counters.scored_probes += 1
+        return select_runs(compared.scored, scores, compared.reused, self.ratio, CHOSEN_RUN_TOKENS)
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended, or nothing of it is reused any more."""
+        self._compared.pop(request_id, None)
+
+
+def _by_segment(ascending: Iterable[Span]) -> tuple[TokenRange, ...]:
+    """What is loaded of each segment. Of one, nothing is left out between two spans."""
+    found: dict[int, TokenRange] = {}
+    for span in ascending:
+        segment_tokens = span.first_tokens - span.entry_tokens
+        first_tokens = found.get(segment_tokens, span).first_tokens
+        found[segment_tokens] = TokenRange(first_tokens, span.end_tokens)
+    return tuple(found.values())

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Segments that no client has stored, and that are stored because two requests have had them.
+
+The life of one::
+
+    seen       a request has it; a second one does, and it is still not stored
+    queued     until the scheduler has nothing else to admit
+    begun      a request of our own computes it, which `SegmentStores` treats like a client's
+    ended      it is stored, or counted as dropped: to be tried again, it has to be seen twice again
+
+Nothing is reused before workers have compared keys of equal tokens, which short documents may not
+have. Then a text that has some is computed first: a *check*, of which nothing is kept.
+
+Decides what is computed, and what becomes of it. Knows nothing of the scheduler: its requests are
+made, and taken back, by ``patches.connector.learned_requests``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from vllm_ascend_kvext.segments.counters import SegmentCounters
+from vllm_ascend_kvext.segments.keys.key_check import (
+    FEWEST_PAIRS,
+    find_pairs,
+    has_enough_pairs,
+    text_with_pairs,
+)
+from vllm_ascend_kvext.segments.scheduler.segment_store import SegmentPrefix, SegmentStore
+from vllm_ascend_kvext.store.remembered_keys import RememberedKeys
+
+logger = logging.getLogger("vllm.ascend_kvext.blending")
+
+MAX_SEEN_SEGMENTS = 8192
+"""So many are known to have been in one request, alone and where it would have reused them; of
+each, 32 bytes and a place in a dictionary."""
+
+MAX_QUEUED_SEGMENTS = 64
+MAX_QUEUED_DOCUMENTS, MAX_TRIES = 4096, 3
+"""Of those that are stored, and are to be stored once more behind a context."""
+
+MAX_BEGUN_SEGMENTS = 2
+
+_MAX_SKIPPED_CHECKS = 1024
+"""Each check that is given up doubles how many occasions for another one are left out, up to so
+many: a request of a client is an occasion."""
+
+
+class WantedSegment(NamedTuple):
+    """A segment that is to be computed, with the salt of the requests that had it.
+
+    The block hasher is ``vllm.v1.request.Request``'s, the same for all requests of an engine. What
+    ``is_learned``, two requests have had; the rest follows from what a client stored. What
+    ``is_check`` is there for its keys to be compared.
+    """
+
+    prefix: SegmentPrefix
+    cache_salt: str | None
+    block_hasher: Callable[[Any], list[bytes]] | None
+    num_tries: int = 0
+    is_learned: bool = False
+    is_check: bool = False
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A segment that a request of our own computes.
+
+    ``is_storing``: workers store it. ``is_computed``: its request has ended.
+    """
+
+    wanted: WantedSegment
+    is_storing: bool = False
+    is_computed: bool = False
+    is_stored: bool = False
+
+
+class SegmentLearning:
+    """The segments that one engine learns; none is begun while ``is_held``.
+
+    Unless it ``learns_new``, only those that somebody enqueues, and what contexts have lost.
+    """
+
+    def __init__(
+        self,
+        store: SegmentStore,
+        max_model_len: int,
+        counters: SegmentCounters,
+        learns_new: bool = True,
+    ) -> None:
+        self._store = store
+        self.learns_new = learns_new
+        self._max_model_len = max_model_len
+        self._counters = counters
+        self._seen = RememberedKeys[int](MAX_SEEN_SEGMENTS)
+        self._needed = RememberedKeys[int](MAX_SEEN_SEGMENTS)  # requests that have to have one
+        self._queue: deque[WantedSegment] = deque()
+        self._behind_contexts: deque[WantedSegment] = deque()  # when nothing else is queued
+        self._check: WantedSegment | None = None  # before all others
+        self._are_keys_checked = False
+        self._num_given_up = 0  # checks
+        self._num_skipped_left = 0  # occasions for another one
+        self._known: set[bytes] = set()  # keys of those that are queued or begun
+        self._begun: dict[str, _Begun] = {}
+        self._has_stopped = False
+        self.is_held = False
+
+    @property
+    def has_queue(self) -> bool:
+        """Whether segments wait to be computed."""
+        return bool(self._check or self._queue or self._behind_contexts)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Our own requests that have not ended."""
+        return [each for each, begun in self._begun.items() if not begun.is_computed]
+
+    def note_seen(
+        self,
+        prefixes: Iterable[SegmentPrefix],
+        cache_salt: str | None,
+        block_hasher: Callable[[Any], list[bytes]] | None,
+    ) -> None:
+        """A request has arrived that has segments which are worth storing."""
+        if self._has_stopped:
+            return
+        of_request: set[bytes] = set()
+        for prefix in prefixes:
+            key = _key_of(prefix)
+            if key in of_request:
+                continue
+            of_request.add(key)
+            if not self._store.is_missing(prefix):
+                self._seen.pop(key, None)
+            elif key not in self._known and self._was_seen(key):
+                wanted = WantedSegment(prefix, cache_salt, block_hasher, is_learned=True)
+                self.enqueue(wanted, MAX_QUEUED_SEGMENTS)
+
+    def _was_seen(self, key: bytes) -> bool:
+        """Whether another request had a segment before; it then counts as never seen."""
+        times = self._seen.pop(key, 0) + 1
+        if times >= self._needed.get(key, 2):
+            return True
+        self._seen.put(key, times)
+        return False
+
+    def take(self, has_room: Callable[[int], bool]) -> WantedSegment | None:
+        """A segment that is to be computed now; None if there is none, or enough are begun.
+
+        The next one waits until one of so many tokens ``has_room`` to be stored beside what is
+        being stored: its request would be taken back.
+        """
+        if self._is_checking:
+            return None  # What is computed meanwhile might not be reused.
+        while not self.is_held and len(self._begun) < MAX_BEGUN_SEGMENTS:
+            if self._check is not None:
+                if not has_room(self._check.prefix.num_segment_tokens):
+                    return None
+                check, self._check = self._check, None
+                return check
+            queue = self._queue or self._behind_contexts
+            if not queue:
+                return None
+            wanted = queue[0]
+            is_missing = self._store.is_missing(wanted.prefix)
+            if is_missing and not has_room(wanted.prefix.num_segment_tokens):
+                return None
+            queue.popleft()
+            self._known.discard(_key_of(wanted.prefix))
+            if is_missing:
+                return wanted
+        return None
+
+    def begin(self, request_id: str, wanted: WantedSegment) -> None:
+        """A request of our own is about to be queued that computes a segment."""
+        key = _key_of(wanted.prefix)
+        self._known.add(key)
+        self._begun[request_id] = _Begun(wanted)
+
+    def wanted(self, request_id: str) -> WantedSegment | None:
+        """The segment that a request of our own computes."""
+        begun = self._begun.get(request_id)
+        return None if begun is None else begun.wanted
+
+    def note_store(self, request_id: str, is_needed: bool) -> None:
+        """All of a segment has been computed: workers store it, unless it is there already."""
+        begun = self._begun.get(request_id)
+        if begun is not None:
+            begun.is_storing, begun.is_stored = is_needed, not is_needed
+
+    def note_refused(self, request_id: str) -> None:
+        """Host memory has no room for a segment, and will not have some at once."""
+        begun = self._begun.get(request_id)
+        if begun is not None:
+            begun.wanted = begun.wanted._replace(num_tries=MAX_TRIES)
+            self._note_again(begun.wanted)
+
+    def end_store(self, request_id: str, has_failed: bool) -> None:
+        """Workers have ended a store."""
+        begun = self._begun.get(request_id)
+        if begun is None:
+            return
+        begun.is_storing = False
+        begun.is_stored = not has_failed
+        self._counters.learned_segments += begun.is_stored and not begun.wanted.is_check
+        if begun.is_stored:
+            self._note_again(begun.wanted)
+        self._settle(request_id, begun)
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended."""
+        begun = self._begun.get(request_id)
+        if begun is not None:
+            begun.is_computed = True
+            self._settle(request_id, begun)
+
+    def clear(self) -> None:
+        """What was seen, and is queued, is not worth anything any more."""
+        self._seen.clear()
+        self._needed.clear()
+        self._check = None
+        self._num_skipped_left = 0
+        self._drop_queued()
+
+    def _drop_queued(self) -> None:
+        for queue in (self._queue, self._behind_contexts):
+            self._known.difference_update(_key_of(wanted.prefix) for wanted in queue)
+            self._counters.learning_drops += len(queue)
+            queue.clear()
+
+    def stop(self) -> None:
+        """Learn nothing from here on: segments are not reused."""
+        self._has_stopped = True
+        self.clear()
+
+    def enqueue(self, wanted: WantedSegment, max_queued: int) -> None:
+        """Have a segment computed, as soon as there is time, and unless too many wait."""
+        prefix = wanted.prefix
+        queue = self._behind_contexts if prefix.has_context else self._queue
+        is_too_long = prefix.sink_tokens + prefix.num_segment_tokens >= self._max_model_len
+        if self._has_stopped or is_too_long or len(queue) >= max_queued:
+            self._counters.learning_drops += not self._has_stopped
+        elif self._store.is_missing(prefix):
+            key = _key_of(prefix)
+            if key not in self._known:
+                if not (self._are_keys_checked or has_enough_pairs(prefix.token_ids)):
+                    self.check_keys(wanted)
+                    if not self._has_check:  # It could not be reused.
+                        self._counters.learning_drops += 1
+                        return
+                self._known.add(key)
+                queue.append(wanted)
+
+    def check_keys(self, document: WantedSegment) -> None:
+        """Have keys compared by a text of its own, before anything else is computed.
+
+        A document has too few equal tokens, and no other one has been compared. It asks the model,
+        and not the document: so any document's tokens do.
+        """
+        if self._has_stopped or self._are_keys_checked or self._has_check:
+            return
+        if self._num_skipped_left:
+            self._num_skipped_left -= 1
+            return
+        sink = self._store.contexts.without_context(document.cache_salt)
+        max_tokens = self._max_model_len - 1 - len(sink.token_ids)
+        token_ids = document.prefix.token_ids
+        text = text_with_pairs(token_ids, max_tokens)
+        if not has_enough_pairs(text):
+            return
+        logger.info(
+            "KvextConnector: segments are not reused yet: keys of equal tokens have to be compared "
+            "once, and a document of %d tokens has %d pairs of equal tokens, %d are needed. The "
+            "engine computes a text of %d tokens of its own for that.",
+            *(len(token_ids), len(find_pairs(token_ids)), FEWEST_PAIRS, len(text)),
+        )
+        self._check = document._replace(
+            prefix=self._store.prefix(text, sink), num_tries=0, is_learned=False, is_check=True
+        )
+
+    @property
+    def _has_check(self) -> bool:
+        """Whether a check is to be computed, or begun."""
+        return self._check is not None or self._is_checking
+
+    @property
+    def _is_checking(self) -> bool:
+        return any(begun.wanted.is_check for begun in self._begun.values())
+
+    def note_keys_checked(self) -> None:
+        """Workers have compared keys, and found nothing: what is stored may be reused."""
+        self._are_keys_checked = True
+        self._check = None
+
+    def _note_again(self, wanted: WantedSegment) -> None:
+        """One that is lost again and again, or has no room, is not worth it."""
+        if wanted.is_learned and wanted.prefix.has_context:
+            key = _key_of(wanted.prefix)
+            self._needed.put(key, 2 * self._needed.get(key, 2))
+
+    def _settle(self, request_id: str, begun: _Begun) -> None:
+        if begun.is_storing or not begun.is_computed:
+            return
+        del self._begun[request_id]
+        wanted = begun.wanted
+        self._known.discard(_key_of(wanted.prefix))
+        if begun.is_stored:
+            return
+        if wanted.is_check:
+            self._try_again(wanted)
+            return
+        # What is stored without a context may not be seen twice again.
+        if wanted.prefix.has_context and wanted.num_tries < MAX_TRIES:
+            self.enqueue(wanted._replace(num_tries=wanted.num_tries + 1), MAX_QUEUED_DOCUMENTS)
+        else:
+            self._counters.learning_drops += 1
+
+    def _try_again(self, check: WantedSegment) -> None:
+        """Keys have not been compared. What cannot be reused is not learned."""
+        if self._has_stopped or self._are_keys_checked:
+            return
+        if check.num_tries < MAX_TRIES:
+            self._check = check._replace(num_tries=check.num_tries + 1)
+            return
+        self._num_given_up += 1
+        self._num_skipped_left = min(2 ** (self._num_given_up - 1), _MAX_SKIPPED_CHECKS) - 1
+        logger.warning(
+            "KvextConnector: segments are not reused yet: the text of %d tokens by which keys are "
+            "compared was not stored: clients' requests waited for it, the pool or host memory is "
+            "too small, or a store has failed. %d segments have to be seen twice again.",
+            *(check.prefix.num_segment_tokens, len(self._queue) + len(self._behind_contexts)),
+        )
+        self._drop_queued()
+
+
+def _key_of(prefix: SegmentPrefix) -> bytes:
+    """The key of a whole segment."""
+    return prefix.key_at(prefix.num_tokens)

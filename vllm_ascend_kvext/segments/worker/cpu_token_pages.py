@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of tokens in the pages of a CPU attention backend, whose order is learnt from its write op.
+
+The backend orders a page by rules of its own, which depend on the instruction set, the dtype and
+the block size: keys may be transposed, or cut into tiles. So the op itself writes numbers into a
+small cache of the same shape and strides, and where they are found then says where the elements of
+a row lie. That is compared on random rows before a page of the model is touched.
+
+The op is handed in: this module knows no vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_ascend_kvext.errors import BlendingError
+from vllm_ascend_kvext.segments.keys.rotary import RotarySignature
+from vllm_ascend_kvext.segments.token_rows import HostRows, Slots, TokenPlane
+
+if TYPE_CHECKING:
+    import torch
+
+WriteRows = Callable[..., None]
+"""The backend's write op: ``(keys, values, key_cache, value_cache, slots)``.
+
+``keys`` and ``values``: shape [num_tokens, num_heads, head_size]; the caches: shape [num_pages,
+num_heads, tokens_per_page, head_size] with any strides; ``slots``: int64, shape [num_tokens].
+"""
+
+Offsets = npt.NDArray[np.int64]
+"""Where the elements of a row lie, from the first one of its page on. shape: [tokens_per_page,
+row_elements]."""
+
+_SCRATCH_PAGES = 5
+_PROBED_PAGE = 2
+_UNTOUCHED = -1.0
+_BASE = 256
+"""Digits to this base are written: bfloat16 has all whole numbers up to it."""
+
+
+class CpuLayer(NamedTuple):
+    """One layer with pages of its own, in a KV cache group.
+
+    The caches are as the write op takes them, shape [num_pages, num_heads, tokens_per_page,
+    head_size]; what their strides promise need not be the order of the bytes. The signature is how
+    its keys turn.
+    """
+
+    name: str
+    group: int
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    signature: RotarySignature
+
+
+class _Place(NamedTuple):
+    """The pages of a plane, cut into parts of adjacent elements that move as one.
+
+    ``parts`` is the storage from page 0 on, as integers: shape [num_parts, part_elements].
+    ``offsets`` are those of a row, counted in parts: shape [tokens_per_page, parts_of_row].
+    """
+
+    parts: npt.NDArray[Any]
+    page_parts: int
+    offsets: Offsets
+
+
+class CpuTokenPages:
+    """The pages of a worker on a CPU; ``write_rows`` is called with caches of a few pages only.
+
+    ``layers`` are in the order of the model; those of a group have as many tokens per page, all of
+    them as many pages.
+
+    Raises:
+        BlendingError: The pages are not what the op writes, as far as that is understood.
+    """
+
+    def __init__(self, layers: Sequence[CpuLayer], write_rows: WriteRows) -> None:
+        orders: dict[object, tuple[Offsets, Offsets]] = {}
+        planes: list[TokenPlane] = []
+        self._places: list[_Place] = []
+        self.tokens_per_page = {each.group: int(each.key_cache.shape[2]) for each in layers}
+        self.num_pages = len(layers[0].key_cache)
+        for layer in layers:
+            caches = layer.key_cache, layer.value_cache
+            kind = tuple((each.dtype, tuple(each.shape[1:]), each.stride()) for each in caches)
+            if kind not in orders:
+                orders[kind] = _read_orders(layer, write_rows)
+            for cache, order, keys in zip(
+                caches, orders[kind], (layer.signature, None), strict=True
+            ):
+                _, num_heads, _, head_elements = cache.shape
+                dtype = layer.signature.dtype
+                planes.append(
+                    TokenPlane(layer.name, layer.group, num_heads, head_elements, dtype, keys)
+                )
+                self._places.append(_place_of(cache, order))
+        self.planes = tuple(planes)
+
+    def read(self, slots: Slots, rows: HostRows) -> None:
+        for place, in_host, index in self._each(slots, rows):
+            # A mode other than "raise" copies without a buffer; the caller has checked the slots.
+            np.take(place.parts, index, axis=0, out=in_host, mode="clip")
+
+    def write(self, slots: Slots, rows: HostRows) -> None:
+        for place, in_host, index in self._each(slots, rows):
+            place.parts[index] = in_host
+
+    def read_plane(self, index: int, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+        plane, place = self.planes[index], self._places[index]
+        parts = place.parts[_parts_of(place, slots)]
+        return parts.view(np.uint8).reshape(len(slots), plane.row_bytes)
+
+    def _each(self, slots: Slots, rows: HostRows) -> Iterator[tuple[_Place, Any, Offsets]]:
+        """Each plane: its place, the rows in host memory, and the parts that they are."""
+        memory = rows.memory.numpy()
+        for plane, place, offset_bytes in zip(
+            self.planes, self._places, rows.plane_offsets_bytes, strict=False
+        ):
+            index = _parts_of(place, slots[plane.group])
+            first = offset_bytes + rows.first_row * plane.row_bytes
+            in_host = memory[first : first + len(slots[plane.group]) * plane.row_bytes]
+            yield place, in_host.view(place.parts.dtype).reshape(len(index), -1), index
+
+
+def _read_orders(layer: CpuLayer, write_rows: WriteRows) -> tuple[Offsets, Offsets]:
+    """The order of keys and that of values, checked."""
+    keys = _Scratch(layer.key_cache)
+    values = _Scratch(layer.value_cache)
+
+    def write_keys(rows: torch.Tensor, slots: torch.Tensor) -> None:
+        write_rows(rows, values.untouched(len(rows)), keys.cache, values.cache, slots)
+
+    def write_values(rows: torch.Tensor, slots: torch.Tensor) -> None:
+        write_rows(keys.untouched(len(rows)), rows, keys.cache, values.cache, slots)
+
+    orders = _probe(layer.name, keys, write_keys), _probe(layer.name, values, write_values)
+    _verify(layer.name, (keys, values), orders, write_rows)
+    return orders
+
+
+class _Scratch:
+    """A few pages with the strides of a cache, and the storage with all between their elements."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        import torch
+
+        shape = _SCRATCH_PAGES, *like.shape[1:]
+        num_elements = 1 + sum((n - 1) * step for n, step in zip(shape, like.stride(), strict=True))
+        # Up to the end of the last page, so that what lies behind its last element is seen, too.
+        num_elements = max(num_elements, _SCRATCH_PAGES * like.stride(0))
+        self.storage = torch.full((num_elements,), _UNTOUCHED, dtype=like.dtype)
+        self.cache = self.storage.as_strided(shape, like.stride())
+
+        self.page_elements = int(like.stride(0))
+        self.tokens_per_page = int(like.shape[2])
+        self.row_shape = int(like.shape[1]), int(like.shape[3])
+
+    def untouched(self, num_rows: int) -> torch.Tensor:
+        """Rows that leave it as it was."""
+        return self.storage.new_full((num_rows, *self.row_shape), _UNTOUCHED)
+
+
+def _probe(name: str, scratch: _Scratch, write: Callable[..., None]) -> Offsets:
+    """Write the number of every element of a page, digit by digit, and see where it lands."""
+    import torch
+
+    num_tokens, row_shape = scratch.tokens_per_page, scratch.row_shape
+    row_elements = row_shape[0] * row_shape[1]
+    numbers = np.arange(num_tokens * row_elements).reshape(num_tokens, row_elements)
+    in_page = np.random.default_rng(0).permutation(num_tokens)
+    slots = torch.from_numpy(_PROBED_PAGE * num_tokens + in_page)
+    found = np.zeros(scratch.storage.numel(), np.int64)
+    is_touched = np.zeros(scratch.storage.numel(), bool)
+    power = 1
+    while power < max(2, numbers.size):
+        digits = torch.from_numpy(numbers[in_page] // power % _BASE).to(scratch.storage.dtype)
+        scratch.storage.fill_(_UNTOUCHED)
+        write(digits.reshape(num_tokens, *row_shape), slots)
+        written = scratch.storage.double().numpy()
+        is_touched |= written != _UNTOUCHED
+        found += np.where(written == _UNTOUCHED, 0, written).astype(np.int64) * power
+        power *= _BASE
+    places = np.flatnonzero(is_touched)
+    first = _PROBED_PAGE * scratch.page_elements
+    is_in_page = (
+        len(places) > 0 and places[0] >= first and places[-1] < first + scratch.page_elements
+    )
+    if not is_in_page or not np.array_equal(np.sort(found[places]), numbers.reshape(-1)):
+        raise BlendingError(
+            f"layer {name}: expected the attention backend to write the {numbers.size} elements of "
+            f"a page into this page, each once, found {len(places)} elements written "
+            f"({'' if is_in_page else 'some '}{'in' if is_in_page else 'outside'} the page) with "
+            f"{len(np.unique(found[places]))} different numbers. Serve this model without segments."
+        )
+    offsets = np.empty(numbers.size, np.int64)
+    offsets[found[places]] = places - first
+    return offsets.reshape(numbers.shape)
+
+
+def _verify(
+    name: str, both: tuple[_Scratch, _Scratch], orders: Sequence[Offsets], write_rows: WriteRows
+) -> None:
+    """Random rows in shuffled slots: written by the op, read by us; and written by us, too."""
+    import torch
+
+    num_tokens = both[0].tokens_per_page
+    random = np.random.default_rng(1)
+    # Not all of them, so that most pages are written in part.
+    slots = random.permutation(np.arange(num_tokens, _SCRATCH_PAGES * num_tokens))
+    slots = slots[: max(1, len(slots) * 3 // 4)]
+    generator = torch.Generator().manual_seed(2)
+    rows = [
+        torch.randn((len(slots), *scratch.row_shape), generator=generator).to(scratch.storage.dtype)
+        for scratch in both
+    ]
+    for scratch in both:
+        scratch.storage.fill_(_UNTOUCHED)
+    caches = [scratch.cache for scratch in both]
+    write_rows(*rows, *caches, torch.from_numpy(slots))
+    for scratch, order, wanted, what in zip(both, orders, rows, ("keys", "values"), strict=True):
+        place = _place_of(scratch.cache, order)
+        index = _parts_of(place, slots)
+        in_host = wanted.view(_integers_of(wanted)).numpy().reshape(-1, place.parts.shape[1])
+        is_read = np.array_equal(place.parts[index], in_host)
+        by_op = scratch.storage.clone()
+        scratch.storage.fill_(_UNTOUCHED)
+        place.parts[index] = in_host
+        if not is_read or not torch.equal(
+            by_op.view(_integers_of(by_op)), scratch.storage.view(_integers_of(by_op))
+        ):
+            raise BlendingError(
+                f"layer {name}: expected {what} of {len(slots)} random tokens where the attention "
+                "backend's write op had put numbers before, found others there: the order of a "
+                "page depends on more than is understood. Serve this model without segments, and "
+                "report it."
+            )
+
+
+def _place_of(cache: torch.Tensor, offsets: Offsets) -> _Place:
+    """The pages of one plane, in parts as large as its rows allow."""
+    import torch
+
+    page_elements = int(cache.stride(0))
+    part = _part_elements(offsets, page_elements)
+    num_elements = (len(cache) - 1) * page_elements + int(offsets.max()) + 1
+    flat = torch.empty(0, dtype=cache.dtype).set_(
+        cache.untyped_storage(), cache.storage_offset(), (num_elements,), (1,)
+    )
+    parts = flat.view(_integers_of(cache)).numpy().reshape(-1, part)
+    return _Place(parts, page_elements // part, np.ascontiguousarray(offsets[:, ::part] // part))
+
+
+def _parts_of(place: _Place, slots: npt.NDArray[np.int64]) -> Offsets:
+    """Indices of the parts that rows are, row after row."""
+    pages, in_page = np.divmod(slots, len(place.offsets))
+    found = place.offsets[in_page]
+    found += (pages * place.page_parts)[:, None]
+    return found.reshape(-1)
+
+
+def _part_elements(offsets: Offsets, page_elements: int) -> int:
+    """The largest power of two by which rows fall into parts of adjacent elements."""
+    row_elements = offsets.shape[1]
+    part = 1
+    while row_elements % (2 * part) == 0 and page_elements % (2 * part) == 0:
+        parts = offsets.reshape(-1, 2 * part)
+        first = parts[:, :1]
+        if (first % (2 * part)).any() or (parts != first + np.arange(2 * part)).any():
+            break
+        part *= 2
+    return part
+
+
+def _integers_of(tensor: torch.Tensor) -> torch.dtype:
+    """So wide as its elements: as integers, no bit of a number changes on the way."""
+    import torch
+
+    return {2: torch.int16, 4: torch.int32}[tensor.element_size()]

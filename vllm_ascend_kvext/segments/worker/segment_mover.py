@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens of segments between the pages of a worker and sections of host memory.
+
+A store copies rows as they are. A load rotates keys to their new positions on the way::
+
+    section in host memory --rotated_page_transfer--> staging rows --TokenPages.write--> pages
+
+Everything that is named is checked before the first byte moves. Knows no queue and no requests.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_ascend_kvext.errors import SegmentError
+from vllm_ascend_kvext.layout.transfer_plan import TablePart
+from vllm_ascend_kvext.segments.keys.key_check import check_keys
+from vllm_ascend_kvext.segments.keys.rotary import KeyPlane, key_rotation, torch_dtype
+from vllm_ascend_kvext.segments.token_rows import (
+    HostRows,
+    SegmentLayout,
+    SegmentRows,
+    Slots,
+    TokenPages,
+    TokenPlane,
+    slots_of,
+)
+from vllm_ascend_kvext.transfer.key_rotation import rotated_page_transfer
+from vllm_ascend_kvext.transfer.placement import CopyPlacement
+from vllm_ascend_kvext.transfer.pools import Pools
+from vllm_ascend_kvext.transfer.schema import DTYPE, HOST_ALIGNMENT_BYTES, Direction
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_STAGING_BYTES = 64 << 20
+"""Rows that one call rotates: of more, one part after the other."""
+
+_STAGED_PAGE = 1
+"""In the table of planes, the rows of a segment are a page of their own; page 0 is never moved."""
+
+
+class _Staged(NamedTuple):
+    """Some tokens of a segment, counted from its first, and their first row in staging."""
+
+    rows: SegmentRows
+    slots: Slots
+    first_token: int
+    num_tokens: int
+    staging_row: int
+
+
+class Staging(Protocol):
+    """Host memory in which rows are rotated on their way to the pages; a ``HostBuffer``."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """dtype: uint8, shape: [num_bytes], as many as were asked for or more."""
+
+    def unmap(self) -> None:
+        """Let a device go that reaches it. Nothing is copied from it any more."""
+
+
+class SegmentMover:
+    """Moves tokens of segments. Threads may share it.
+
+    ``host`` is the host buffer, dtype: uint8, shape: [num_bytes]. ``make_staging`` makes host
+    memory of so many bytes that a device of the pages can reach. ``pages`` are None while their
+    memory is taken away; others with the same rows follow after a wake-up or a reset.
+    """
+
+    def __init__(
+        self,
+        pages: TokenPages,
+        host: torch.Tensor,
+        layout: SegmentLayout,
+        make_staging: Callable[[int], Staging],
+        placement: CopyPlacement | None = None,
+    ) -> None:
+        self.layout = layout
+        self.pages: TokenPages | None = pages
+        self._host = host
+        self._placement = placement
+        self._token_bytes = sum(layout.row_bytes)
+        self._max_tokens = max(1, MAX_STAGING_BYTES // self._token_bytes)
+        self._staging: Staging | None = None
+        self._make_staging = make_staging
+        self._loading = threading.Lock()  # There is one staging.
+        self._checking_keys = threading.Lock()
+        self._are_keys_settled = False
+        self._num_key_checks = 0
+        self._key_check_failure = ""
+
+    def close(self) -> None:
+        """Give staging back. Nothing is loaded meanwhile; what is loaded later gets another."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.unmap()
+
+    def store(self, rows: Sequence[SegmentRows], block_ids: Sequence[TablePart]) -> int:
+        """Copy tokens of a request out of pages into their sections, as they are; returns bytes.
+
+        ``block_ids`` has one part of the request's table per KV cache group.
+
+        Raises:
+            SegmentError: Something does not fit; nothing has been written.
+        """
+        pages = self._require_pages()
+        slots = [self._check(pages, each, block_ids) for each in rows]
+        for each, of_rows in zip(rows, slots, strict=True):
+            pages.read(of_rows, self._section(each))
+        return self._num_bytes(rows)
+
+    def load(self, rows: Sequence[SegmentRows], block_ids: Sequence[TablePart]) -> int:
+        """Copy tokens out of their sections into pages, each once; otherwise as `store`.
+
+        Keys are rotated by their shifts. A shift of 0 keeps every bit.
+        """
+        pages = self._require_pages()
+        slots = [self._check(pages, each, block_ids) for each in rows]
+        with self._loading:
+            for batch in self._batches(rows, slots):
+                staged = self._stage(pages, batch)
+                pages.write(_slots_of(batch), staged)
+        return self._num_bytes(rows)
+
+    def after_store(self, rows: Sequence[SegmentRows]) -> None:
+        """Check the keys of a store's segments, unless an earlier store has settled it.
+
+        All chunks are checked together: a small one has too few equal tokens.
+        """
+        with self._checking_keys:
+            if self._are_keys_settled:
+                return
+            failure = self.check_keys(rows)
+            if failure is None:
+                return
+            self._are_keys_settled = True
+            self._num_key_checks += not failure
+            self._key_check_failure = self._key_check_failure or failure
+
+    def take_key_checks(self) -> tuple[int, str]:
+        """Stores whose keys were checked well since the last call, and what is wrong with others.
+
+        Returns:
+            A number, and a text that is empty if nothing is wrong.
+        """
+        with self._checking_keys:
+            found = self._num_key_checks, self._key_check_failure
+            self._num_key_checks = 0
+            self._key_check_failure = ""
+        return found
+
+    def check_keys(self, rows: Sequence[SegmentRows]) -> str | None:
+        """Whether the keys of stored chunks of a segment, ascending, turn with positions alone.
+
+        The keys of the model's first layer depend on nothing else; see `key_check.check_keys`.
+
+        Returns:
+            What is wrong with them, empty if nothing is; None if there are too few equal tokens.
+        """
+        planes = self._require_pages().planes
+        layer_name = planes[0].layer_name
+        keys, *values = (
+            partial(_numbers, self._host, self._row_offsets_bytes(rows, index), plane)
+            for index, plane in enumerate(planes)
+            if plane.layer_name == layer_name
+        )
+        signature = planes[0].keys
+        assert signature is not None, "keys come before values"
+        token_ids = [token_id for each in rows for token_id in each.token_ids]
+        positions = [
+            position for each in rows for position in range(each.first_tokens, each.end_tokens)
+        ]
+        return check_keys(token_ids, positions, signature, keys, values)
+
+    def _row_offsets_bytes(
+        self, rows: Sequence[SegmentRows], plane_index: int
+    ) -> npt.NDArray[np.int64]:
+        """Where the rows of tokens begin in host memory, in one plane. shape: [tokens]."""
+        row_bytes = self.layout.row_bytes[plane_index]
+        return np.concatenate(
+            [
+                self._section(each).plane_offsets_bytes[plane_index]
+                + (each.first_row + np.arange(each.num_tokens)) * row_bytes
+                for each in rows
+            ]
+        )
+
+    def _stage(self, pages: TokenPages, batch: Sequence[_Staged]) -> HostRows:
+        """Bring the rows of some tokens to staging, rotated."""
+        num_tokens = sum(part.num_tokens for part in batch)
+        offsets = self.layout.plane_offsets_bytes(num_tokens)
+        # A page as large as the largest plane may lie before the first row.
+        before = max(end - first for first, end in pairwise(offsets))
+        staging = self._staging_of(before + offsets[-1])
+        planes: list[tuple[int, ...]] = []
+        runs: list[tuple[int, ...]] = []
+        key_planes: list[KeyPlane] = []
+        shifts: dict[int, int] = {}
+        by_section = groupby(batch, key=lambda part: part.rows.offset_bytes)
+        for group, (_, parts) in enumerate(by_section):
+            of_section = list(parts)
+            section = self._section(of_section[0].rows)
+            first_row = of_section[0].staging_row
+            num_rows = sum(part.num_tokens for part in of_section)
+            shifts[group] = of_section[0].rows.shift_tokens
+            for index, plane in enumerate(pages.planes):
+                page_bytes = num_rows * plane.row_bytes
+                place = before + offsets[index] + first_row * plane.row_bytes
+                if plane.keys is not None:
+                    key_planes.append(KeyPlane(len(planes), plane.keys, plane.num_heads))
+                planes.append(
+                    (
+                        *(group, 0, place - _STAGED_PAGE * page_bytes, page_bytes, 0),
+                        *(plane.row_bytes, num_rows, _STAGED_PAGE + 1),
+                        section.plane_offsets_bytes[index],
+                    )
+                )
+            for part in of_section:
+                host_row = part.rows.first_row + part.first_token
+                row = part.staging_row - first_row
+                runs.append((group, _STAGED_PAGE, row, part.num_tokens, host_row))
+        rotated_page_transfer(
+            Pools([staging]),
+            self._host,
+            np.array(planes, DTYPE),
+            np.array(runs, DTYPE),
+            Direction.HOST_TO_PAGES,
+            key_rotation(key_planes, shifts),
+            placement=self._placement,
+        )
+        return HostRows(staging, [before + offset for offset in offsets[:-1]])
+
+    def _batches(
+        self, rows: Sequence[SegmentRows], slots: Sequence[Slots]
+    ) -> Iterator[list[_Staged]]:
+        """The tokens, as many at a time as staging holds; those of one section side by side.
+
+        One call of the transfer op reads a section with one shift: a text that a prompt has twice
+        is read by two.
+        """
+        batch: list[_Staged] = []
+        num_tokens, shifts = 0, dict[int, int]()
+        pairs = list(zip(rows, slots, strict=True))
+        # Rows of one section with one shift are neighbours, and so are those of a segment.
+        pairs.sort(key=lambda pair: (pair[0].shift_tokens, pair[0].offset_bytes, pair[0].first_row))
+        for each, of_rows in pairs:
+            first = 0
+            while first < each.num_tokens:
+                shift = shifts.setdefault(each.offset_bytes, each.shift_tokens)
+                if shift != each.shift_tokens or num_tokens == self._max_tokens:
+                    yield batch
+                    batch, num_tokens = [], 0
+                    shifts = {each.offset_bytes: each.shift_tokens}
+                count = min(each.num_tokens - first, self._max_tokens - num_tokens)
+                batch.append(_Staged(each, of_rows, first, count, num_tokens))
+                first += count
+                num_tokens += count
+        if batch:
+            yield batch
+
+    def _staging_of(self, num_bytes: int) -> torch.Tensor:
+        if self._staging is None or self._staging.tensor.numel() < num_bytes:
+            self.close()  # What was copied from it has arrived: pages wait for their copies.
+            self._staging = self._make_staging(num_bytes)
+        return self._staging.tensor
+
+    def _section(self, rows: SegmentRows) -> HostRows:
+        offsets = self.layout.plane_offsets_bytes(rows.section_rows)
+        return HostRows(
+            self._host, [rows.offset_bytes + offset for offset in offsets[:-1]], rows.first_row
+        )
+
+    def _check(self, pages: TokenPages, rows: SegmentRows, block_ids: Sequence[TablePart]) -> Slots:
+        """Refuse what does not fit; else the slots of the tokens."""
+        end_row = rows.first_row + rows.num_tokens
+        end_bytes = rows.offset_bytes + self.layout.num_bytes(rows.section_rows)
+        is_aligned = rows.offset_bytes >= 0 and rows.offset_bytes % HOST_ALIGNMENT_BYTES == 0
+        for fits, expected, found in (
+            (
+                0 <= rows.first_tokens < rows.end_tokens,
+                "at least one token",
+                f"{rows.first_tokens} to {rows.end_tokens - 1}",
+            ),
+            (is_aligned, f"an offset in multiples of {HOST_ALIGNMENT_BYTES}", rows.offset_bytes),
+            (
+                rows.first_row >= 0 and end_row <= rows.section_rows,
+                f"rows within the {rows.section_rows} of its section",
+                f"{rows.first_row} to {end_row - 1}",
+            ),
+            (
+                end_bytes <= self._host.numel(),
+                f"a section that ends within the {self._host.numel()} bytes of the host buffer",
+                end_bytes,
+            ),
+            (
+                max(pages.tokens_per_page) < len(block_ids),
+                "a block table of every KV cache group",
+                f"{len(block_ids)} tables",
+            ),
+        ):
+            if not fits:
+                raise SegmentError(
+                    f"{_tokens(rows)}: expected {expected}, found {found}. Plan it where the "
+                    "store was planned."
+                )
+        return {
+            group: slots_of(
+                f"{_tokens(rows)}, block ids of KV cache group {group}",
+                rows.first_tokens,
+                rows.end_tokens,
+                block_ids[group],
+                tokens_per_page,
+                pages.num_pages,
+            )
+            for group, tokens_per_page in pages.tokens_per_page.items()
+        }
+
+    def _require_pages(self) -> TokenPages:
+        if self.pages is None:
+            raise SegmentError(
+                "pages: expected those of a worker, found none since they have been taken away. "
+                "Register them again."
+            )
+        return self.pages
+
+    def _num_bytes(self, rows: Sequence[SegmentRows]) -> int:
+        return self._token_bytes * sum(each.num_tokens for each in rows)
+
+
+def _numbers(
+    memory: torch.Tensor,
+    row_offsets_bytes: npt.NDArray[np.int64],
+    plane: TokenPlane,
+    tokens: Sequence[int],
+) -> npt.NDArray[np.float64]:
+    """Rows of some tokens in one plane. shape: [tokens, heads, head_elements]."""
+    import torch
+
+    offsets = row_offsets_bytes[list(tokens), None] + np.arange(plane.row_bytes)
+    shape = len(tokens), plane.num_heads, plane.head_elements
+    found = torch.from_numpy(memory.numpy()[offsets]).view(torch_dtype(plane.dtype))
+    numbers: npt.NDArray[np.float64] = found.reshape(shape).double().numpy()
+    return numbers
+
+
+def _slots_of(batch: Sequence[_Staged]) -> Slots:
+    """The slots of all tokens of a batch."""
+    tokens = [slice(part.first_token, part.first_token + part.num_tokens) for part in batch]
+    parts = list(zip(batch, tokens, strict=True))
+    return {
+        group: np.concatenate([part.slots[group][of_part] for part, of_part in parts])
+        for group in batch[0].slots
+    }
+
+
+def _tokens(rows: SegmentRows) -> str:
+    return f"segment with tokens {rows.first_tokens} to {rows.end_tokens - 1} of the request"
