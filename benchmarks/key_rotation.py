@@ -27,8 +27,8 @@ from common.report import Table, median_ratio, parser, verdict, write
 from transfer.geometry import ColdMemory, Job, Layout, PlaneShape
 from transfer.methods import Copy, PageTransfer, time_in_turns
 
-from vllm_ascend_kvext.segments.keys.rotary import KeyPlane, RotarySignature, key_rotation
 from vllm_ascend_kvext.native import native
+from vllm_ascend_kvext.segments.keys.rotary import KeyPlane, RotarySignature, key_rotation
 from vllm_ascend_kvext.transfer.key_rotation import KeyRotation, rotated_page_transfer
 from vllm_ascend_kvext.transfer.placement import CALLING_THREAD
 from vllm_ascend_kvext.transfer.schema import Direction, PairStyle, RowDtype

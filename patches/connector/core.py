@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_ascend_kvext.patches.connector.learned_requests import cancel_learning
 from vllm_ascend_kvext.patches.connector.scheduler import side_of
 from vllm_ascend_kvext.patching.declaration import Patch
+from vllm_ascend_kvext.segments.scheduler.segments_side import segments_of
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -30,7 +31,8 @@ def drain_before_reset(
     side = side_of(core.scheduler)
     if side is None:
         return wrapped(*args, **kwargs)
-    learning = side.segments.learning
+    segments = segments_of(side)
+    learning = None if segments is None else segments.learning
     if learning is not None:  # The blocks of its requests would be in use.
         cancel_learning(core.scheduler, learning)
         learning.is_held = True
@@ -50,7 +52,8 @@ def drain_before_reset(
 def stop_learning_at_shutdown(wrapped: Callable[..., bool], core: EngineCoreProc) -> bool:
     """Compute nothing for host memory that ends with this process."""
     side = side_of(core.scheduler)
-    learning = None if side is None else side.segments.learning
+    segments = segments_of(side)
+    learning = None if segments is None else segments.learning
     if learning is not None and not core.is_running():
         cancel_learning(core.scheduler, learning)
         learning.stop()

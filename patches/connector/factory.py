@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from vllm_ascend_kvext.connector.extension import register_extension
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 NAME = "KvextConnector"
@@ -12,9 +13,10 @@ _MODULE = "vllm_ascend_kvext.connector.kvext_connector"
 
 
 def register_connector() -> Callable[[], None]:
-    """Make the connector known; it is imported when it is used."""
+    """Make the connector known, and to it its extension; both are imported when they are used."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    register_extension("segments", "vllm_ascend_kvext.segments.extension", "SegmentsExtension")
     registry = KVConnectorFactory._registry
     if NAME not in registry:
         KVConnectorFactory.register_connector(NAME, _MODULE, NAME)

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
-    from vllm_ascend_kvext.connector.scheduler.connector_scheduler import NewHoles
-    from vllm_ascend_kvext.holes.hole_queue import HoleRow
+    from vllm_ascend_kvext.holes.hole_queue import HoleRow, NewHoles
 
 
 def budget_of_holes(scheduler: Scheduler) -> tuple[int, int, int]:
@@ -85,7 +84,7 @@ def add_rows(scheduler: Scheduler, output: SchedulerOutput, rows: Sequence[HoleR
 
 def _prompt_of(row: HoleRow, request: Request, needs_list: bool) -> Sequence[int]:
     """With one token more than the row has, it is a part of a prompt: nothing is sampled."""
-    if not row.is_probe:
+    if not row.has_last_tokens:
         return _beginning_of(request, row.run.end_tokens + 1, needs_list)
     prompt = _beginning_of(request, row.run.first_tokens, needs_list)
     probed = request.all_token_ids[-row.run.num_tokens :]

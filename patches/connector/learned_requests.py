@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from vllm_ascend_kvext.segments.prompt_segments import STORE_KEY
 from vllm_ascend_kvext.patches.connector.hole_rows import budget_of_holes
+from vllm_ascend_kvext.segments.prompt_segments import STORE_KEY
+from vllm_ascend_kvext.segments.scheduler.segments_side import segments_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -35,6 +36,9 @@ class LearnedRequests:
     ) -> None:
         self._scheduler = scheduler
         self._side = side
+        segments = segments_of(side)
+        assert segments is not None
+        self._segments = segments
         self._learning = learning
         self._ids: set[str] = set()  # of those whose answer has not come
         self._new: list[Request] = []  # in the step that is being scheduled
@@ -52,7 +56,7 @@ class LearnedRequests:
             return
         left_tokens, left_rows, _ = budget_of_holes(scheduler)
         while left_tokens > 0 and left_rows > 0:
-            wanted = learning.take(self._side.segments.has_room)
+            wanted = learning.take(self._segments.stores.has_room)
             if wanted is None:
                 return
             request = _request_of(wanted)
@@ -62,7 +66,7 @@ class LearnedRequests:
             self._ids.add(request.request_id)
             self._new.append(request)
             scheduler.add_request(request)
-            self._side.segments.has_to_wait(request)
+            self._segments.stores.has_to_wait(request)
 
     def end_step(self, num_scheduled_tokens: Mapping[str, int]) -> None:
         """A step has been scheduled: take back what others have to wait for."""

@@ -32,6 +32,7 @@ from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import (
 )
 from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30, Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
+from vllm_ascend_kvext.segments.scheduler.segments_side import segments_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -127,12 +128,13 @@ class ConnectedScheduler:
             )
         if side.computes_holes:
             methods.append(self.schedule)
-        if side.segments.is_on:
+        self._segments = segments_of(side)
+        if self._segments is not None:
             methods.append(self.add_request)
             _replaced.replace(manager.coordinator, self.cache_blocks)
         self._learned: LearnedRequests | None = None
-        if side.segments.learning is not None:
-            self._learned = LearnedRequests(scheduler, side, side.segments.learning)
+        if self._segments is not None and self._segments.learning is not None:
+            self._learned = LearnedRequests(scheduler, side, self._segments.learning)
             methods.append(self.update_from_output)
         for method in (*methods, *self._methods_of_line()):
             _replaced.replace(scheduler, method)
@@ -158,14 +160,16 @@ class ConnectedScheduler:
     def add_request(self, wrapped: Callable[[Request], None], request: Request) -> None:
         """Take note of a request's segments. The sink is put before one that is to be stored."""
         if request.request_id not in self._scheduler.requests:  # Not the update of a session.
-            self._side.segments.add_request(request)
+            assert self._segments is not None
+            self._segments.add_request(request)
         wrapped(request)
 
     def cache_blocks(
         self, wrapped: Callable[[Request, int], None], request: Request, num_computed_tokens: int
     ) -> None:
         """Cache blocks of a request that are for everyone."""
-        shared_tokens = self._side.segments.shared_tokens(request.request_id)
+        assert self._segments is not None
+        shared_tokens = self._segments.visible_tokens(request.request_id)
         if shared_tokens is not None:
             num_computed_tokens = min(num_computed_tokens, shared_tokens)
         wrapped(request, num_computed_tokens)
@@ -237,8 +241,8 @@ class ConnectedScheduler:
         """Reset the prefix cache, which upstream refuses while a block is in use."""
         for request_id in self._side.end_hole_step():
             go_on_behind_holes(self._scheduler, request_id)
-        if self._side.segments.learning is not None:
-            cancel_learning(self._scheduler, self._side.segments.learning)
+        if self._segments is not None and self._segments.learning is not None:
+            cancel_learning(self._scheduler, self._segments.learning)
         if reset_running_requests:
             self._restart_loaded_requests()
         if reset_running_requests or not self._scheduler.running:

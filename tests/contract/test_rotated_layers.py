@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from vllm_ascend_kvext.segments.keys.attention_keys import SOMETIMES_ROTATED
 from vllm_ascend_kvext.compat import package_folder
+from vllm_ascend_kvext.segments.keys.attention_keys import SOMETIMES_ROTATED
 
 _MODELS = "vllm.model_executor.models"
 

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from vllm_ascend_kvext.segments.worker.device_token_pages import DeviceTokenPages
 from vllm_ascend_kvext.connector.common.block_references import BlockReferences
 from vllm_ascend_kvext.connector.common.messages import StoreJob
 from vllm_ascend_kvext.connector.worker.job_runner import JobRunner
 from vllm_ascend_kvext.connector.worker.worker_side import WorkerSide
+from vllm_ascend_kvext.segments.worker.device_token_pages import DeviceTokenPages
 from vllm_ascend_kvext.transfer.ascend.device import InFlight, npu
 
 run_job = JobRunner.run

@@ -51,11 +51,11 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_ascend_kvext.blending import segment_contexts
-from vllm_ascend_kvext.segments.scheduler.segment_store import StoredTokens
-from vllm_ascend_kvext.segments.prompt_segments import SEGMENTS_KEY, STORE_KEY
 from vllm_ascend_kvext.connector.scheduler import loads
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.connector.segments import blended_requests, make_blending
+from vllm_ascend_kvext.segments.prompt_segments import SEGMENTS_KEY, STORE_KEY
+from vllm_ascend_kvext.segments.scheduler.segment_store import StoredTokens
 from vllm_ascend_kvext.store.entries import EntryState, Kind
 from vllm_ascend_kvext.transfer.errors import BackendError
 

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import (
 )
 
 from vllm_ascend_kvext.blending import rotation_check
+from vllm_ascend_kvext.errors import BlendingError
 from vllm_ascend_kvext.segments.keys.rotary import (
     READERS,
     REFUSED,
@@ -29,7 +30,6 @@ from vllm_ascend_kvext.segments.keys.rotary import (
     read_rotary_signature,
 )
 from vllm_ascend_kvext.segments.keys.rotation_check import check_rotation, positions_to_compare
-from vllm_ascend_kvext.errors import BlendingError
 from vllm_ascend_kvext.transfer.schema import PairStyle
 
 HEAD = 128

@@ -31,16 +31,16 @@ from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
-from vllm_ascend_kvext.segments.keys.key_check import FEWEST_PAIRS, find_pairs
-from vllm_ascend_kvext.segments.scheduler.segment_store import SegmentPrefix, StoredTokens
-from vllm_ascend_kvext.segments.prompt_segments import SEGMENTS_KEY, STORE_KEY
-from vllm_ascend_kvext.segments.token_rows import SegmentRows
 from vllm_ascend_kvext.connector.common.counters import BlendRefusal
 from vllm_ascend_kvext.connector.common.messages import WorkerOutput
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.connector.segments import segment_learning
-from vllm_ascend_kvext.segments.scheduler.segment_learning import MAX_BEGUN_SEGMENTS
 from vllm_ascend_kvext.patches.connector import scheduler as patched_scheduler
+from vllm_ascend_kvext.segments.keys.key_check import FEWEST_PAIRS, find_pairs
+from vllm_ascend_kvext.segments.prompt_segments import SEGMENTS_KEY, STORE_KEY
+from vllm_ascend_kvext.segments.scheduler.segment_learning import MAX_BEGUN_SEGMENTS
+from vllm_ascend_kvext.segments.scheduler.segment_store import SegmentPrefix, StoredTokens
+from vllm_ascend_kvext.segments.token_rows import SegmentRows
 from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Entry
 

@@ -22,8 +22,8 @@ from support.scheduler.token_stream import VOCAB_SIZE
 from support.scheduler.workload import RequestPlan
 from test_shared_tier import Slow, _equal_seeds, _patience, payload, weights
 
-from vllm_ascend_kvext.segments.keys.key_check import FEWEST_PAIRS, find_pairs
 from vllm_ascend_kvext.connector.common.counters import BlendRefusal
+from vllm_ascend_kvext.segments.keys.key_check import FEWEST_PAIRS, find_pairs
 
 __all__ = ["_equal_seeds", "_patience", "weights"]
 

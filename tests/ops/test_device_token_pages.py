@@ -7,13 +7,13 @@ from unittest import mock
 
 import numpy as np
 
+from vllm_ascend_kvext.layout.model import Plane
+from vllm_ascend_kvext.segments.token_rows import HostRows, TokenPlane
 from vllm_ascend_kvext.segments.worker.device_token_pages import (
     DeviceTokenPages,
     PlacedPlane,
     runs_of,
 )
-from vllm_ascend_kvext.segments.token_rows import HostRows, TokenPlane
-from vllm_ascend_kvext.layout.model import Plane
 from vllm_ascend_kvext.transfer.schema import Direction, RowDtype
 
 

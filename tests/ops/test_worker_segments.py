@@ -30,8 +30,6 @@ from support.connector.worker_configs import vllm_config, worker_options  # noqa
 from support.layout.byte_memory import chunk_bytes  # noqa: E402
 from support.layout.fakes import FullAttentionSpec, SlidingWindowSpec, config  # noqa: E402
 
-from vllm_ascend_kvext.segments.worker.segment_mover import SegmentMover  # noqa: E402
-from vllm_ascend_kvext.segments.token_rows import SegmentRows  # noqa: E402
 from vllm_ascend_kvext.connector.common.messages import (  # noqa: E402
     ConnectorMetadata,
     LoadJob,
@@ -49,6 +47,8 @@ from vllm_ascend_kvext.layout.planner import TransferPlanner  # noqa: E402
 from vllm_ascend_kvext.layout.row_map import StoredChunk  # noqa: E402
 from vllm_ascend_kvext.layout.rows import TokenRange  # noqa: E402
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart  # noqa: E402
+from vllm_ascend_kvext.segments.token_rows import SegmentRows  # noqa: E402
+from vllm_ascend_kvext.segments.worker.segment_mover import SegmentMover  # noqa: E402
 
 WINDOW = 20
 TOKEN_BYTES = 2 * 2 * HEADS * HEAD * 4

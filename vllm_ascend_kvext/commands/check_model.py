@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_ascend_kvext.errors import BlendingError
 from vllm_ascend_kvext.segments.model_gate import GateQuestion, GateReply, Heads, ModelGate
 from vllm_ascend_kvext.segments.prompt_segments import SEGMENTS_KEY, STORE_KEY
-from vllm_ascend_kvext.segments.scheduler.blended_requests import Blending
+from vllm_ascend_kvext.segments.scheduler.segments_side import segments_of
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -29,14 +29,8 @@ if TYPE_CHECKING:
 _NUM_LOGPROBS = 20
 """Answer tokens whose log-probabilities are compared."""
 
-_OPTIONS = {
-    "blending": True,
-    "store_policy": "never",
-    "blend_selector": "heads",
-    "segment_context": False,
-    "learn_segments": False,
-}
-"""The connector's options that hold whatever the arguments say: what is asked stays what is
+_SEGMENT_OPTIONS = {"selector": "heads", "context": False, "learn": False}
+"""The options of segments that hold whatever the arguments say: what is asked stays what is
 computed."""
 
 
@@ -74,7 +68,13 @@ def _engine(model: str, arguments: Sequence[str]) -> LLM:
         kv_connector="KvextConnector", kv_role="kv_both"
     )
     given = transfer.kv_connector_extra_config
-    transfer.kv_connector_extra_config = {"host_memory_gib": 1, **given, **_OPTIONS}
+    segments = {**(given.get("segments") or {}), **_SEGMENT_OPTIONS}
+    transfer.kv_connector_extra_config = {
+        "host_memory_gib": 1,
+        **given,
+        "store_policy": "never",
+        "segments": segments,
+    }
     engine_args.kv_transfer_config = transfer
     engine_args.max_logprobs = _NUM_LOGPROBS
     return LLM.from_engine_args(engine_args)
@@ -89,21 +89,22 @@ class _Engine:
         self._llm = llm
         self._scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         side = side_of(self._scheduler)
-        if side is None or not isinstance(side.segments, Blending):
+        segments = segments_of(side)
+        if side is None or segments is None:
             raise BlendingError(
                 "check-model: expected an engine that reuses segments, found one that does not. "
-                "The log says why; serve without blending."
+                "The log says why; serve without segments."
             )
         self._side = side
-        self._blending = side.segments
+        self._segments = segments
 
     @property
     def keys_are_checked(self) -> bool:
-        return self._blending.keys_are_checked
+        return self._segments.checks.are_passed
 
     @property
     def why_no_reuse(self) -> str:
-        return self._blending.why_no_reuse
+        return self._segments.checks.failure
 
     def ask(self, questions: Sequence[GateQuestion]) -> list[GateReply]:
         from vllm import SamplingParams
@@ -139,16 +140,16 @@ class _Engine:
         self._llm.reset_prefix_cache()
 
     def compute_heads(self, heads: Heads) -> None:
-        self._blending.options = replace(self._blending.options, **heads._asdict())
+        self._segments.blended.options = replace(self._segments.blended.options, **heads._asdict())
 
     def make_gate(self) -> ModelGate:
-        options = self._blending.options
+        options = self._segments.blended.options
         model = self._llm.llm_engine.model_config
         groups = self._scheduler.kv_cache_config.kv_cache_groups
         return ModelGate(
             self,
             Heads(options.head_tokens, options.min_head_tokens),
-            self._blending.store.contexts.sink_ids,
+            self._segments.store.contexts.sink_ids,
             options.min_tokens,
             max(group.kv_cache_spec.block_size for group in groups),
             model.max_model_len - 1,
@@ -160,7 +161,7 @@ def _reply(output: Any) -> GateReply:
     if not completion.logprobs:
         raise BlendingError(
             "check-model: expected answers to all prompts, found one without: it has failed, as "
-            "vLLM has requests do whose loads fail. The log says why; serve without blending."
+            "vLLM has requests do whose loads fail. The log says why; serve without segments."
         )
     answer = {token: entry.logprob for token, entry in completion.logprobs[0].items()}
     return answer, output.kv_transfer_params or {}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An extension of the connector: one option, and a part on each side. The connector knows none.
 
-Rooms above the connector register theirs, as ``patches`` do when the plugin is loaded. So the
+Rooms above the connector register theirs by name, as connectors are registered with vLLM. So the
 connector can be read, changed and run without them.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm_ascend_kvext.connector.common.messages import WorkerLayout
@@ -78,17 +79,23 @@ class ConnectorExtension(ABC):
         """
 
 
-_registered: dict[str, type[ConnectorExtension]] = {}
+_places: dict[str, tuple[str, str]] = {}
 
 
-def register_extension(extension: type[ConnectorExtension]) -> None:
-    """Have connectors know an extension. Idempotent."""
-    _registered[extension.key] = extension
+def register_extension(key: str, module: str, name: str) -> None:
+    """Have connectors know an extension, which is imported when it is used. Idempotent.
+
+    Args:
+        key: In ``kv_connector_extra_config``.
+        module: That has the class.
+        name: Of the class, a `ConnectorExtension`.
+    """
+    _places[key] = module, name
 
 
-def registered_extensions() -> Sequence[type[ConnectorExtension]]:
+def registered_extensions() -> list[type[ConnectorExtension]]:
     """All extensions that connectors of this process know."""
-    return tuple(_registered.values())
+    return [getattr(import_module(module), name) for module, name in _places.values()]
 
 
 def parse_configuration(
@@ -103,13 +110,12 @@ def parse_configuration(
     Raises:
         SettingsError: See `parse_options` and `ConnectorExtension`.
     """
+    extensions = {extension.key: extension for extension in registered_extensions()}
     former_keys: dict[str, str] = {}
-    for extension in registered_extensions():
+    for extension in extensions.values():
         former_keys |= extension.former_keys
-    options = parse_options(extra_config, world_size, tuple(_registered), former_keys)
-    asked = [key for key in _registered if (extra_config or {}).get(key) is not None]
-    if not asked:
-        return options, None
-    assert len(asked) == 1, "messages carry the extras of one extension"
-    value = (extra_config or {})[asked[0]]
-    return options, _registered[asked[0]](value, options)
+    options = parse_options(extra_config, world_size, extensions, former_keys)
+    asked = {key: (extra_config or {}).get(key) for key in extensions}
+    found = [extensions[key](value, options) for key, value in asked.items() if value is not None]
+    assert len(found) <= 1, "messages carry the extras of one extension"
+    return options, found[0] if found else None

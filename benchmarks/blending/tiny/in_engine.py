@@ -131,8 +131,8 @@ def serve(mode: Mode, variant: Variant, seed: int, num_questions: int) -> Row:
     Raises:
         RuntimeError: Some documents were not stored.
     """
-    from vllm_ascend_kvext.segments.scheduler.segment_contexts import NUM_DOCUMENTS
     from vllm_ascend_kvext.connector.segments import make_blending, questions
+    from vllm_ascend_kvext.segments.scheduler.segment_contexts import NUM_DOCUMENTS
 
     asked = task.ask_references(np.random.default_rng(QUESTION_SEED + seed), num_questions)
     prompts = [tuple(tokens) for tokens in asked.tokens.tolist()]

@@ -20,9 +20,9 @@ from support.connector.simulated_engine import SimulatedEngine
 from support.scheduler.options import EngineOptions
 from support.scheduler.token_stream import TokenStream
 from support.scheduler.workload import RequestPlan
-from vllm_ascend_kvext.segments.token_rows import SegmentRows
 from vllm_ascend_kvext.connector.common.messages import ConnectorMetadata, LoadJob
 from vllm_ascend_kvext.segments.scheduler.blended_requests import Blending
+from vllm_ascend_kvext.segments.token_rows import SegmentRows
 
 
 class Reused(NamedTuple):

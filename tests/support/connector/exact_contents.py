@@ -23,12 +23,12 @@ from support.connector.page_contents import PageContents
 from support.connector.simulated_engine import SimulatedWorker
 from support.scheduler.token_stream import TokenStream
 from support.scheduler.workload import RequestPlan
-from vllm_ascend_kvext.segments.scheduler.segment_store import StoredTokens
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.planner import TransferPlanner
 from vllm_ascend_kvext.layout.row_map import StoredChunk
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
 from vllm_ascend_kvext.layout.views import storage_tensors
+from vllm_ascend_kvext.segments.scheduler.segment_store import StoredTokens
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
 from vllm_ascend_kvext.token_range import TokenRange
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer

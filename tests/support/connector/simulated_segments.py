@@ -16,7 +16,7 @@ import torch
 from support.connector.page_contents import moved_bytes, token_axis_of
 from support.connector.scripted_transfers import ScriptedTransfers
 from support.layout.truth import LayoutFixture
-from vllm_ascend_kvext.segments.worker.segment_mover import SegmentMover
+from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.segments.token_rows import (
     HostRows,
     SegmentLayout,
@@ -24,7 +24,7 @@ from vllm_ascend_kvext.segments.token_rows import (
     Slots,
     TokenPlane,
 )
-from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
+from vllm_ascend_kvext.segments.worker.segment_mover import SegmentMover
 from vllm_ascend_kvext.transfer.errors import BackendError
 from vllm_ascend_kvext.transfer.schema import Direction, RowDtype
 

@@ -12,11 +12,11 @@ from unittest import mock
 from support.scenarios import scenario
 from vllm_ascend_kvext.__main__ import main
 from vllm_ascend_kvext.blending import key_check
-from vllm_ascend_kvext.segments.worker.segment_mover import SegmentMover
 from vllm_ascend_kvext.commands import check_model
 from vllm_ascend_kvext.connector.scheduler import load_jobs
 from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.patches.connector import scheduler
+from vllm_ascend_kvext.segments.worker.segment_mover import SegmentMover
 
 _rows_to_load, _add_rows, _turn = load_jobs.rows_to_load, scheduler.add_rows, key_check.turn
 

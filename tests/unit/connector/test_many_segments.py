@@ -6,9 +6,9 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+from vllm_ascend_kvext.holes.load_plan import Span, spans_within
 from vllm_ascend_kvext.segments.scheduler.segment_contexts import Sink
 from vllm_ascend_kvext.segments.scheduler.segment_store import SegmentPrefix
-from vllm_ascend_kvext.holes.load_plan import Span, spans_within
 from vllm_ascend_kvext.token_range import TokenRange, without
 
 

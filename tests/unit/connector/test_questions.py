@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 from pytest_mock import MockerFixture
 
-from vllm_ascend_kvext.segments.token_rows import SegmentLayout
 from vllm_ascend_kvext.connector.common.counters import BlendCounters
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions, Selector
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.connector.scheduler.load_jobs import _joined
 from vllm_ascend_kvext.connector.segments import make_blending
+from vllm_ascend_kvext.holes.load_plan import LoadPlan, Span, with_holes
 from vllm_ascend_kvext.segments.scheduler.blended_requests import Blending
 from vllm_ascend_kvext.segments.scheduler.questions import (
     MAX_PROBED_TOKENS,
     Questions,
 )
 from vllm_ascend_kvext.segments.segment_tokens import NO_SEGMENT_TOKENS
-from vllm_ascend_kvext.holes.load_plan import LoadPlan, Span, with_holes
+from vllm_ascend_kvext.segments.token_rows import SegmentLayout
 from vllm_ascend_kvext.store.entries import Entry
 from vllm_ascend_kvext.token_range import TokenRange
 

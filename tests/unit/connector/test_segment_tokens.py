@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
-from vllm_ascend_kvext.segments.segment_tokens import SegmentTokens, segment_tokens_of
 from vllm_ascend_kvext.errors import SettingsError
+from vllm_ascend_kvext.segments.segment_tokens import SegmentTokens, segment_tokens_of
 
 VOCABULARY_TOKENS = 128
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from vllm_ascend_kvext.errors import BlendingError
 from vllm_ascend_kvext.segments.keys.key_check import FEWEST_PAIRS, find_pairs
 from vllm_ascend_kvext.segments.model_gate import (
     MIN_LIMITS,
@@ -26,7 +27,6 @@ from vllm_ascend_kvext.segments.model_gate import (
     difference,
     judge,
 )
-from vllm_ascend_kvext.errors import BlendingError
 from vllm_ascend_kvext.token_range import TokenRange
 
 SINK = (1, 2)

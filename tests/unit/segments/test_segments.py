@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.segments.prompt_segments import (
     SEGMENTS_KEY,
     STORE_KEY,
@@ -18,7 +19,6 @@ from vllm_ascend_kvext.segments.prompt_segments import (
     plan_blend,
     separated_segments,
 )
-from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.token_range import TokenRange
 
 

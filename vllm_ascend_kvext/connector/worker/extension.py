@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from vllm_ascend_kvext.connector.common.messages import ExtraOutput, ExtraRows
+from vllm_ascend_kvext.connector.common.messages import ExtraOutput
 from vllm_ascend_kvext.layout.model import KVLayout
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
 from vllm_ascend_kvext.transfer.placement import CopyPlacement
@@ -48,18 +48,17 @@ class ExtraMover(Protocol):
     def load(self, rows: Sequence[Any], block_ids: Sequence[TablePart]) -> int:
         """Copy rows from host memory to pages; otherwise as `store`."""
 
-    def after_store(self, rows: Sequence[ExtraRows]) -> None:
+    def after_store(self, rows: Sequence[Any]) -> None:
         """All rows of a store are in host memory."""
 
 
 class WorkerExtension:
-    """The worker side of an extension. The model's thread calls all of it but the mover.
+    """The worker side of an extension. The model's thread calls all of it but the mover."""
 
-    Attributes:
-        mover: None if it moves nothing.
-    """
-
-    mover: ExtraMover | None = None
+    @property
+    def mover(self) -> ExtraMover | None:
+        """What moves rows for it; None if it moves nothing. Asked after each `register`."""
+        return None
 
     def register(self, pages: RegisteredPages) -> None:
         """Take note of the pages. Called again after a reset, with others that are laid out alike.

@@ -30,7 +30,8 @@ from vllm_ascend_kvext.connector.common.messages import (
     WorkerLayout,
     WorkerOutput,
 )
-from vllm_ascend_kvext.connector.common.options import CONFIG, ConnectorOptions
+from vllm_ascend_kvext.connector.common.option_values import CONFIG
+from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.worker.extension import RegisteredPages, WorkerExtension
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.connector.worker.job_runner import Job, JobRunner, Move, Moved

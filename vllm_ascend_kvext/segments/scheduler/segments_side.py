@@ -31,7 +31,14 @@ from vllm_ascend_kvext.shared_tier.search import WantedPiece
 from vllm_ascend_kvext.store.lookup import Hit
 
 if TYPE_CHECKING:
+    from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
     from vllm_ascend_kvext.segments.scheduler.questions import Questions
+
+
+def segments_of(side: ConnectorScheduler | None) -> SegmentsSide | None:
+    """The segments of a scheduler side; None if it reuses none."""
+    extension = None if side is None else side.extension
+    return extension if isinstance(extension, SegmentsSide) else None
 
 
 class SegmentsSide(SchedulerExtension):

@@ -65,8 +65,8 @@ def check_layer_of(
     if index is None:
         if not full:
             raise BlendingError(
-                "segments: selector: question: expected a layer with full attention and keys of its "
-                f"own, found windows or latents in all {len(names)}. Set selector to heads."
+                "segments: selector: question: expected a layer with full attention and keys of "
+                f"its own, found windows or latents in all {len(names)}. Set selector to heads."
             )
         wanted = CHECK_DEPTH[0] * len(names) // CHECK_DEPTH[1]
         index = min(full, key=lambda place: abs(place - wanted))
@@ -90,15 +90,15 @@ def _check_is_called(compilation: Any, attention: Any) -> None:
     """The attention implementation is called in steps that compute prompts."""
     if compilation.mode and getattr(attention, "use_direct_call", False):
         raise BlendingError(
-            "segments: selector: question: expected attention that is not compiled with the model, so "
-            f"that queries can be read while it runs, found compilation mode {compilation.mode!s}. "
-            "Serve with --enforce-eager, or set selector to heads."
+            "segments: selector: question: expected attention that is not compiled with the model, "
+            "so that queries can be read while it runs, found compilation mode "
+            f"{compilation.mode!s}. Serve with --enforce-eager, or set selector to heads."
         )
     captured = compilation.cudagraph_mode
     if captured is not None and captured.mixed_mode().name == "FULL":
         raise BlendingError(
-            "segments: selector: question: expected attention of prompts that no graph captures, so "
-            f"that queries can be read while it runs, found cudagraph_mode {captured!s}. Set "
+            "segments: selector: question: expected attention of prompts that no graph captures, "
+            f"so that queries can be read while it runs, found cudagraph_mode {captured!s}. Set "
             "it to FULL_AND_PIECEWISE or PIECEWISE, serve with --enforce-eager, or set "
             "blend_selector to heads."
         )

@@ -28,8 +28,6 @@ class SegmentsWorker(WorkerExtension):
         cpu_backend: How vLLM's CPU attention writes pages; None refuses segments on a CPU.
     """
 
-    mover: SegmentMover | None
-
     def __init__(
         self, vllm_config: Any, options: SegmentOptions, cpu_backend: CpuBackend | None
     ) -> None:
@@ -41,14 +39,18 @@ class SegmentsWorker(WorkerExtension):
         self._probe: QuestionProbe | None = None
         self._probe_refusal = ""
         self._is_registered = False
-        self.mover = None
+        self._mover: SegmentMover | None = None
+
+    @property
+    def mover(self) -> SegmentMover | None:
+        return self._mover
 
     def register(self, pages: RegisteredPages) -> None:
         if not self._is_registered:
             self._is_registered = True
             self._make(pages)
-        elif self._segments is not None and self.mover is not None:
-            self._renew(pages, self._segments, self.mover)
+        elif self._segments is not None and self._mover is not None:
+            self._renew(pages, self._segments, self._mover)
 
     def _make(self, pages: RegisteredPages) -> None:
         try:
@@ -62,7 +64,7 @@ class SegmentsWorker(WorkerExtension):
                 self._cpu_backend,
                 pages.move,
             )
-            self.mover = segments.mover(pages.host)
+            self._mover = segments.mover(pages.host)
             self._segments = segments
         except Exception as error:
             self._refusal = _refusal_of(error)
@@ -89,7 +91,7 @@ class SegmentsWorker(WorkerExtension):
             logger.warning("Segments are not loaded any more: %s", _refusal_of(error))
 
     def describe(self) -> SegmentsOfWorker:
-        layout = None if self.mover is None else self.mover.layout
+        layout = None if self._mover is None else self._mover.layout
         return SegmentsOfWorker(layout, self._refusal, self._probe_refusal)
 
     def begin_step(self, extras: tuple[ProbeJob, ...] | None) -> None:
@@ -98,8 +100,8 @@ class SegmentsWorker(WorkerExtension):
 
     def end_step(self) -> SegmentOutput | None:
         output = SegmentOutput()
-        if self.mover is not None:
-            output.key_checks, output.key_check_failure = self.mover.take_key_checks()
+        if self._mover is not None:
+            output.key_checks, output.key_check_failure = self._mover.take_key_checks()
         if self._probe is not None:
             output.scores = self._probe.end_step()
         return output or None
@@ -107,8 +109,8 @@ class SegmentsWorker(WorkerExtension):
     def shutdown(self) -> None:
         if self._probe is not None:
             self._probe.shutdown()
-        if self.mover is not None:
-            self.mover.close()
+        if self._mover is not None:
+            self._mover.close()
 
 
 def _refusal_of(error: Exception) -> str:
