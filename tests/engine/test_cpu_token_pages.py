@@ -200,7 +200,7 @@ def test_an_op_that_is_not_understood_is_refused(name: str) -> None:
     made = Pages(torch.float32, 16, 2, 64)
     before = made.storages()
     write_rows, change = made.backend.write_rows, WRONG_OPS[name]
-    with pytest.raises(BlendingError, match="Serve this model without blending") as caught:
+    with pytest.raises(BlendingError, match="Serve this model without segments") as caught:
         made.token_pages(lambda *given: write_rows(*change(*given)))
     if name == "a page further":
         assert "found 2048 elements written (some outside the page)" in str(caught.value)

@@ -133,7 +133,7 @@ def test_the_other_classes_are_refused_with_the_reason(name: str) -> None:
     assert str(caught.value).startswith(
         f"{name}: expected an embedding that turns keys by one angle"
     )
-    assert f"found that {REFUSED[name]}. Serve this model without blending." in str(caught.value)
+    assert f"found that {REFUSED[name]}. Serve this model without segments." in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

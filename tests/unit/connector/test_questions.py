@@ -136,7 +136,9 @@ def test_one_worker_that_cannot_compare_leaves_it_at_heads(
 ) -> None:
     logger = mocker.patch.object(make_segments, "logger")
     layout = mocker.Mock(tokens_per_page={0: 4}, **{"window_pages.return_value": {}})
-    engine = mocker.Mock(has_other_connectors=False, num_data_parallel=1, max_model_len=64)
+    engine = mocker.Mock(
+        managers=[], has_other_connectors=False, num_data_parallel=1, max_model_len=64
+    )
     place = mocker.Mock(view=engine, layout=layout, computes_holes=True)
     options = SegmentOptions(selector=selector)
     layout = SegmentLayout((64,))

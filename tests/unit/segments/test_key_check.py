@@ -117,7 +117,7 @@ def test_another_model_fails(name: str, dtype: RowDtype) -> None:
     found = Model(signature_of(dtype)).check(wrong=WRONG[name])
     what = "values" if name == "positions in values" else "keys"
     assert found and found.startswith(f"{what} of the first layer, token ")
-    assert found.endswith("Serve it without blending.")
+    assert found.endswith("Serve it without segments.")
 
 
 @pytest.mark.parametrize("dtype", list(RowDtype))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from vllm_ascend_kvext.holes.load_plan import LoadPlan
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
@@ -19,6 +20,7 @@ class TextPrefix:
     """One letter is one token; the key of a prefix is its text."""
 
     text: str
+    key_space: ClassVar[str] = ""
 
     @property
     def num_tokens(self) -> int:
