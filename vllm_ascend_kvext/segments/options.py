@@ -63,9 +63,12 @@ _SEPARATOR = Values(
 
 @dataclass(frozen=True, slots=True)
 class SegmentOptions:
-    """The options of segments, all of them keys of the object ``segments``.
+    """The keys of the object ``segments``.
 
-    An empty object turns segments on, with these defaults.
+    An object, whose keys are below; `{}` has the default of each. It turns segments on: documents
+    whose KV was stored by itself are reused wherever they stand in a prompt, with their keys
+    rotated to the new positions. **Approximate**: a reused token has not seen what stands before
+    its segment, and answers change. See `docs/blending.md`. Unset: no segment is reused.
     """
 
     selector: Annotated[Selector | None, choice(Selector)] = None
