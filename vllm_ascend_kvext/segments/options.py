@@ -29,7 +29,7 @@ OPTION = "segments"
 """The key of ``kv_connector_extra_config`` whose value is an object of the keys below."""
 
 FORMER_KEYS: Mapping[str, str] = {
-    "blending": '"segments": {}',
+    "blending": '"segments": {}, or nothing where it was false,',
     "blend_selector": '"segments": {"selector": ...}',
     "blend_head_tokens": '"segments": {"head_tokens": ...}',
     "blend_ratio": '"segments": {"ratio": ...}',
