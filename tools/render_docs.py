@@ -102,8 +102,8 @@ def settings_page() -> str:
         "",
         f"## Keys of `{OPTION}`",
         "",
-        f"Keys of the object `{OPTION}`, which is itself an option of `KvextConnector`. A key that is",
-        "not on this page is refused. A key whose value is `null` has its default.",
+        f"Keys of the object `{OPTION}`, which is itself an option of `KvextConnector`. A key that",
+        "is not below is refused. A key whose value is `null` has its default.",
     ]
     texts = _texts_below_fields(SegmentOptions)
     for each in SEGMENT_OPTIONS:
