@@ -119,7 +119,9 @@ class LateEngine(scenarios.Engine):
     """An engine that is asked in waves."""
 
     def __init__(self, model: str, kind: Kind) -> None:
-        engine = ENGINE | connector(host_memory_gib=HOST_MEMORY_GIB, blending=kind.has_segments)
+        engine = ENGINE | connector(
+            host_memory_gib=HOST_MEMORY_GIB, segments={} if kind.has_segments else None
+        )
         engine |= {"num_gpu_blocks_override": kind.pool_blocks, **kind.engine}
         self.kind = kind
         super().__init__({"model": model, "engine": engine})
@@ -130,7 +132,7 @@ class LateEngine(scenarios.Engine):
         longest = TURNS_TOKENS[-1]
         if self.kind.has_segments:
             # Documents are too short for the check of their keys.
-            self.side.segments.keys_are_checked = True
+            self.side.extension.checks.are_passed = True
         self.conversations = [
             (shared if number < 2 else []) + random_tokens(rng, longest)
             for number in range(NUM_CONVERSATIONS)
@@ -309,7 +311,7 @@ class LateEngine(scenarios.Engine):
 
         staged_tokens = rng.choice(STAGED_TOKENS)
         if self.kind.has_segments:
-            self.worker_side._runner.segments._max_tokens = staged_tokens
+            self.worker_side._runner.mover._max_tokens = staged_tokens
         # With the second, preempted requests have something left to store.
         policy = rng.choice((StorePolicy.ALL, StorePolicy.SECOND_TOUCH))
         self.side._stores.chooser.policy = policy

@@ -39,7 +39,7 @@ def blended(
     folder_of: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Reports:
-    engine = processes.blending(segment_separator=SEPARATOR, learn_segments=False) | POOL
+    engine = processes.blending(separator=SEPARATOR, learn=False) | POOL
     scenarios, options = ("orders", "exact", "controls"), {"heads": [HEAD_TOKENS]}
     plans = {
         model: Plan(folder_of(model), scenarios, "blending", engine, options) for model in MODELS

@@ -58,7 +58,7 @@ def serve(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
             engine, environ = connector() | pool_of(model), KERNEL | ADAPTIVE
         else:
             environ = KERNEL
-            engine = processes.blending(segment_separator=SEPARATOR, learn_segments=False) | POOL
+            engine = processes.blending(separator=SEPARATOR, learn=False) | POOL
         options["libraries"] = libraries
         plan = Plan(folder_of(model), scenarios, module, engine, options)
         return processes.serve(tmp_path_factory, {"": plan}, environ, NPU)[""]

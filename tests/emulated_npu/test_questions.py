@@ -28,10 +28,10 @@ def served(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Reports:
     blending = processes.blending(
-        blend_head_tokens=HEAD_TOKENS,
-        blend_selector="question",
-        blend_check_layer=CHECK_LAYER,
-        segment_sink=SINK,
+        head_tokens=HEAD_TOKENS,
+        selector="question",
+        check_layer=CHECK_LAYER,
+        sink=SINK,
     )
     folder = folder_of(MODEL)
     plans = {

@@ -77,10 +77,10 @@ class Setting(NamedTuple):
 
     def plan(self, model: Path) -> Plan:
         connector = processes.blending(
-            segment_separator=SEPARATOR,
-            learn_segments=self.learns,
-            segment_sink=self.sink_ids,
-            segment_context=self.has_context,
+            separator=SEPARATOR,
+            learn=self.learns,
+            sink=self.sink_ids,
+            context=self.has_context,
         )
         options = {"heads": self.heads, "has_context": self.has_context}
         return Plan(model, self.scenarios, "blending", connector | self.engine, options)

@@ -53,7 +53,8 @@ RUNS = {
         (
             *EAGER,
             *connector(
-                chunk_tokens=CPU.block_tokens, blend_head_tokens=32, blend_selector="question"
+                chunk_tokens=CPU.block_tokens,
+                segments={"head_tokens": 32, "selector": "question"},
             ),
         ),
     ),

@@ -30,9 +30,9 @@ from tiny_models import WINDOW_TOKENS
 
 SCENARIOS = ("turns", "large_storm")
 BLOCK_TOKENS = CPU.block_tokens
-CONNECTOR = processes.connector(
-    host_memory_gib=0.25, blending=True, segment_sink=[2], blend_selector="heads"
-)["kv_transfer_config"]
+CONNECTOR = processes.connector(host_memory_gib=0.25, segments={"sink": [2], "selector": "heads"})[
+    "kv_transfer_config"
+]
 """With blending: nothing changes for requests that name no segments."""
 NUM_BLOCKS = POOL_BLOCKS // 3 if IS_SINCE_0_30 else POOL_BLOCKS
 """With more, the storm preempts nobody on vLLM 0.30."""

@@ -63,10 +63,10 @@ def report(
 ) -> Report:
     model = model_folder(request.param)
     blending = processes.blending(
-        blend_head_tokens=HEAD_TOKENS,
-        blend_selector="question",
-        blend_check_layer=CHECK_LAYERS[request.param],
-        segment_sink=SINK,
+        head_tokens=HEAD_TOKENS,
+        selector="question",
+        check_layer=CHECK_LAYERS[request.param],
+        sink=SINK,
     )
     synchronous = {"async_scheduling": False}
     asynchronous = {"async_scheduling": True, "enforce_eager": False}

@@ -50,12 +50,12 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_ascend_kvext.blending import segment_contexts
 from vllm_ascend_kvext.connector.scheduler import loads
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
-from vllm_ascend_kvext.connector.segments import blended_requests, make_blending
 from vllm_ascend_kvext.segments.prompt_segments import SEGMENTS_KEY, STORE_KEY
+from vllm_ascend_kvext.segments.scheduler import blended_requests, make_segments, segment_contexts
 from vllm_ascend_kvext.segments.scheduler.segment_store import StoredTokens
+from vllm_ascend_kvext.segments.scheduler.segments_side import segments_of
 from vllm_ascend_kvext.store.entries import EntryState, Kind
 from vllm_ascend_kvext.transfer.errors import BackendError
 
@@ -113,13 +113,16 @@ CONNECTORS = st.fixed_dictionaries(
 )
 BLENDING = st.fixed_dictionaries(
     {
-        "blending": st.just(True),
-        "segment_separator": st.just([SEPARATOR]),
+        "segments": st.fixed_dictionaries(
+            {
+                "separator": st.just([SEPARATOR]),
+                "head_tokens": st.sampled_from([4, 0, 1, 8]),
+                "learn": st.sampled_from([False, True]),
+                "sink": st.sampled_from([None, [5], [], [5, 9, 2, 5, 11, 3, 8, 1, 40]]),
+                "context": st.sampled_from([True, True, False]),
+            }
+        ),
         "store_policy": st.sampled_from(["all", "all", "second_touch", "never"]),
-        "blend_head_tokens": st.sampled_from([4, 0, 1, 8]),
-        "learn_segments": st.sampled_from([False, True]),
-        "segment_sink": st.sampled_from([None, [5], [], [5, 9, 2, 5, 11, 3, 8, 1, 40]]),
-        "segment_context": st.sampled_from([True, True, False]),
         "host_memory_gib": st.sampled_from([1 << 22, 1 << 22, 1 << 14]).map(
             lambda n: n / (1 << 30)
         ),
@@ -381,7 +384,7 @@ class RequestMachine(RuleBasedStateMachine):
         options = offloading(layout, **connector)
         self.engine = BlendingEngine(layout, EngineOptions(offloading=options, **engine), script)
         assert self.engine.side.computes_holes
-        assert self.engine.side.segments.is_on is self.is_blending
+        assert (segments_of(self.engine.side) is not None) is self.is_blending
         if self.is_blending:
             self.engine.choose(**data.draw(CHOSEN))
         self.watch, self.router = Watch(self.engine), Router(self.engine)
@@ -598,12 +601,13 @@ class RequestMachine(RuleBasedStateMachine):
         if self.contents is not None:
             self.contents.check(is_end=True)
             counts.update(self.contents.counts)
-        counters, blending = engine.side.counters, engine.side.counters.blending
+        counters = engine.side.counters
         counts["hole tokens"] += counters.hole_tokens
         counts["failed loads"] += counters.tier.failed_loads
         counts["preemptions"] += sum(r.num_preemptions for r in engine.requests.values())
-        counts["learned segments"] += blending.learned_segments
-        counts["reused tokens"] += blending.reused_tokens
+        if self.is_blending:
+            counts["learned segments"] += engine.segments.counters.learned_segments
+            counts["reused tokens"] += engine.segments.counters.reused_tokens
 
     def _check_output(self, request_id: str) -> None:
         """What a request is answered that has reused nothing, is the same however it is served."""
@@ -736,7 +740,7 @@ def test_random_lives(is_blending: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(segment_contexts, "FEW_DOCUMENTS", 1)
     monkeypatch.setattr(segment_contexts, "NUM_PROMPTS", 2)
     monkeypatch.setattr(segment_contexts, "MIN_BEGINNING_TOKENS", 1)
-    monkeypatch.setattr(make_blending, "MIN_REUSED_TOKENS", 1)
+    monkeypatch.setattr(make_segments, "MIN_REUSED_TOKENS", 1)
     monkeypatch.setattr(blended_requests, "_is_exact", counted_exact)
     monkeypatch.setattr(loads, "MIN_RUN_TOKENS", loads.MIN_RUN_TOKENS)  # and back again
     counts.clear()

@@ -21,8 +21,8 @@ from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import (
     LinearScalingRotaryEmbedding,
 )
 
-from vllm_ascend_kvext.blending import rotation_check
 from vllm_ascend_kvext.errors import BlendingError
+from vllm_ascend_kvext.segments.keys import rotation_check
 from vllm_ascend_kvext.segments.keys.rotary import (
     READERS,
     REFUSED,

@@ -40,11 +40,11 @@ MANY = [tuple(tokens(random.Random(f"many {number}"), 40)) for number in range(3
 
 @contextmanager
 def choosing(
-    layout: PagedLayout = FULL, connector: dict[str, Any] | None = None, **options: Any
+    layout: PagedLayout = FULL, segments: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[LearningEngine]:
     """An engine that chooses the contexts of its segments."""
-    connector = {"segment_context": True, "learn_segments": False, **(connector or {})}
-    with learning_engine(layout, connector=connector, **options) as engine:
+    segments = {"context": True, "learn": False, **(segments or {})}
+    with learning_engine(layout, segments=segments, **options) as engine:
         engine.choose(min_head_tokens=0)
         yield engine
 
@@ -69,13 +69,13 @@ def lose(engine: LearningEngine, prefix: SegmentPrefix) -> None:
 
 
 def context_of(engine: LearningEngine, cache_salt: str | None = None) -> tuple[int, ...]:
-    *_, longest = engine.side.segments.store.contexts.sinks(cache_salt, ())
+    *_, longest = engine.segments.store.contexts.sinks(cache_salt, ())
     return longest.token_ids[len(engine.sink_ids) :]
 
 
 def is_stored_everywhere(engine: LearningEngine, *documents: tuple[int, ...]) -> bool:
     """Whether documents are stored alone, and behind both contexts."""
-    store = engine.side.segments.store
+    store = engine.segments.store
     prefixes = [prefix for each in documents for prefix in store.prefixes(each, None)]
     return len(prefixes) == 3 * len(documents) and not any(map(store.is_missing, prefixes))
 
@@ -106,11 +106,11 @@ def begin(engine: LearningEngine) -> None:
 
 @pytest.mark.parametrize("layout", [FULL, GPT_OSS], ids=["full", "windows"])
 def test_contexts_begin_like_prompts(layout: PagedLayout) -> None:
-    with choosing(layout, {"segment_sink": None}) as engine:
+    with choosing(layout, {"sink": None}) as engine:
         begin(engine)
         store(engine, *FIRST, *LATER[:2])
         assert len(engine.learned) == 3 * (len(FIRST) + 2)
-        segments = engine.side.segments.store
+        segments = engine.segments.store
         sinks = [each.token_ids for each in segments.contexts.sinks(None, LATER[0])]
         assert sinks[:2] == [BEGINNING, segments.contexts.sink_ids]
         assert sinks[-1] == (*BEGINNING, *CONTEXT)
@@ -121,7 +121,7 @@ def test_contexts_begin_like_prompts(layout: PagedLayout) -> None:
 
 def test_documents_are_learned_once_more_when_it_is_known_what_prompts_begin_with() -> None:
     """Where two requests have them; until then, what is stored is reused."""
-    with choosing(connector={"segment_sink": None}) as engine:
+    with choosing(segments={"sink": None}) as engine:
         store(engine, *FIRST, *LATER[:2])
         num_learned = len(engine.learned)
         assert num_learned == 2 * (len(FIRST) + 2)
@@ -142,7 +142,7 @@ def reused_tokens(engine: LearningEngine, *documents: tuple[int, ...], **more: A
 
 
 def test_what_was_computed_behind_all_that_stands_before_it_has_no_head() -> None:
-    with choosing(connector={"segment_sink": None}) as engine:
+    with choosing(segments={"sink": None}) as engine:
         begin(engine)
         store(engine, *FIRST, *LATER[:2])
         two = 2 * (40 - HEAD_TOKENS)
@@ -180,12 +180,12 @@ def test_documents_of_the_context_are_stored_once_more() -> None:
     """By requests of the engine's own; until then they are reused as they were stored."""
     with choosing() as engine:
         store(engine, *FIRST[:-1])
-        engine.side.segments.learning.is_held = True
+        engine.segments.learning.is_held = True
         store(engine, FIRST[-1])
         engine.answer(FIRST[3])
         assert engine.counts.reused_tokens == 40 - HEAD_TOKENS
         assert not engine.learned
-        engine.side.segments.learning.is_held = False
+        engine.segments.learning.is_held = False
         engine.answer(LATER[0])
         assert engine.learned == [each for each in FIRST for _ in range(2)]
         engine.answer(*FIRST)
@@ -197,7 +197,7 @@ def test_behind_a_context_that_host_memory_has_lost_documents_are_stored_once_mo
     """Once two requests would have reused them there."""
     with choosing() as engine:
         store(engine, *FIRST, *LATER)
-        segments = engine.side.segments.store
+        segments = engine.segments.store
         best = segments.prefixes(LATER[0], None, num_before=2)[0]
         lose(engine, best)
         assert segments.is_missing(best)
@@ -210,7 +210,7 @@ def test_behind_a_context_that_host_memory_has_lost_documents_are_stored_once_mo
 
 
 def test_what_two_requests_had_is_learned_alone_and_behind_what_both_would_have_reused() -> None:
-    with choosing(connector={"learn_segments": True}) as engine:
+    with choosing(segments={"learn": True}) as engine:
         store(engine, *FIRST)
         num_learned = len(engine.learned)
         for before, num_asked, times in ((FIRST[:3], 3, 2), (FIRST[:1], 1, 2), (FIRST[:1], 2, 3)):
@@ -221,7 +221,7 @@ def test_what_two_requests_had_is_learned_alone_and_behind_what_both_would_have_
 
 
 def test_what_two_requests_had_in_different_places_is_learned_alone() -> None:
-    with choosing(connector={"learn_segments": True}) as engine:
+    with choosing(segments={"learn": True}) as engine:
         store(engine, *FIRST)
         num_learned = len(engine.learned)
         engine.answer(FIRST[0], LATER[0])
@@ -237,7 +237,7 @@ def test_what_two_requests_had_in_different_places_is_learned_alone() -> None:
 def test_what_clients_stored_is_computed_behind_the_context_whoever_completes_it(
     last_is_learned: bool,
 ) -> None:
-    with choosing(connector={"learn_segments": True}) as engine:
+    with choosing(segments={"learn": True}) as engine:
         first, last = (store, learn) if last_is_learned else (learn, store)
         first(engine, *FIRST[:-1])
         last(engine, FIRST[-1])
@@ -250,21 +250,21 @@ def test_what_clients_stored_is_computed_behind_the_context_whoever_completes_it
 
 
 def test_what_found_no_place_in_the_queue_is_learned_when_two_more_requests_want_it() -> None:
-    with choosing(connector={"learn_segments": True}) as engine:
+    with choosing(segments={"learn": True}) as engine:
         store(engine, *FIRST)
-        engine.side.segments.learning.is_held = True
+        engine.segments.learning.is_held = True
         store(engine, *MANY)
         for _ in range(8):
             engine.answer(*FIRST[:3], LATER[0])
         assert engine.drops
-        engine.side.segments.learning.is_held = False
+        engine.segments.learning.is_held = False
         for times in (1, 2, 2):
             engine.answer(*FIRST[:3], LATER[0])
             assert engine.learned.count(LATER[0]) == times
 
 
 def test_after_a_reset_two_requests_are_enough_again() -> None:
-    with choosing(connector={"learn_segments": True}) as engine:
+    with choosing(segments={"learn": True}) as engine:
         for _ in range(2):
             store(engine, *FIRST)
             num_learned = len(engine.learned)
@@ -276,10 +276,10 @@ def test_after_a_reset_two_requests_are_enough_again() -> None:
 
 def test_nothing_is_learned_behind_what_is_past() -> None:
     """Not where a document is too long for the latest context, nor by the prompt that made it."""
-    options = {"learn_segments": True, "segment_sink": None}
-    with choosing(connector=options, max_model_len=384) as engine:
+    options = {"learn": True, "sink": None}
+    with choosing(segments=options, max_model_len=384) as engine:
         store(engine, *FIRST)
-        segments = engine.side.segments.store
+        segments = engine.segments.store
         for number, segment in enumerate(PROMPTS):
             seen = (FIRST[0], LATER[0]) if number >= len(PROMPTS) - 2 else ()
             engine.answer(segment, *seen, beginning=(*BEGINNING, number))
@@ -297,7 +297,7 @@ def test_nothing_is_learned_behind_what_is_past() -> None:
 def test_other_engines_are_asked_for_what_is_stored_behind_no_context_either() -> None:
     with choosing() as engine:
         store(engine, *FIRST, LATER[0])
-        segments = engine.side.segments.store
+        segments = engine.segments.store
         prefixes = segments.prefixes(LATER[0], None, num_before=3)
         for missing, is_asked in ((prefixes[-1:], False), (prefixes[:-1], True)):
             for prefix in missing:
@@ -308,7 +308,7 @@ def test_other_engines_are_asked_for_what_is_stored_behind_no_context_either() -
 
 
 def test_what_no_client_has_stored_is_not_learned_where_that_is_left_to_clients() -> None:
-    with choosing(connector={"learn_segments": False}) as engine:
+    with choosing(segments={"learn": False}) as engine:
         store(engine, *FIRST)
         num_learned = len(engine.learned)
         for _ in range(3):
@@ -317,9 +317,9 @@ def test_what_no_client_has_stored_is_not_learned_where_that_is_left_to_clients(
 
 
 def test_what_is_stored_behind_a_context_is_not_learned_alone_once_more() -> None:
-    with choosing(connector={"learn_segments": True}) as engine:
+    with choosing(segments={"learn": True}) as engine:
         store(engine, *FIRST, LATER[0])
-        alone = engine.side.segments.store.prefixes(LATER[0], None)[0]
+        alone = engine.segments.store.prefixes(LATER[0], None)[0]
         assert not alone.has_context
         lose(engine, alone)
         num_learned = len(engine.learned)
@@ -329,7 +329,7 @@ def test_what_is_stored_behind_a_context_is_not_learned_alone_once_more() -> Non
 
 
 def test_what_was_seen_before_there_was_a_context_is_learned_alone_at_first() -> None:
-    with choosing(connector={"learn_segments": True}) as engine:
+    with choosing(segments={"learn": True}) as engine:
         engine.answer(*LATER[1:3], LATER[0])
         store(engine, *FIRST)
         for times in (1, 2, 2):
@@ -340,7 +340,7 @@ def test_what_was_seen_before_there_was_a_context_is_learned_alone_at_first() ->
 def test_a_part_behind_a_context_does_not_hide_what_is_stored_whole() -> None:
     with choosing() as engine:
         store(engine, *FIRST, *LATER)
-        segments = engine.side.segments.store
+        segments = engine.segments.store
         best = segments.prefixes(LATER[0], None, num_before=2)[0]
         end_key = best.key_at(best.num_tokens)  # Ends are evicted first.
         engine.tier.evict(lambda entry: entry.key == end_key)
@@ -353,10 +353,9 @@ def test_a_part_behind_a_context_does_not_hide_what_is_stored_whole() -> None:
 def test_contexts_take_no_host_memory_from_documents(learns: bool) -> None:
     """It has room for all of them once; what contexts lose is not learned again and again."""
     documents = [tuple(tokens(random.Random(f"document {n}"), 60)) for n in range(32)]
-    settings = {"learn_segments": learns, "host_memory_gib": 70 / (1 << 20)}
-    settings["store_policy"] = "second_touch"
+    connector = {"host_memory_gib": 70 / (1 << 20), "store_policy": "second_touch"}
     rng = random.Random(1)
-    with choosing(connector=settings, num_blocks=900) as engine:
+    with choosing(segments={"learn": learns}, connector=connector, num_blocks=900) as engine:
         store(engine, *documents)
         for round_number in range(16):
             before, num_own = engine.counts.reused_tokens, len(engine.own_plans)
@@ -368,22 +367,22 @@ def test_contexts_take_no_host_memory_from_documents(learns: bool) -> None:
 
 
 def test_what_host_memory_has_no_room_for_is_not_tried_again() -> None:
-    with choosing(connector={"host_memory_gib": 12 / (1 << 20)}) as engine:
+    with choosing(segments={"host_memory_gib": 12 / (1 << 20)}) as engine:
         store(engine, *FIRST)
         store(engine, LATER[0])
         assert engine.drops and len(engine.own_plans) == 2 * (len(FIRST) + 1)
 
 
 def test_documents_behind_contexts_wait_for_what_nobody_has_stored() -> None:
-    with choosing(connector={"learn_segments": True}) as engine:
+    with choosing(segments={"learn": True}) as engine:
         store(engine, *FIRST)
-        engine.side.segments.learning.is_held = True
+        engine.segments.learning.is_held = True
         store(engine, *MANY)
         num_learned = len(engine.learned)
         new = tuple(tokens(random.Random("new"), 40))
         for _ in range(2):
             engine.answer(new)
-        engine.side.segments.learning.is_held = False
+        engine.segments.learning.is_held = False
         engine.answer(LATER[0])
         assert engine.learned[num_learned] == new and not engine.drops
 
@@ -392,7 +391,7 @@ def test_a_salt_whose_contexts_were_forgotten_gets_some_again() -> None:
     """From documents that are stored already."""
     with choosing() as engine:
         store(engine, *FIRST)
-        engine.side.segments.store.contexts.clear()
+        engine.segments.store.contexts.clear()
         store(engine, *FIRST)
         assert context_of(engine) == CONTEXT
 
@@ -427,19 +426,19 @@ def test_a_reset_chooses_another_context() -> None:
 
 
 def test_nobody_has_a_context_who_does_not_ask_for_one() -> None:
-    with choosing(connector={"segment_context": False}) as engine:
+    with choosing(segments={"context": False}) as engine:
         store(engine, *FIRST, *LATER)
         assert context_of(engine) == () and not engine.own_plans
 
 
 def test_what_is_too_long_behind_a_context_is_learned_without_it() -> None:
     long = tuple(tokens(random.Random("long"), 350))
-    with choosing(connector={"learn_segments": True}, max_model_len=448) as engine:
+    with choosing(segments={"learn": True}, max_model_len=448) as engine:
         engine.answer(long)
-        engine.side.segments.learning.is_held = True
+        engine.segments.learning.is_held = True
         engine.answer(long)
         store(engine, *FIRST)
-        engine.side.segments.learning.is_held = False
+        engine.segments.learning.is_held = False
         engine.answer(LATER[1])
         assert long in engine.learned
         assert max(len(plan.prompt) for plan in engine.own_plans) < 448
@@ -451,7 +450,7 @@ def test_nothing_is_stored_once_more_when_segments_are_not_reused(
     monkeypatch.setattr(SimulatedMover, "check_keys", lambda *_: "wrong")
     with choosing() as engine:
         store(engine, *FIRST)
-        assert engine.side.segments.why_no_reuse and not engine.own_plans
+        assert engine.segments.checks.failure and not engine.own_plans
 
 
 def test_what_was_taken_back_is_tried_again() -> None:

@@ -31,13 +31,14 @@ from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
-from vllm_ascend_kvext.connector.common.counters import BlendRefusal
 from vllm_ascend_kvext.connector.common.messages import WorkerOutput
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
-from vllm_ascend_kvext.connector.segments import segment_learning
 from vllm_ascend_kvext.patches.connector import scheduler as patched_scheduler
+from vllm_ascend_kvext.segments.counters import SegmentRefusal
 from vllm_ascend_kvext.segments.keys.key_check import FEWEST_PAIRS, find_pairs
+from vllm_ascend_kvext.segments.messages import SegmentOutput
 from vllm_ascend_kvext.segments.prompt_segments import SEGMENTS_KEY, STORE_KEY
+from vllm_ascend_kvext.segments.scheduler import segment_learning
 from vllm_ascend_kvext.segments.scheduler.segment_learning import MAX_BEGUN_SEGMENTS
 from vllm_ascend_kvext.segments.scheduler.segment_store import SegmentPrefix, StoredTokens
 from vllm_ascend_kvext.segments.token_rows import SegmentRows
@@ -76,18 +77,18 @@ def test_what_two_requests_have_had_is_reused_by_the_third(
 
 
 @pytest.mark.parametrize(
-    ("connector", "is_learned"),
+    ("segments", "is_learned"),
     [
-        ({"learn_segments": None}, False),
-        ({"learn_segments": False, "segment_separator": [62]}, False),
-        ({"learn_segments": None, "segment_separator": [62]}, True),
+        ({"learn": None}, False),
+        ({"learn": False, "separator": [62]}, False),
+        ({"learn": None, "separator": [62]}, True),
     ],
     ids=["no separator", "refused", "separator"],
 )
 def test_with_separators_segments_are_learned_by_default(
-    connector: dict[str, Any], is_learned: bool
+    segments: dict[str, Any], is_learned: bool
 ) -> None:
-    with learning_engine(connector=connector) as engine:
+    with learning_engine(segments=segments) as engine:
         for _ in range(3):
             engine.answer((62, *ONE, 62), extra_args={SEGMENTS_KEY: None})
         assert engine.learned == [ONE] * is_learned
@@ -96,7 +97,7 @@ def test_with_separators_segments_are_learned_by_default(
 
 @pytest.mark.parametrize("sink", [SINK, tokens(random.Random("sink"), 50)], ids=["", "cached"])
 def test_nothing_of_it_is_answered_or_counted_as_a_query(sink: list[int]) -> None:
-    with learning_engine(connector={"segment_sink": sink}) as engine:
+    with learning_engine(segments={"sink": sink}) as engine:
         if sink is not SINK:  # Its blocks are in the prefix cache then.
             engine.store(OTHER)
             engine.serve()
@@ -226,9 +227,9 @@ def test_clients_store_what_it_computes(comes_first: bool) -> None:
         for document in documents:
             engine.store(document)
         engine.serve()
-        store = engine.side.segments.store
+        store = engine.segments.store
         assert not any(store.is_missing(*store.prefixes(document, None)) for document in documents)
-        assert not engine.counts.refusals[BlendRefusal.ROOM]
+        assert not engine.counts.refusals[SegmentRefusal.ROOM]
         assert bool(engine.drops) is comes_first, "a client waits for blocks"
 
 
@@ -322,7 +323,7 @@ def test_where_it_does_not_fit_into_host_memory_no_client_is_refused() -> None:
             engine.answer(LONG)
         assert engine.learned == [LONG]
         assert engine.drops == 1
-        assert not engine.counts.refusals[BlendRefusal.ROOM]
+        assert not engine.counts.refusals[SegmentRefusal.ROOM]
 
 
 def test_by_priority_it_comes_last() -> None:
@@ -344,7 +345,7 @@ def test_engines_that_take_their_steps_together_learn_nothing(
         for _ in range(3):
             engine.answer(ONE)
         assert not engine.own_plans
-    assert "learn_segments is off: the 2 data-parallel engines" in caplog.text
+    assert "segments: learn is off: the 2 data-parallel engines" in caplog.text
 
 
 def test_where_keys_are_not_what_they_should_be_nothing_more_is_learned() -> None:
@@ -352,7 +353,7 @@ def test_where_keys_are_not_what_they_should_be_nothing_more_is_learned() -> Non
         for document in (ONE, OTHER):
             engine.answer(document)
         engine.side.update_connector_output(
-            WorkerOutput(key_check_failure="keys of equal tokens differ"), ()
+            WorkerOutput(extras=SegmentOutput(key_check_failure="keys of equal tokens differ")), ()
         )
         for document in (ONE, OTHER):
             engine.answer(document)
@@ -366,7 +367,7 @@ def test_a_reset_that_waits_for_stores_begins_nothing() -> None:
         engine.show_twice(*documents)
         engine.step_until(lambda: len(engine.own_plans) == MAX_BEGUN_SEGMENTS)
         engine.step_until(lambda: not engine.scheduler.requests)
-        assert engine.side.has_transfers and engine.side.segments.learning.has_queue
+        assert engine.side.has_transfers and engine.segments.learning.has_queue
         assert engine.reset()
         assert len(engine.own_plans) == MAX_BEGUN_SEGMENTS
         engine.answer(QUESTION)
@@ -391,7 +392,7 @@ def test_it_is_not_learned_twice_nor_what_a_client_has_stored() -> None:
 
 def test_a_segment_that_is_too_long_behind_the_sink_is_not_computed() -> None:
     with learning_engine() as engine:
-        engine.side.segments.learning._max_model_len = len(SINK) + len(OTHER)
+        engine.segments.learning._max_model_len = len(SINK) + len(OTHER)
         engine.show_twice(ONE, OTHER)
         engine.serve()
         assert engine.learned == [ONE]
@@ -470,8 +471,8 @@ def test_of_what_keys_are_compared_by_nothing_is_kept_or_counted() -> None:
 @pytest.mark.usefixtures("comparing")
 @pytest.mark.parametrize("has_context", [False, True])
 def test_what_clients_store_with_few_equal_tokens_is_reused(has_context: bool) -> None:
-    settings = {"learn_segments": False, "segment_context": has_context}
-    with learning_engine(connector=settings) as engine:
+    settings = {"learn": False, "context": has_context}
+    with learning_engine(segments=settings) as engine:
         for document in ALL_DIFFERENT[:8]:
             engine.store(document)
             engine.serve()
@@ -505,7 +506,7 @@ def test_of_a_model_with_wrong_keys_no_document_with_few_equal_tokens_is_reused(
             engine.answer(document)
         assert engine.learned == checks(engine) and len(engine.learned) == 1
         assert engine.counts.reused_tokens == engine.counts.learned_segments == 0
-        assert engine.counts.refusals[BlendRefusal.UNCHECKED_KEYS] > 0
+        assert engine.counts.refusals[SegmentRefusal.UNCHECKED_KEYS] > 0
     assert "blending is off: keys of equal tokens differ." in caplog.text
 
 
@@ -530,8 +531,8 @@ def test_where_keys_cannot_be_compared_nothing_is_learned_and_the_log_says_why(
 def test_a_request_that_cannot_reuse_what_is_stored_has_keys_compared_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with learning_engine(connector=STORED_ONLY) as engine:
-        segments = engine.side.segments.store
+    with learning_engine(segments=STORED_ONLY) as engine:
+        segments = engine.segments.store
         begin_store = segments.begin_store
 
         def begin_of_document(prefix: SegmentPrefix) -> list[Entry] | Refusal:
@@ -557,8 +558,8 @@ def test_thousands_of_requests_do_not_have_keys_compared_in_vain(
 ) -> None:
     """Each time that it is given up, twice as many requests pass before the next one."""
     document, num_requests = ALL_DIFFERENT[0], 100
-    with learning_engine(connector={"learn_segments": learns}) as engine:
-        segments = engine.side.segments.store
+    with learning_engine(segments={"learn": learns}) as engine:
+        segments = engine.segments.store
         begin_store = segments.begin_store
 
         def begin_of_document(prefix: SegmentPrefix) -> list[Entry] | Refusal:
@@ -596,7 +597,7 @@ def test_engines_without_requests_of_their_own_say_why_nothing_is_reused(
         return SchedulerView(**{**facts, "num_data_parallel": 2})
 
     monkeypatch.setattr(patched_scheduler, "SchedulerView", two_engines)
-    with learning_engine(connector=STORED_ONLY) as engine:
+    with learning_engine(segments=STORED_ONLY) as engine:
         for document in ALL_DIFFERENT[:2]:
             engine.store(document)
             engine.answer(document)
@@ -606,7 +607,7 @@ def test_engines_without_requests_of_their_own_say_why_nothing_is_reused(
         engine.answer(ALL_DIFFERENT[0])
         assert engine.counts.reused_tokens > 0, "as the log says"
     assert caplog.text.count("segments are not reused yet") == 1
-    assert "segment_context is off" not in caplog.text, "nobody has asked for it"
+    assert "segments: context is off" not in caplog.text, "nobody has asked for it"
 
 
 @pytest.mark.usefixtures("comparing")
@@ -626,7 +627,7 @@ def test_resets_and_an_abort_of_all_requests_while_keys_are_compared(way: str) -
 
 # Segments that clients store.
 
-STORED_ONLY = {"learn_segments": False}
+STORED_ONLY = {"learn": False}
 
 
 def params_of_answers(engine: LearningEngine) -> list[Any]:
@@ -635,7 +636,7 @@ def params_of_answers(engine: LearningEngine) -> list[Any]:
     finished = engine.scheduler._connector_finished
 
     def finish(request: Any) -> Any:
-        params.append(engine.side.segments.params(request))
+        params.append(engine.segments.params(request))
         return finished(request)
 
     engine.scheduler._connector_finished = finish
@@ -643,20 +644,20 @@ def params_of_answers(engine: LearningEngine) -> list[Any]:
 
 
 def test_answers_say_how_much_of_a_segment_was_stored() -> None:
-    with learning_engine(num_blocks=40, connector=STORED_ONLY) as engine:
+    with learning_engine(num_blocks=40, segments=STORED_ONLY) as engine:
         params = params_of_answers(engine)
         for document, is_stored in ((ONE, True), (LONGEST, True), (ONE, "perhaps")):
             engine.store(document, is_stored)
         engine.serve()
         stored_tokens = [len(ONE), 0, 0]
         assert params == [{"kvext_stored_tokens": number} for number in stored_tokens]
-        assert engine.counts.refusals[BlendRefusal.ROOM] == 1
+        assert engine.counts.refusals[SegmentRefusal.ROOM] == 1
 
 
 @pytest.mark.parametrize("sent", [[], [5], [5, 8, 9]], ids=["", "first token", "whole sink"])
 def test_a_document_is_found_whatever_a_tokenizer_has_put_before_it(sent: list[int]) -> None:
-    with learning_engine(connector={**STORED_ONLY, "segment_sink": [5, 8, 9]}) as engine:
-        engine.side.segments.first_ids = (5,)
+    with learning_engine(segments={**STORED_ONLY, "sink": [5, 8, 9]}) as engine:
+        engine.segments.stores._first_ids = (5,)
         plan = engine.send((*sent, *ONE), 1, extra_args=((STORE_KEY, True),))
         engine.contents.expect_segment(ONE, plan)
         engine.serve()
@@ -667,14 +668,14 @@ def test_a_document_is_found_whatever_a_tokenizer_has_put_before_it(sent: list[i
 @pytest.mark.parametrize("num_blocks", [140, 200, 260])
 def test_nobody_waits_for_more_blocks_than_the_pool_has(num_blocks: int) -> None:
     """Windows of what is computed between segments take blocks beside those of the request."""
-    with learning_engine(GEMMA, num_blocks=num_blocks, connector=STORED_ONLY) as engine:
+    with learning_engine(GEMMA, num_blocks=num_blocks, segments=STORED_ONLY) as engine:
         engine.choose(min_tokens=1)
         engine.clock = lambda: 0.0  # Nobody has ever waited for long.
         for document in (ONE, OTHER):
             engine.store(document)
         engine.serve()
         engine.answer(OTHER, QUESTION, ONE)
-        assert bool(engine.counts.refusals[BlendRefusal.ROOM]) is not bool(
+        assert bool(engine.counts.refusals[SegmentRefusal.ROOM]) is not bool(
             engine.counts.reused_tokens
         )
 
@@ -684,7 +685,7 @@ def test_whole_blocks_of_a_sink_are_computed_once_and_nothing_of_segments_is_cac
     layout: PagedLayout,
 ) -> None:
     sink = tokens(random.Random("sink"), 3 * layout.unit_tokens + 2)
-    with learning_engine(layout, connector={**STORED_ONLY, "segment_sink": sink}) as engine:
+    with learning_engine(layout, segments={**STORED_ONLY, "sink": sink}) as engine:
         computed_tokens = []
         for document in (ONE, ONE, ONE, OTHER):
             engine.store(document)
@@ -696,7 +697,7 @@ def test_whole_blocks_of_a_sink_are_computed_once_and_nothing_of_segments_is_cac
 
 def test_segments_that_were_read_well_stay_when_a_load_fails() -> None:
     documents = [tokens(_rng, 64) for _ in range(5)]
-    with learning_engine(connector=STORED_ONLY) as engine:
+    with learning_engine(segments=STORED_ONLY) as engine:
         for document in documents:
             engine.store(document)
         engine.serve()
@@ -719,4 +720,4 @@ def test_a_segment_is_given_up_for_the_blocks_of_its_own_request(
         engine.store(tokens(random.Random(3), num_tokens))
         engine.serve()
         assert engine.counts.stored_segments == is_stored
-        assert engine.counts.refusals[BlendRefusal.ROOM] == (not is_stored)
+        assert engine.counts.refusals[SegmentRefusal.ROOM] == (not is_stored)

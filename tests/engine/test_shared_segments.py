@@ -22,7 +22,7 @@ from support.scheduler.token_stream import VOCAB_SIZE
 from support.scheduler.workload import RequestPlan
 from test_shared_tier import Slow, _equal_seeds, _patience, payload, weights
 
-from vllm_ascend_kvext.connector.common.counters import BlendRefusal
+from vllm_ascend_kvext.segments.counters import SegmentRefusal
 from vllm_ascend_kvext.segments.keys.key_check import FEWEST_PAIRS, find_pairs
 
 __all__ = ["_equal_seeds", "_patience", "weights"]
@@ -34,10 +34,11 @@ ONE, OTHER = (tuple(tokens(random.Random(num), num)) for num in (40, 53))
 
 @contextmanager
 def sharing(
-    folder: Path, layout: PagedLayout = FULL, connector: dict[str, Any] | None = None, **more: Any
+    folder: Path, layout: PagedLayout = FULL, segments: dict[str, Any] | None = None, **more: Any
 ) -> Iterator[LearningEngine]:
-    shared = {"shared_tier": f"file://{folder}", "learn_segments": False} | (connector or {})
-    with learning_engine(layout, connector=shared, **more) as engine:
+    shared = {"shared_tier": f"file://{folder}", **more.pop("connector", {})}
+    segments = {"learn": False, **(segments or {})}
+    with learning_engine(layout, connector=shared, segments=segments, **more) as engine:
         # Else all of a segment as short as these lies within a window of its beginning.
         engine.choose(min_head_tokens=0)
         yield engine
@@ -72,7 +73,7 @@ def test_a_reset_while_a_segment_is_being_stored(
     with sharing(tmp_path) as engine:
         engine.store(ONE)
         engine.serve()
-        assert engine.side.segments.keys_are_checked
+        assert engine.segments.checks.are_passed
         engine.send(tokens(random.Random(5), 20), 40)  # Somebody runs: nothing is drained.
         engine.step()
         engine.store(OTHER)
@@ -104,9 +105,9 @@ def test_nothing_of_the_first_engine_is_needed_but_the_folder(tmp_path: Path) ->
     """Nobody has compared keys here: the engine that put them has."""
     store_in(tmp_path, ONE)
     with sharing(tmp_path) as engine:
-        assert not engine.side.segments.keys_are_checked
+        assert not engine.segments.checks.are_passed
         reused_tokens(engine, OTHER)
-        assert engine.counts.refusals[BlendRefusal.UNCHECKED_KEYS] == 1
+        assert engine.counts.refusals[SegmentRefusal.UNCHECKED_KEYS] == 1
         assert reused_tokens(engine, ONE, OTHER) == len(ONE) - HEAD_TOKENS
 
 
@@ -152,7 +153,7 @@ def test_what_keys_are_compared_by_is_not_put(
     with sharing(tmp_path) as engine:
         engine.store(document)
         engine.serve()
-        assert engine.side.segments.keys_are_checked and objects(tmp_path) == []
+        assert engine.segments.checks.are_passed and objects(tmp_path) == []
         assert reused_tokens(engine, document) == len(document) - HEAD_TOKENS
         assert names_of(tmp_path) == ["S0-16", "S16-32", "S32-40"], "it is used: so it is put"
     with sharing(tmp_path) as engine:
@@ -161,10 +162,10 @@ def test_what_keys_are_compared_by_is_not_put(
 
 
 def test_learned_segments_are_shared(tmp_path: Path) -> None:
-    with sharing(tmp_path, connector={"learn_segments": True}) as engine:
+    with sharing(tmp_path, segments={"learn": True}) as engine:
         for _ in range(3):
             engine.answer(ONE)
-    with sharing(tmp_path, connector={"learn_segments": True}) as engine:
+    with sharing(tmp_path, segments={"learn": True}) as engine:
         rng = random.Random(1)
         for _ in range(3):  # Not the prompts of before: these are reused exactly.
             assert reused_tokens(engine, tuple(tokens(rng, 30)), ONE) == len(ONE) - HEAD_TOKENS
@@ -174,9 +175,9 @@ def test_learned_segments_are_shared(tmp_path: Path) -> None:
 @pytest.mark.parametrize("other", ["sink", "salt"])
 def test_other_sinks_and_salts_do_not_meet(other: str, tmp_path: Path) -> None:
     store_in(tmp_path, ONE)
-    connector = {"segment_sink": [6]} if other == "sink" else {}
+    segments = {"sink": [6]} if other == "sink" else {}
     salted = {"cache_salt": "x"} if other == "salt" else {}
-    with sharing(tmp_path, connector=connector) as engine:
+    with sharing(tmp_path, segments=segments) as engine:
         assert reused_tokens(engine, ONE, **salted) == 0
         assert engine.side.counters.transfer_bytes["get"] == 0
 

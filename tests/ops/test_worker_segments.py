@@ -34,10 +34,8 @@ from vllm_ascend_kvext.connector.common.messages import (  # noqa: E402
     ConnectorMetadata,
     LoadJob,
     StoreJob,
-    WorkerLayout,
     WorkerOutput,
 )
-from vllm_ascend_kvext.connector.common.options import ConnectorOptions  # noqa: E402
 from vllm_ascend_kvext.connector.worker import loaded_models, worker_side  # noqa: E402
 from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide  # noqa: E402
 from vllm_ascend_kvext.errors import SegmentError  # noqa: E402
@@ -47,8 +45,11 @@ from vllm_ascend_kvext.layout.planner import TransferPlanner  # noqa: E402
 from vllm_ascend_kvext.layout.row_map import StoredChunk  # noqa: E402
 from vllm_ascend_kvext.layout.rows import TokenRange  # noqa: E402
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart  # noqa: E402
+from vllm_ascend_kvext.segments.messages import SegmentsOfWorker  # noqa: E402
+from vllm_ascend_kvext.segments.options import SegmentOptions  # noqa: E402
 from vllm_ascend_kvext.segments.token_rows import SegmentRows  # noqa: E402
 from vllm_ascend_kvext.segments.worker.segment_mover import SegmentMover  # noqa: E402
+from vllm_ascend_kvext.segments.worker.segments_worker import SegmentsWorker  # noqa: E402
 
 WINDOW = 20
 TOKEN_BYTES = 2 * 2 * HEADS * HEAD * 4
@@ -66,7 +67,6 @@ class Worker:
         is_known: bool = True,
         model: Any = None,
         backend: Any = None,
-        options: ConnectorOptions | None = None,
         model_name: str = "some/model",
         make_caches: Callable[[], Any] = registered,
         **sizes: int,
@@ -90,18 +90,18 @@ class Worker:
         self.side = WorkerSide(
             vllm,
             config(NUM_PAGES, *groups),
-            options or worker_options(blending=True),
-            cpu_backend=self.backend,
+            worker_options(),
+            extension=SegmentsWorker(vllm, SegmentOptions(), self.backend),
         )
         self.side.register(self.kv_caches)
 
     @property
-    def layout(self) -> WorkerLayout:
-        return self.side.describe()
+    def layout(self) -> SegmentsOfWorker:
+        return self.side.describe().extras
 
     @property
     def mover(self) -> SegmentMover:
-        mover = self.side._runner.segments
+        mover = self.side._runner.mover
         assert mover is not None
         return mover
 
@@ -150,7 +150,7 @@ class Worker:
             ended = self.side.end_step()
             found.add(ended.results)
             names, pages = names | ended.loads, pages | ended.failed_pages
-            return len(found.stores_ended) + len(names) == len(jobs)
+            return len(found.jobs_ended) + len(names) == len(jobs)
 
         until(have_ended)
         return EndedJobs(names, pages, found)
@@ -208,18 +208,21 @@ def window_of_kernel() -> dict[str, Any]:
 )
 def test_a_worker_says_how_tokens_lie(make_worker, arguments, window_tokens: int) -> None:
     layout = make_worker(**arguments()).layout
-    assert layout.segment_refusal == "" and layout.segments is not None
-    assert layout.segments.row_bytes == (HEADS * HEAD * 4,) * 4
-    assert layout.segments.window_tokens == window_tokens
+    assert layout.refusal == "" and layout.layout is not None
+    assert layout.layout.row_bytes == (HEADS * HEAD * 4,) * 4
+    assert layout.layout.window_tokens == window_tokens
 
 
 def test_nothing_is_made_without_being_asked_for(make_worker) -> None:
-    layout = make_worker(options=worker_options()).layout
-    assert layout.segments is None and layout.segment_refusal == ""
+    worker = make_worker()
+    side = WorkerSide(worker.side._vllm_config, worker.side._kv_cache_config, worker_options())
+    side.register(worker.kv_caches)
+    assert side.describe().extras is None and side._runner.mover is None
+    side.shutdown()
 
 
 def test_workers_of_one_model_lay_tokens_out_alike(make_worker) -> None:
-    assert make_worker().layout.segments == make_worker().layout.segments
+    assert make_worker().layout.layout == make_worker().layout.layout
 
 
 class RaisingBackend(SmallBackend):
@@ -264,23 +267,27 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 def test_a_refusal_is_a_text_and_the_worker_serves(name: str, make_worker) -> None:
     arguments, message = REFUSED[name]
     worker = make_worker(**arguments())
-    assert worker.layout.segments is None
-    assert re.search(message, worker.layout.segment_refusal), worker.layout.segment_refusal
+    assert worker.layout.layout is None
+    assert re.search(message, worker.layout.refusal), worker.layout.refusal
     ended = worker.run(StoreJob(1, (PlacedChunk(TokenRange(0, 32)),), SOURCE[:1]))
-    assert ended.results.stores_ended == {1: 1} and not ended.results.failed_stores
+    assert ended.results.jobs_ended == {1: 1} and not ended.results.failed_jobs
     ended = worker.run(StoreJob(2, (), SOURCE[:1], (STORED,)))
-    assert ended.results.failed_stores == {2}
+    assert ended.results.failed_jobs == {2}
 
 
 def test_no_backend_is_refused(make_worker) -> None:
     worker = make_worker()
+    vllm = worker.side._vllm_config
     side = WorkerSide(
-        worker.side._vllm_config, worker.side._kv_cache_config, worker_options(blending=True)
+        vllm,
+        worker.side._kv_cache_config,
+        worker_options(),
+        extension=SegmentsWorker(vllm, SegmentOptions(), None),
     )
     side.register(worker.kv_caches)
     assert (
         "expected some whose rows of tokens can be addressed, or that"
-        in side.describe().segment_refusal
+        in side.describe().extras.refusal
     )
     side.shutdown()
 
@@ -289,9 +296,11 @@ def test_states_are_refused() -> None:
     from support.connector.small_workers import SmallWorker, deepseek_v4_like
 
     worker = SmallWorker(
-        deepseek_v4_like, worker_options(blending=True), cpu_backend=SmallBackend()
+        deepseek_v4_like,
+        worker_options(),
+        extension=SegmentsWorker(vllm_config(), SegmentOptions(), SmallBackend()),
     )
-    refusal = worker.side.describe().segment_refusal
+    refusal = worker.side.describe().extras.refusal
     worker.side.shutdown()
     assert "expected full or sliding-window attention with a row per token" in refusal
 
@@ -304,7 +313,7 @@ def test_segments_alone_are_stored_and_placed(has_window: bool, make_worker) -> 
     worker = make_worker(has_window=has_window)
     worker.compute(3, STORED.token_ids, SOURCE)
     ended = worker.run(StoreJob(7, (), SOURCE, (STORED,)))
-    assert ended.results.stores_ended == {7: 1} and not ended.results.failed_stores
+    assert ended.results.jobs_ended == {7: 1} and not ended.results.failed_jobs
     traffic = ended.results.traffic["store"]
     assert (traffic.num_bytes, traffic.transfers) == (33 * TOKEN_BYTES, 1) and traffic.seconds > 0
 
@@ -330,7 +339,7 @@ def test_segments_follow_what_is_exact(make_worker) -> None:
     offset = first_free + -first_free % 64
     segment = SegmentRows(20, 38, offset, 18, 0, 0, TOKEN_IDS[20:38])
     stored = worker.run(StoreJob(1, (chunk,), SOURCE[:1], (segment,)))
-    assert not stored.results.failed_stores
+    assert not stored.results.failed_jobs
     traffic = stored.results.traffic["store"]
     assert traffic.num_bytes == (16 + 18) * TOKEN_BYTES and traffic.seconds > 0
 
@@ -369,14 +378,14 @@ def test_a_segment_that_does_not_fit_fails_the_job(stored: Worker) -> None:
     assert ended.failed_pages == {21, 1, 13, 2}
     assert all(torch.equal(tensor, before[name]) for name, tensor in stored.kv_caches.items())
     ended = stored.run(StoreJob(8, (), null, (STORED,)))
-    assert ended.results.failed_stores == {8} and not ended.results.key_checks
+    assert ended.results.failed_jobs == {8} and ended.results.extras is None
 
 
 def test_a_second_registration_takes_the_tokens_where_they_are(stored: Worker) -> None:
     old = stored.kv_caches
     stored.kv_caches = {name: registered() for name in old}
     stored.side.register(stored.kv_caches)
-    assert stored.layout.segments is not None
+    assert stored.layout.layout is not None
     before = {name: tensor.clone() for name, tensor in old.items()}
     assert not stored.run(load_of(PLACED)).results.failed_loads
     assert all(torch.equal(tensor, before[name]) for name, tensor in old.items())
@@ -538,8 +547,10 @@ def test_keys_are_checked_until_they_have_passed(make_worker) -> None:
     jobs = [StoreJob(number, (), SOURCE, (rows,)) for number, rows in enumerate((few, STORED) * 2)]
     prompt = StoreJob(9, (PlacedChunk(TokenRange(0, 32)),), SOURCE[:1])
     found = [worker.run(job).results for job in (prompt, *jobs)]
-    assert [results.key_checks for results in found] == [0, 0, 1, 0, 0]
-    assert not any(results.key_check_failure for results in found)
+    assert [results.extras and results.extras.key_checks for results in found] == [
+        *(None, None, 1, None, None)
+    ]
+    assert not any(results.extras and results.extras.key_check_failure for results in found)
 
 
 def test_keys_that_do_not_turn_are_reported_once(make_worker) -> None:
@@ -548,9 +559,9 @@ def test_keys_that_do_not_turn_are_reported_once(make_worker) -> None:
     results, again = (
         worker.run(StoreJob(number, (), SOURCE, (STORED,))).results for number in (1, 2)
     )
-    assert not (results.key_checks or again.key_checks or results.failed_stores)
-    assert results.key_check_failure.startswith("keys of the first layer, token ")
-    assert not again.key_check_failure
+    assert not (results.extras.key_checks or results.failed_jobs)
+    assert results.extras.key_check_failure.startswith("keys of the first layer, token ")
+    assert again.extras is None
 
 
 # Pages that are addressed by token, as on NPUs; here in host memory.
@@ -582,7 +593,7 @@ def test_rows_of_tokens_are_stored_and_placed(is_latent: bool, make_token_worker
     rank = {"kv_lora_rank": 24, "qk_rope_head_dim": HEAD} if is_latent else {}
     sizes = [(1, 24), (1, HEAD)] if is_latent else [(HEADS, HEAD)] * 2
     worker = make_token_worker(*sizes, **rank)
-    assert worker.layout.segment_refusal == ""
+    assert worker.layout.refusal == ""
     of_token = [torch.randn(8, *size) for size in sizes]
     turning = int(is_latent)
 
@@ -600,7 +611,7 @@ def test_rows_of_tokens_are_stored_and_placed(is_latent: bool, make_token_worker
         for tensor, rows in zip(both, rows_at(3), strict=True):
             tensor[places(SOURCE[0], 3)] = rows
     results = worker.run(StoreJob(7, (), SOURCE[:1], (STORED,))).results
-    assert not results.failed_stores and results.key_checks == 1
+    assert not results.failed_jobs and results.extras.key_checks == 1
     expected = [[tensor.clone() for tensor in both] for both in worker.kv_caches.values()]
     assert not worker.run(load_of(PLACED, tables=TARGET[:1])).results.failed_loads
     for both, wanted in zip(worker.kv_caches.values(), expected, strict=True):
@@ -611,6 +622,6 @@ def test_rows_of_tokens_are_stored_and_placed(is_latent: bool, make_token_worker
 
 
 def test_rows_that_are_not_keys_and_values_are_refused(make_token_worker) -> None:
-    refusal = make_token_worker((HEADS, 2 * HEAD), (HEADS, HEAD)).layout.segment_refusal
+    refusal = make_token_worker((HEADS, 2 * HEAD), (HEADS, HEAD)).layout.refusal
     assert "expected rows of 128 bytes of float32 that are rotated, beside such" in refusal
     assert "found 256 bytes of float32, 128 bytes of float32" in refusal

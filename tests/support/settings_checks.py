@@ -46,7 +46,8 @@ class Starts:
             assert ("own" in found.report) is (options is not None)
             if options is None:
                 continue
-            segments = "Blending" if options.get("blending") else "NoSegments"
+            has_segments = options.get("segments") is not None
+            segments = "SegmentsSide" if has_segments else "SchedulerExtension"
             assert found.report["facts"][SEGMENTS] == segments
             if options.get("store_policy") == "all":
                 assert min(found.hit_tokens(IN_HOST_MEMORY)) > 0

@@ -116,7 +116,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             transfer_config.kv_connector_extra_config, vllm_config.parallel_config.world_size
         )
         self.options = options
-        self._extension = extension
+        self.extension = extension
         self.scheduler_side: ConnectorScheduler | None = None
         self.worker_side: WorkerSide | None = None
         self._names_blocks = is_all_full_attention(kv_cache_config)
@@ -170,7 +170,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             [each.worker for each in of_workers],
             self.options,
             self._events,
-            extension=self._extension,
+            extension=self.extension,
             vllm_config=self._vllm_config,
         )
         self._on_ready(self.scheduler_side)

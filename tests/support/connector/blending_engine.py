@@ -21,7 +21,7 @@ from support.scheduler.options import EngineOptions
 from support.scheduler.token_stream import TokenStream
 from support.scheduler.workload import RequestPlan
 from vllm_ascend_kvext.connector.common.messages import ConnectorMetadata, LoadJob
-from vllm_ascend_kvext.segments.scheduler.blended_requests import Blending
+from vllm_ascend_kvext.segments.scheduler.segments_side import SegmentsSide, segments_of
 from vllm_ascend_kvext.segments.token_rows import SegmentRows
 
 
@@ -62,15 +62,22 @@ class BlendingEngine(SimulatedEngine):
         self.scheduler.add_request = self._expect_own  # type: ignore[method-assign]
 
     @property
+    def segments(self) -> SegmentsSide:
+        """Of an engine that reuses some."""
+        found = segments_of(self.side)
+        assert found is not None
+        return found
+
+    @property
     def sink_ids(self) -> tuple[int, ...]:
         """What segments are computed behind; nothing where none are."""
-        segments = self.side.segments
-        return segments.store.contexts.sink_ids if isinstance(segments, Blending) else ()
+        segments = segments_of(self.side)
+        return () if segments is None else segments.store.contexts.sink_ids
 
     def choose(self, **options: int) -> None:
         """Have other ``BlendOptions``, those included that users cannot choose."""
-        segments = self.side.segments
-        segments.options = replace(segments.options, **options)
+        blended = self.segments.blended
+        blended.options = replace(blended.options, **options)
 
     def add_request(self, plan: RequestPlan) -> Request:
         """The request's prompt may have been changed: see ``connector.segment_stores``."""
@@ -99,7 +106,10 @@ class BlendingEngine(SimulatedEngine):
         )
         self.requests[plan.request_id], self.plans[plan.request_id] = request, plan
         self.own_plans.append(plan)
-        prefix = self.side.segments.learning.wanted(plan.request_id).prefix
+        assert self.segments.learning is not None
+        wanted = self.segments.learning.wanted(plan.request_id)
+        assert wanted is not None
+        prefix = wanted.prefix
         self.own_segments.append(tuple(prefix.token_ids))
         self._expect(request, plan)
 
@@ -113,7 +123,7 @@ class BlendingEngine(SimulatedEngine):
         for load in jobs.loads:
             self.num_loaded_tokens += loaded_tokens(load)
             exact_tokens = load.tokens.first_tokens if load.holes else load.tokens.end_tokens
-            reused = Reused(exact_tokens, load.segments) if load.segments else None
+            reused = Reused(exact_tokens, load.extras) if load.extras else None
             self._place(load.request_id, reused)
         return jobs
 
@@ -142,8 +152,7 @@ class BlendingEngine(SimulatedEngine):
 
     def _sink_of(self, request_id: str, rows: SegmentRows) -> tuple[int, ...]:
         """What a segment was stored behind: a context, or nothing but the first tokens."""
-        segments: Blending = self.side.segments
-        for segment, prefixes in segments._states[request_id].known:
+        for segment, prefixes in self.segments.blended._states[request_id].known:
             for prefix in prefixes:
                 begins = rows.shift_tokens + prefix.sink_tokens == segment.first_tokens
                 is_within = segment.first_tokens <= rows.first_tokens
@@ -156,4 +165,4 @@ def loaded_tokens(load: LoadJob) -> int:
     """Tokens that a load brings, of the request's own prefix and of segments."""
     left_out = {token for hole in load.holes for token in range(*hole)}
     own_tokens = len(set(range(*load.tokens)) - left_out)
-    return own_tokens + sum(rows.num_tokens for rows in load.segments)
+    return own_tokens + sum(rows.num_tokens for rows in load.extras)

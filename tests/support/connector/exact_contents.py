@@ -80,7 +80,7 @@ class ExactContents:
     def expect_segment(self, token_ids: tuple[int, ...], plan: RequestPlan) -> None:
         """A segment may be stored, with or without the contexts that its salt has by now."""
         unit_tokens = self._engine.tier.geometry.unit_tokens
-        segments = self._engine.side.segments.store
+        segments = self._engine.segments.store
         for prefix in segments.prefixes(token_ids, plan.cache_salt):
             sink_ids = prefix.sink.token_ids
             digests = TokenStream([*sink_ids, *token_ids], plan.seed).digests[len(sink_ids) :]
@@ -135,7 +135,7 @@ class ExactContents:
             hashes = self._shadows[request_id].block_hashes
             found = request.block_hashes
             assert len(found) == len(hashes), request_id
-            exact_tokens = self._engine.side.segments.shared_tokens(request_id)
+            exact_tokens = self._engine.segments.visible_tokens(request_id)
             num_exact = len(hashes)
             if exact_tokens is not None:
                 num_exact = exact_tokens // self._hash_block_size
@@ -202,7 +202,7 @@ class ExactContents:
         assert len(digests) == stored.num_rows
         for worker in self._engine.workers:
             host = worker.side._host.tensor.numpy()
-            layout = worker.side._runner.segments.layout
+            layout = worker.side._runner.mover.layout
             offsets = layout.plane_offsets_bytes(stored.num_rows)
             for offset, expected in zip(offsets, worker.contents.row_bytes(digests), strict=False):
                 place = entry.offset_bytes + offset

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
-from vllm_ascend_kvext.segments.scheduler.blended_requests import Blending
+from vllm_ascend_kvext.segments.scheduler.segments_side import segments_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,19 @@ def held_by(side: ConnectorScheduler) -> Held:
     loading = {each for each, state in states.items() if state.under_way is not None}
     pinned = {each for each, state in states.items() if state.admission.pinned is not None}
     request_ids = {*states, *parked, *room._parked} | {room._first_waiting_id} - {None}
-    request_ids |= {new.request_id for new in side._new_holes}
+    request_ids |= {new.request_id for new in side.holes._new_holes}
     request_ids |= {job.request_id for job in side._step_loads}
-    blocks = side.holes.blocks
-    request_ids |= {*blocks._holes, *blocks._dense, *blocks._held}
+    request_ids |= side.holes._tables.keys()
     num_awaited_blocks = num_begun_segments = 0
-    if isinstance(blending := side.segments, Blending):
-        request_ids |= {*blending._states, *blending._segments}
-        num_awaited_blocks = blending._num_expected_blocks
-        if blending.questions is not None:
-            request_ids |= blending.questions._compared.keys()
-        if (learning := blending.learning) is not None:
+    segments = segments_of(side)
+    if segments is not None:
+        blended, stores = segments.blended, segments.stores
+        request_ids |= {*blended._states, *stores._segments}
+        request_ids |= {*blended._windows._held, *blended._probed.values()}
+        num_awaited_blocks = stores._num_expected_blocks
+        if segments.questions is not None:
+            request_ids |= segments.questions._compared.keys()
+        if (learning := segments.learning) is not None:
             request_ids.update(learning.request_ids)
             num_queued = len(learning._queue) + len(learning._behind_contexts)
             num_known = len(learning._known) - num_queued
@@ -68,7 +70,7 @@ def held_by(side: ConnectorScheduler) -> Held:
         hole_ids=frozenset(parked),
         loaded_hole_ids=frozenset(each for each, hole in parked.items() if hole.is_loaded),
         num_planned_stores=side._stores.num_planned + len(side._swaps),
-        num_stores=len(side._jobs) + (len(side.shared._jobs) if side.shared else 0),
+        num_stores=len(side._jobs._under_way),
         num_referenced_blocks=side.references.num_references,
         num_awaited_blocks=num_awaited_blocks,
         num_begun_segments=num_begun_segments,

@@ -87,11 +87,11 @@ class LearningEngine(BlendingEngine):
 
     def queue(self, *documents: Sequence[int]) -> None:
         """In the steps that follow, it computes some documents."""
-        self.side.segments.learning.is_held = True
+        self.segments.learning.is_held = True
         for document in (*documents, *documents):
             self.ask(document)
         self.serve()
-        self.side.segments.learning.is_held = False
+        self.segments.learning.is_held = False
         self.ask(QUESTION, max_tokens=1)
 
     def begin_learning(self, *documents: Sequence[int]) -> None:
@@ -140,7 +140,7 @@ class LearningEngine(BlendingEngine):
 
     @property
     def counts(self) -> Any:
-        return self.side.counters.blending
+        return self.segments.counters
 
     @property
     def drops(self) -> int:
@@ -152,11 +152,12 @@ def learning_engine(
     layout: PagedLayout = FULL,
     script: TransferScript | None = None,
     connector: dict[str, Any] | None = None,
+    segments: dict[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[LearningEngine]:
     """An engine whose keys are checked."""
-    settings = {"segment_sink": SINK, "learn_segments": True, **(connector or {})}
-    config = offloading(layout, blending=True, blend_head_tokens=HEAD_TOKENS, **settings)
+    found = {"sink": SINK, "learn": True, "head_tokens": HEAD_TOKENS, **(segments or {})}
+    config = offloading(layout, segments=found, **(connector or {}))
     engine = LearningEngine(
         layout,
         EngineOptions(**({"num_blocks": 400} | options), offloading=config),
@@ -175,7 +176,7 @@ def learning_engine(
 
 
 def check_nothing_is_remembered(engine: LearningEngine) -> None:
-    learning = engine.side.segments.learning
+    learning = engine.segments.learning
     if learning is not None:
         assert not engine.held.num_begun_segments and not learning.has_queue
         connected = engine.scheduler.update_from_output.func.__self__

@@ -246,9 +246,9 @@ class _Sides:
             self._worker.wait_for_end(_DEADLINE_S)
             ended = self._worker.end_step()
             results = ended.results
-            assert ended.loads or results.stores_ended, "a transfer does not end"
-            assert not results.failed_stores and not results.failed_loads
-            left -= len(results.stores_ended) + len(ended.loads)
+            assert ended.loads or results.jobs_ended, "a transfer does not end"
+            assert not results.failed_jobs and not results.failed_loads
+            left -= len(results.jobs_ended) + len(ended.loads)
             self._side.update_connector_output(results, ended.loads)
         return jobs
 

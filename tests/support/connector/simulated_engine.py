@@ -40,6 +40,7 @@ from vllm_ascend_kvext.connector.worker import loaded_models, worker_side
 from vllm_ascend_kvext.connector.worker.worker_side import WorkerSide
 from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.patches.connector.core import drain_before_reset
+from vllm_ascend_kvext.segments.worker import segments_worker
 from vllm_ascend_kvext.store.entries import Entry
 from vllm_ascend_kvext.store.tier import HostTier
 
@@ -61,8 +62,13 @@ class SimulatedWorker:
         self.contents = PageContents(pages, rank)
         self.transfers = ScriptedTransfers(script, rank)
         self._connector = KvextConnector(vllm_config, KVConnectorRole.WORKER, pages.config)
+        extension = self._connector.extension
         self.side = self._connector.worker_side = WorkerSide(
-            vllm_config, pages.config, self._connector.options, move=self.transfers.move
+            vllm_config,
+            pages.config,
+            self._connector.options,
+            move=self.transfers.move,
+            extension=None if extension is None else extension.worker_side(vllm_config, None),
         )
         # The device would say which rows can be addressed; here it is a CPU for all layouts.
         build = partial(build_layout, addressing=pages.addressing)
@@ -70,7 +76,7 @@ class SimulatedWorker:
         segments = partial(SimulatedSegments, pages, self.transfers)
         with (
             mock.patch.object(worker_side, "build_layout", build),
-            mock.patch.object(worker_side, "WorkerSegments", segments),
+            mock.patch.object(segments_worker, "WorkerSegments", segments),
         ):
             self._connector.register_kv_caches(pages.kv_caches)
         # Nothing computes with it; its weights are those of the model's folder.

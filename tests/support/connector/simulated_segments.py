@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens of segments in the pages of a worker without a model.
 
-In place of ``connector.worker_segments``: what is checked, cut, staged and queued is the real
+In place of ``segments.worker.worker_segments``: what is checked, cut, staged and queued is the real
 `SegmentMover`'s. There are no keys to rotate: a move adds a number to every byte, which depends on
 the shift.
 """

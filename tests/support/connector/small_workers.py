@@ -178,7 +178,7 @@ class SmallWorker:
         """What has been reported since the last time."""
         ended = self.side.end_step()
         assert ended.loads.isdisjoint(self.loads)
-        assert ended.results.stores_ended.keys().isdisjoint(self.results.stores_ended)
+        assert ended.results.jobs_ended.keys().isdisjoint(self.results.jobs_ended)
         assert ended.results.failed_loads <= ended.loads
         assert bool(ended.failed_pages) <= bool(ended.results.failed_loads)
         self.loads |= ended.loads
@@ -193,15 +193,15 @@ class SmallWorker:
 
     def wait_for(self, *names: int | str) -> None:
         """Take until these stores and loads have ended as well, and no others."""
-        expected = {*names, *self.results.stores_ended, *self.loads}
+        expected = {*names, *self.results.jobs_ended, *self.loads}
 
         def have_ended() -> bool:
             self.take()
-            return self.loads | self.results.stores_ended.keys() >= expected
+            return self.loads | self.results.jobs_ended.keys() >= expected
 
         until(have_ended, f"the end of {names}")
-        assert self.loads | self.results.stores_ended.keys() == expected
-        assert set(self.results.stores_ended.values()) <= {1}
+        assert self.loads | self.results.jobs_ended.keys() == expected
+        assert set(self.results.jobs_ended.values()) <= {1}
 
     def run(self, *jobs: StoreJob | LoadJob) -> None:
         """Begin jobs in a step that computes nothing, and wait for their ends."""

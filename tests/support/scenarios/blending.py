@@ -36,7 +36,8 @@ from support.scenarios.engine import (
     watch,
     wrong_bytes,
 )
-from vllm_ascend_kvext.blending import key_check
+from vllm_ascend_kvext.segments.keys import key_check
+from vllm_ascend_kvext.segments.scheduler.segments_side import segments_of
 
 REPLY_TOKENS = 8
 ORDERS = ((2, 0, 1), (1, 3, 0, 2), (3, 1), (0, MISSING, 2), (4, 2, 1, 5))
@@ -66,7 +67,7 @@ class Engine(scenarios_engine.Engine):
             let_sinks_be_float32()
         super().__init__(plan)
         if self.has_connector:
-            self.blending = self.side.segments
+            self.segments = segments_of(self.side)
 
     def store_segments(self, documents: Sequence[Tokens]) -> None:
         """Have each document stored as a segment; behind others, if the plan has a context.
@@ -88,14 +89,14 @@ class Engine(scenarios_engine.Engine):
 
     def learn(self, rng: random.Random) -> None:
         """Have all computed that the engine is to learn."""
-        learning = self.blending.learning
+        learning = self.segments.learning
         while learning is not None and (learning.has_queue or learning.request_ids):
             # What is learned is computed beside others, in steps in which nobody waits.
             self.llm.generate([Prompt(random_tokens(rng, 5)).inputs], sampling_of(4))
             self.finish()
 
     def note_sinks(self) -> None:
-        sinks = self.blending.store.contexts.sinks(None, ())
+        sinks = self.segments.store.contexts.sinks(None, ())
         self.note("sinks", [(each.num_documents, list(each.token_ids)) for each in sinks])
 
     @property
@@ -108,30 +109,31 @@ class Engine(scenarios_engine.Engine):
     @property
     def sink_ids(self) -> tuple[int, ...]:
         """What a document is stored behind if it comes first."""
-        return self.blending.store.contexts.sink_ids
+        return self.segments.store.contexts.sink_ids
 
     @contextmanager
     def with_heads(self, head_tokens: int) -> Iterator[None]:
-        """As an engine with another ``blend_head_tokens``."""
-        options = self.blending.options
-        self.blending.options = dataclasses.replace(options, head_tokens=head_tokens)
+        """As an engine with another ``head_tokens``."""
+        blended = self.segments.blended
+        options = blended.options
+        blended.options = dataclasses.replace(options, head_tokens=head_tokens)
         yield
-        self.blending.options = options
+        blended.options = options
 
     @contextmanager
     def not_rotating(self) -> Iterator[None]:
         """Let keys keep the rotation of the position at which they were computed."""
-        from vllm_ascend_kvext.connector.scheduler import load_jobs
+        from vllm_ascend_kvext.segments.scheduler import blended_loads
 
-        rows_to_load = load_jobs.rows_to_load
-        load_jobs.rows_to_load = lambda placed: rows_to_load(placed)._replace(shift_tokens=0)
+        rows_to_load = blended_loads.rows_to_load
+        blended_loads.rows_to_load = lambda placed: rows_to_load(placed)._replace(shift_tokens=0)
         yield
-        load_jobs.rows_to_load = rows_to_load
+        blended_loads.rows_to_load = rows_to_load
 
     @contextmanager
     def unprotected(self) -> Iterator[None]:
         """Let approximate KV into the prefix cache, by the hashes of its tokens."""
-        from vllm_ascend_kvext.connector.segments import blended_requests
+        from vllm_ascend_kvext.segments.scheduler import blended_requests
 
         coordinator = self.scheduler.kv_cache_manager.coordinator
         cache_blocks, private_hashes = coordinator.cache_blocks, blended_requests.PrivateHashes
@@ -149,7 +151,7 @@ class Engine(scenarios_engine.Engine):
     def without_keys(self, documents: Sequence[Tokens]) -> AbstractContextManager[None]:
         """Let the keys of documents be 0 in host memory."""
         keys = []
-        mover = self.worker_side._runner.segments
+        mover = self.worker_side._runner.mover
         for entry in (entry for document in documents for entry in self._entries(document)):
             section = self.host_bytes(entry)
             offsets = mover.layout.plane_offsets_bytes(entry.row_map.num_rows)
@@ -159,7 +161,7 @@ class Engine(scenarios_engine.Engine):
         return wrong_bytes(keys)
 
     def _entries(self, document: Tokens) -> list[Any]:
-        store = self.blending.store
+        store = self.segments.store
         return [placed.entry for placed in store.find(store.prefixes(document, None), 0)]
 
     def report(self) -> dict[str, Any]:
@@ -256,7 +258,7 @@ def short(engine: Engine) -> None:
         engine.ask(label, [separated(rng, texts, order)])
         engine.learn(rng)
     engine.note_sinks()
-    engine.note("why no reuse", engine.blending.why_no_reuse)
+    engine.note("why no reuse", engine.segments.checks.failure)
 
 
 @scenario

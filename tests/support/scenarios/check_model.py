@@ -11,14 +11,14 @@ from unittest import mock
 
 from support.scenarios import scenario
 from vllm_ascend_kvext.__main__ import main
-from vllm_ascend_kvext.blending import key_check
 from vllm_ascend_kvext.commands import check_model
-from vllm_ascend_kvext.connector.scheduler import load_jobs
 from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.patches.connector import scheduler
+from vllm_ascend_kvext.segments.keys import key_check
+from vllm_ascend_kvext.segments.scheduler import blended_loads
 from vllm_ascend_kvext.segments.worker.segment_mover import SegmentMover
 
-_rows_to_load, _add_rows, _turn = load_jobs.rows_to_load, scheduler.add_rows, key_check.turn
+_rows_to_load, _add_rows, _turn = blended_loads.rows_to_load, scheduler.add_rows, key_check.turn
 
 
 class Engine:
@@ -70,7 +70,7 @@ def _one_token_further(placed: Any) -> Any:
 
 
 nothing = scenario(Engine.run)
-loads_other_rows = _run_with(load_jobs, "rows_to_load", _one_token_further)
+loads_other_rows = _run_with(blended_loads, "rows_to_load", _one_token_further)
 leaves_holes = _run_with(
     *(scheduler, "add_rows"), lambda of, output, rows: _add_rows(of, output, rows[:-1])
 )

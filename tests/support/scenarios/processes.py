@@ -127,9 +127,12 @@ def connector(**extra: Any) -> dict[str, Any]:
 
 
 def blending(**extra: Any) -> dict[str, Any]:
-    """The same, with segments that may be reused approximately, and nothing else stored."""
-    options = {"store_policy": "never", "blending": True, "blend_selector": "heads"}
-    return connector(**{**options, **extra})
+    """The same, with segments that may be reused approximately, and nothing else stored.
+
+    Args:
+        extra: Options of segments.
+    """
+    return connector(store_policy="never", segments={"selector": "heads", **extra})
 
 
 class Reports(dict[str, Served]):

@@ -45,7 +45,7 @@ class Engine(blending.Engine):
         super().__init__(plan)
         self._scores: dict[tuple[int, ...], dict[str, Any]] = {}
         if self.has_connector:
-            self.questions = self.blending.questions
+            self.questions = self.segments.questions
             self._watch_scores()
 
     def ask(self, label: str, prompts: Any, *args: Any, **more: Any) -> list[Tokens]:
@@ -87,7 +87,7 @@ class Engine(blending.Engine):
 
     @contextmanager
     def ratio(self, ratio: float) -> Iterator[None]:
-        """As an engine with another ``blend_ratio``."""
+        """As an engine with another ``ratio``."""
         before, self.questions.ratio = self.questions.ratio, ratio
         yield
         self.questions.ratio = before
@@ -95,17 +95,17 @@ class Engine(blending.Engine):
     @contextmanager
     def without_scores(self) -> Iterator[None]:
         """Workers see no question."""
-        probe = self.worker_side._probe
+        probe = self.worker_side._extension._probe
         compare = probe._compare
         probe._compare = lambda queries: None
         yield
         probe._compare = compare
 
     def _watch_scores(self) -> None:
-        choose = self.blending.choose
+        choose = self.segments.blended._choose
 
         def watched(request_id: str, scores: Any) -> Any:
-            scored = self.blending.questions.scored(request_id)
+            scored = self.segments.questions.scored(request_id)
             runs = choose(request_id, scores)
             prompt = self.scheduler.requests[request_id].prompt_token_ids
             self._scores[tuple(prompt)] = {
@@ -115,7 +115,7 @@ class Engine(blending.Engine):
             }
             return runs
 
-        self.blending.choose = watched
+        self.segments.blended._choose = watched
 
 
 def num_compiled_graphs() -> int:

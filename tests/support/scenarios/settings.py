@@ -31,4 +31,4 @@ def answers(engine: Engine) -> None:
         engine.ask(label, prompts, REPLY_TOKENS)
     engine.finish()
     if engine.has_connector:
-        engine.note(SEGMENTS, type(engine.side.segments).__name__)
+        engine.note(SEGMENTS, type(engine.side.extension).__name__)

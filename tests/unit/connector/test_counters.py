@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_kvext.connector.common.counters import ConnectorCounters
+from vllm_ascend_kvext.connector.common.counters import METRICS, ConnectorCounters
 from vllm_ascend_kvext.connector.common.messages import Traffic
+from vllm_ascend_kvext.segments.counters import SEGMENT_METRICS, SegmentCounters
 
 COUNTED = {
     "hit_tokens": "host_hit_tokens",
@@ -20,13 +21,31 @@ COUNTED = {
     "tier.bytes_held": "host_bytes",
     "tier.failed_stores": "transfer_failures.store",
     "tier.failed_loads": "transfer_failures.load",
-    "blending.hit_segments": "blend_segments.hit",
-    "blending.missed_segments": "blend_segments.missed",
-    "blending.reused_tokens": "blend_tokens.reused",
-    "blending.recomputed_tokens": "blend_tokens.recomputed",
-    "blending.scored_probes": "blend_probes.scored",
-    "blending.lost_probes": "blend_probes.lost",
 }
+
+
+OF_SEGMENTS = {
+    "hit_segments": "blend_segments.hit",
+    "missed_segments": "blend_segments.missed",
+    "reused_tokens": "blend_tokens.reused",
+    "recomputed_tokens": "blend_tokens.recomputed",
+    "scored_probes": "blend_probes.scored",
+    "lost_probes": "blend_probes.lost",
+    "stored_segments": "blend_stored_segments",
+}
+
+
+@pytest.mark.parametrize("name", OF_SEGMENTS)
+def test_a_count_of_segments_has_its_key(name: str) -> None:
+    counters = SegmentCounters()
+    setattr(counters, name, 3)
+    assert {key: value for key, value in counters.take().items() if value} == {OF_SEGMENTS[name]: 3}
+
+
+def test_an_extension_has_counters_only_and_none_of_the_connectors() -> None:
+    """Reports are joined, and the process that adds them up knows no extension."""
+    assert not any(metric.is_gauge for metric in SEGMENT_METRICS)
+    assert {m.name for m in SEGMENT_METRICS}.isdisjoint(m.name for m in METRICS)
 
 
 @pytest.mark.parametrize("path", COUNTED)

@@ -13,7 +13,6 @@ import pytest
 from vllm_ascend_kvext.connector.common.options import (
     OPTIONS,
     ConnectorOptions,
-    Selector,
     parse_options,
 )
 from vllm_ascend_kvext.errors import KvextError, SettingsError
@@ -42,23 +41,6 @@ TABLE: dict[str, tuple[str, list[tuple[Any, Any]], tuple[Any, ...]]] = {
     ),
     "state_policy": ("exact", [("skip", StatePolicy.SKIP)], ("lossy", "", False, 0, {})),
     "hole_reuse": ("true", list(FLAG.items()), NO_FLAG),
-    "blending": ("false", list(FLAG.items()), NO_FLAG),
-    "blend_selector": ("unset", [("question", Selector.QUESTION)], ("head", "QUESTION", True, "")),
-    "blend_head_tokens": ("unset", [(0, 0), (8, 8)], (-1, True, "16", 16.0)),
-    "blend_ratio": ("0.16", [(0, 0.0), (1, 1.0)], (-0.1, 1.1, True, "0.1", float("nan"), [0.1])),
-    "blend_check_layer": ("unset", [(0, 0), (18, 18)], (-1, True, "1", 1.0)),
-    "segment_separator": (
-        "unset",
-        [(" ", " "), ([3, 0], (3, 0))],
-        ("", [], 5, [True], [-1], ["a"], {}),
-    ),
-    "segment_sink": (
-        "unset",
-        [("Once upon a time.", "Once upon a time."), ([1, 2], (1, 2)), ([], ())],
-        (1, "", [True], [-1], [1.0], {}),
-    ),
-    "segment_context": ("unset", list(FLAG.items()), NO_FLAG),
-    "learn_segments": ("unset", list(FLAG.items()), NO_FLAG),
     "load_if_slower": ("false", list(FLAG.items()), NO_FLAG),
     "copy_cpus": (
         "unset",
@@ -101,7 +83,7 @@ def refusal(**extra_config: Any) -> str:
 
 
 def test_users_read_the_default_of_every_key() -> None:
-    page = PAGE.read_text(encoding="utf-8").partition("## Options of")[2]
+    page = PAGE.read_text(encoding="utf-8").partition("## Options of")[2].partition("\n## ")[0]
     documented = re.findall(r"^### `(.+)`\n\nDefault: (.*)\.\n\n.+\.$", page, re.MULTILINE)
     assert documented == [(key, default) for key, (default, _, _) in TABLE.items()]
     assert list(TABLE) == KEYS
@@ -155,7 +137,6 @@ def test_no_configuration_is_the_defaults() -> None:
         ({"chunk_token": 256}, ("'chunk_token'", *KEYS, "Did you mean chunk_tokens?")),
         ({"chunk_token": None}, ("unknown key 'chunk_token'",)),
         ({"store_policy": "second-touch"}, ("second_touch, all, never", "mean second_touch?")),
-        ({"blending": True, "hole_reuse": False}, ("blending: expected hole_reuse",)),
         (
             {"shared_tier": "mooncake://a:1", "shared_tier_bytes": 1},
             ("shared_tier_bytes: expected a folder as shared_tier", "found 1. Leave it out."),
@@ -169,31 +150,6 @@ def test_no_configuration_is_the_defaults() -> None:
 def test_a_refusal_says_what_to_do(extra_config: dict[str, Any], texts: tuple[str, ...]) -> None:
     message = refusal(**extra_config)
     assert all(text in message for text in texts)
-
-
-@pytest.mark.parametrize(
-    ("given", "separator", "store_policy", "learns"),
-    [
-        (None, None, "all", False),
-        (None, " # ", "all", True),
-        (None, [3, 2], "all", True),
-        (False, " # ", "all", False),
-        (True, None, "all", True),
-        (None, " # ", "never", False),
-        (True, " # ", "never", True),
-    ],
-)
-def test_where_separators_show_segments_they_are_learned(
-    given: bool | None, separator: Any, store_policy: str, learns: bool
-) -> None:
-    """An engine that never stores learns nothing by itself."""
-    options = parse(
-        blending=True,
-        segment_separator=separator,
-        learn_segments=given,
-        store_policy=store_policy,
-    )
-    assert options.learns_segments is learns
 
 
 @pytest.mark.parametrize(

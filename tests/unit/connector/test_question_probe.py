@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from vllm_ascend_kvext.blending import question_selection
-from vllm_ascend_kvext.connector.common.messages import ProbeJob
 from vllm_ascend_kvext.errors import BlendingError
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
+from vllm_ascend_kvext.segments import question_selection
 from vllm_ascend_kvext.segments.keys.attention_keys import LayerKeys
 from vllm_ascend_kvext.segments.keys.rotary import RotarySignature
+from vllm_ascend_kvext.segments.messages import ProbeJob
 from vllm_ascend_kvext.segments.token_rows import TokenPlane
 from vllm_ascend_kvext.token_range import TokenRange
 from vllm_ascend_kvext.transfer.schema import PairStyle, RowDtype

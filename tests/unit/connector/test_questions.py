@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 from pytest_mock import MockerFixture
 
-from vllm_ascend_kvext.connector.common.counters import BlendCounters
-from vllm_ascend_kvext.connector.common.options import ConnectorOptions, Selector
+from vllm_ascend_kvext.connector.common.messages import WorkerLayout
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
-from vllm_ascend_kvext.connector.scheduler.load_jobs import _joined
-from vllm_ascend_kvext.connector.segments import make_blending
-from vllm_ascend_kvext.holes.load_plan import LoadPlan, Span, with_holes
-from vllm_ascend_kvext.segments.scheduler.blended_requests import Blending
+from vllm_ascend_kvext.holes.load_plan import Span, with_holes
+from vllm_ascend_kvext.segments.counters import SegmentCounters
+from vllm_ascend_kvext.segments.messages import SegmentsOfWorker
+from vllm_ascend_kvext.segments.options import SegmentOptions, Selector
+from vllm_ascend_kvext.segments.scheduler import make_segments
+from vllm_ascend_kvext.segments.scheduler.blended_loads import _joined
+from vllm_ascend_kvext.segments.scheduler.blended_plan import BlendedPlan
 from vllm_ascend_kvext.segments.scheduler.questions import (
     MAX_PROBED_TOKENS,
     Questions,
@@ -38,18 +40,20 @@ LOADED = (
 )
 """A segment of two entries that begins at token 12, and another that begins at token 60."""
 
-PLAN = LoadPlan(
+PLAN = BlendedPlan(
     prefix=None,  # type: ignore[arg-type]  # of no meaning here
     after_tokens=0,
     boundary_tokens=100,
-    exact_tokens=0,
     spans=tuple(with_holes(0, LOADED, 100)),
     tails={},
+    first_blended_tokens=0,
+    segments_end_tokens=0,
+    window_blocks=0,
 )
 
 
-def questions_of(ratio: float = 0.0, **engine: Any) -> tuple[Questions, BlendCounters]:
-    counters = BlendCounters()
+def questions_of(ratio: float = 0.0, **engine: Any) -> tuple[Questions, SegmentCounters]:
+    counters = SegmentCounters()
     parts = SchedulerView({}, [], None, 10, 4, **({"max_num_batched_tokens": 1000} | engine))  # type: ignore[arg-type]
     return Questions(parts, ratio, counters), counters
 
@@ -130,21 +134,24 @@ def test_rows_of_one_entry_are_read_as_one() -> None:
 def test_one_worker_that_cannot_compare_leaves_it_at_heads(
     refusal: str, selector: Selector | None, mocker: MockerFixture
 ) -> None:
-    logger = mocker.patch.object(make_blending, "logger")
+    logger = mocker.patch.object(make_segments, "logger")
     layout = mocker.Mock(tokens_per_page={0: 4}, **{"window_pages.return_value": {}})
     engine = mocker.Mock(has_other_connectors=False, num_data_parallel=1, max_model_len=64)
     place = mocker.Mock(view=engine, layout=layout, computes_holes=True)
-    options = ConnectorOptions(blending=True, blend_selector=selector)
-    segments = SegmentLayout((64,))
-    workers = [mocker.Mock(segments=segments, probe_refusal=each) for each in ("", refusal)]
-    blending = make_blending.make_blending(place, options, NO_SEGMENT_TOKENS, workers)
+    options = SegmentOptions(selector=selector)
+    layout = SegmentLayout((64,))
+    workers = [
+        WorkerLayout(None, 0, SegmentsOfWorker(layout, probe_refusal=each))  # type: ignore[arg-type]
+        for each in ("", refusal)
+    ]
+    found = make_segments.make_segments(place, options, False, NO_SEGMENT_TOKENS, workers)
     logged = [(call.args[0], call.args[1] % call.args[2:]) for call in logger.log.mock_calls]
     level = logging.INFO if selector is None else logging.WARNING
-    message = f"KvextConnector: blend_selector is heads: worker 1: {refusal}"
+    message = f"KvextConnector: segments: selector is heads: worker 1: {refusal}"
     assert logged == ([(level, message)] if refusal else [])
-    assert isinstance(blending, Blending) and (blending.questions is None) == bool(refusal)
-    assert blending.options.head_tokens == (16 if refusal else 4)
-    assert blending.learning is not None and not blending.learning.learns_new
+    assert found is not None and (found.questions is None) == bool(refusal)
+    assert found.blended.options.head_tokens == (16 if refusal else 4)
+    assert found.learning is not None and not found.learning.learns_new
 
 
 def test_the_first_pass_computes_what_is_in_no_segment_and_the_question() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.errors import SettingsError
+from vllm_ascend_kvext.segments.options import SegmentOptions
 from vllm_ascend_kvext.segments.segment_tokens import SegmentTokens, segment_tokens_of
 
 VOCABULARY_TOKENS = 128
@@ -39,7 +39,7 @@ def tokens(first: Any = 1, has_tokenizer: bool = True, **options: Any) -> Segmen
         skip_tokenizer_init=not has_tokenizer,
         get_vocab_size=lambda: VOCABULARY_TOKENS,
     )
-    return segment_tokens_of(model, ConnectorOptions(blending=True, **options))
+    return segment_tokens_of(model, SegmentOptions(**options))
 
 
 @pytest.mark.parametrize(("first", "expected"), [(1, (1,)), (None, ()), ([7, 8], (7,)), ([], ())])
@@ -48,22 +48,22 @@ def test_the_sink_is_the_token_for_the_beginning(first: Any, expected: tuple[int
 
 
 def test_token_ids_take_its_place() -> None:
-    assert tokens(segment_sink=(1, 6)) == SegmentTokens((1, 6), (), (1,))
-    assert tokens(segment_sink=(5, 6)) == SegmentTokens((5, 6))
-    assert tokens(segment_sink=()) == SegmentTokens()
+    assert tokens(sink=(1, 6)) == SegmentTokens((1, 6), (), (1,))
+    assert tokens(sink=(5, 6)) == SegmentTokens((5, 6))
+    assert tokens(sink=()) == SegmentTokens()
 
 
 def test_a_text_follows_it() -> None:
-    assert tokens(segment_sink="ab") == SegmentTokens((1, 97, 98), (), (1,))
-    assert tokens(None, segment_sink="ab").sink_ids == (97, 98)
+    assert tokens(sink="ab") == SegmentTokens((1, 97, 98), (), (1,))
+    assert tokens(None, sink="ab").sink_ids == (97, 98)
 
 
 def test_separators_are_tokenized_by_themselves() -> None:
-    assert tokens(segment_separator="#").separator_ids == (35,)
-    assert tokens(segment_separator=(3,)).separator_ids == (3,)
+    assert tokens(separator="#").separator_ids == (35,)
+    assert tokens(separator=(3,)).separator_ids == (3,)
 
 
-@pytest.mark.parametrize("key", ["segment_sink", "segment_separator"])
+@pytest.mark.parametrize("key", ["sink", "separator"])
 @pytest.mark.parametrize(
     ("text", "has_tokenizer", "expected"),
     [("ab", False, "token ids, because"), (".", True, "a text that is at least one token")],
@@ -71,11 +71,13 @@ def test_separators_are_tokenized_by_themselves() -> None:
 def test_a_text_of_which_nothing_is_made_is_refused(
     key: str, text: str, has_tokenizer: bool, expected: str
 ) -> None:
-    with pytest.raises(SettingsError, match=f"{key}: expected {expected}.*found '{text}'"):
+    with pytest.raises(
+        SettingsError, match=f"segments: {key}: expected {expected}.*found '{text}'"
+    ):
         tokens(has_tokenizer=has_tokenizer, **{key: text})
 
 
-@pytest.mark.parametrize("key", ["segment_sink", "segment_separator"])
+@pytest.mark.parametrize("key", ["sink", "separator"])
 def test_token_ids_are_those_of_the_vocabulary(key: str) -> None:
     last = VOCABULARY_TOKENS - 1
     assert (last,) in tokens(**{key: (last,)})
@@ -84,8 +86,4 @@ def test_token_ids_are_those_of_the_vocabulary(key: str) -> None:
     assert f"{key}: expected token ids of 0 to {last}, the model's vocabulary, found " in (
         str(raised.value)
     )
-    assert f"[{last + 1}, {1 << 40}]. Correct it, or leave the key out." in str(raised.value)
-
-
-def test_without_blending_nothing_is_asked_of_the_model() -> None:
-    assert segment_tokens_of(object(), ConnectorOptions()) == SegmentTokens()  # type: ignore[arg-type]
+    assert f"[{last + 1}, {1 << 40}]. Correct it, or leave the key out" in str(raised.value)

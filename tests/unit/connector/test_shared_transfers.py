@@ -43,7 +43,7 @@ class Worker:
 
         def have_ended() -> bool:
             self.results.add(self.transfers.take_output())
-            return self.results.stores_ended.keys() >= numbers
+            return self.results.jobs_ended.keys() >= numbers
 
         until(have_ended, "the end of all objects")
 
@@ -70,7 +70,7 @@ def test_what_moves_is_counted(make: Callable[..., Worker]) -> None:
     worker, other = make(), make()
     worker.run(puts=[WHAT])
     assert worker.results.traffic["put"].num_bytes == NUM_BYTES
-    assert worker.results.stores_ended == {1: 1} and not worker.results.failed_stores
+    assert worker.results.jobs_ended == {1: 1} and not worker.results.failed_jobs
     other.memory[:] = 0
     other.run(gets=[WHAT])
     assert np.array_equal(other.memory[64:][:NUM_BYTES], worker.memory[64:][:NUM_BYTES])
@@ -90,7 +90,7 @@ def test_ranks_with_the_same_kv_put_it_once(make: Callable[..., Worker], tmp_pat
     assert sum(worker.results.traffic["put"].num_bytes for worker in workers) == 16 * 4096
     for worker in workers:
         worker.run(gets=[each._replace(number=100 + each.number) for each in whats])
-        assert not worker.results.failed_stores
+        assert not worker.results.failed_jobs
 
 
 def test_each_failure_is_told_by_its_kind(
@@ -102,7 +102,7 @@ def test_each_failure_is_told_by_its_kind(
     worker.run(puts=[WHAT._replace(number=2)])
     monkeypatch.setattr(FilesTier, "put", lambda *_: 1 / 0)
     worker.run(puts=[WHAT._replace(number=3)])
-    assert worker.results.failed_stores == {1, 2, 3}
+    assert worker.results.failed_jobs == {1, 2, 3}
     assert worker.results.shared_failures == {"get_absent": 1, "put_unreachable": 2}
     assert worker.results.traffic["load"].transfers == 0
 
@@ -110,11 +110,11 @@ def test_each_failure_is_told_by_its_kind(
 def test_reports_of_workers_are_joined() -> None:
     joined, other = WorkerOutput(), WorkerOutput()
     for results in (joined, other):
-        results.stores_ended[1] = 1
+        results.jobs_ended[1] = 1
         results.got_bytes = 10
         results.shared_failures["get_absent"] = 1
     joined.add(other)
-    assert (joined.stores_ended, joined.got_bytes) == ({1: 2}, 20)
+    assert (joined.jobs_ended, joined.got_bytes) == ({1: 2}, 20)
     assert joined.shared_failures == {"get_absent": 2}
 
 
@@ -135,7 +135,7 @@ def test_what_has_waited_too_long_is_not_begun(
     until(lambda: not worker.transfers.wait_for_end(0.01), "the end")
     worker.results.add(worker.transfers.take_output())
     assert begun == [2]
-    assert worker.results.failed_stores >= {3} and 2 not in worker.results.failed_stores
+    assert worker.results.failed_jobs >= {3} and 2 not in worker.results.failed_jobs
 
 
 def test_what_was_queued_behind_a_slow_failure_is_not_begun(
@@ -156,7 +156,7 @@ def test_what_was_queued_behind_a_slow_failure_is_not_begun(
     worker.transfers.submit([], [WHAT._replace(number=3)])
     gate.set()
     worker.run(puts=[WHAT._replace(number=4)])
-    assert begun in ([2], [2, 4]) and worker.results.failed_stores == {2, 3, 4}
+    assert begun in ([2], [2, 4]) and worker.results.failed_jobs == {2, 3, 4}
 
 
 # What hangs.
@@ -192,12 +192,12 @@ def test_gets_go_on_beside_those_that_hang(
     time.sleep(0.1)
     for number in range(200, 210):
         worker.run(gets=[WHAT._replace(number=number)])
-    assert not worker.results.failed_stores
-    assert worker.results.stores_ended.keys().isdisjoint(hanging)
+    assert not worker.results.failed_jobs
+    assert worker.results.jobs_ended.keys().isdisjoint(hanging)
     gate.set()
     until(lambda: not worker.transfers.wait_for_end(0.01), "the end of those that hung")
     worker.run(gets=[WHAT._replace(number=300)])  # Threads that were left behind serve no more.
-    assert worker.results.stores_ended.keys() >= {*hanging} and not worker.results.failed_stores
+    assert worker.results.jobs_ended.keys() >= {*hanging} and not worker.results.failed_jobs
     worker.transfers.shutdown()
 
 
@@ -212,7 +212,7 @@ def test_what_was_queued_behind_gets_that_hang_is_not_begun(
     worker.transfers.submit([WHAT._replace(number=number) for number in (2, 3)], [])
     until(lambda: begun == [2], "the first get")
     time.sleep(0.1)
-    ended = until(lambda: worker.transfers.take_output().failed_stores, "the end of the other")
+    ended = until(lambda: worker.transfers.take_output().failed_jobs, "the end of the other")
     assert ended == {3} and begun == [2]
     gate.set()
     worker.transfers.shutdown()
@@ -232,7 +232,7 @@ def test_puts_go_on_beside_one_that_hangs(
     worker.transfers.submit([], [hung])
     time.sleep(0.1)
     worker.run(puts=[WHAT._replace(number=3)])
-    assert worker.results.stores_ended == {3: 1} and not worker.results.failed_stores
+    assert worker.results.jobs_ended == {3: 1} and not worker.results.failed_jobs
     gate.set()
     worker.run(puts=[WHAT._replace(number=4)])
     worker.transfers.shutdown()
@@ -267,7 +267,7 @@ def test_a_touch_says_what_is_absent(make: Callable[..., Worker]) -> None:
     worker.run()
     until(lambda: not worker.transfers.wait_for_end(0.01), "the end")
     worker.results.add(worker.transfers.take_output())
-    assert worker.results.stores_ended == {1: 1, 2: 1} and not worker.results.failed_stores
+    assert worker.results.jobs_ended == {1: 1, 2: 1} and not worker.results.failed_jobs
     assert worker.results.absent_objects == {2: {0, 2}}
     worker.transfers.shutdown()
 
@@ -289,7 +289,7 @@ def test_ranks_with_the_same_kv_touch_an_object_once(
         until(lambda worker=worker: not worker.transfers.wait_for_end(0.01), "the end")
         joined.add(worker.transfers.take_output())
     assert sorted(touched) == names
-    assert joined.absent_objects == {1: {*range(16)}} and joined.stores_ended == {1: 2}
+    assert joined.absent_objects == {1: {*range(16)}} and joined.jobs_ended == {1: 2}
 
 
 def test_a_touch_that_fails_is_told(
@@ -301,7 +301,7 @@ def test_a_touch_that_fails_is_told(
         worker.transfers.submit([], [], [used(7, WHAT.name)])
         until(lambda: not worker.transfers.wait_for_end(0.01), "the end")
         results = worker.transfers.take_output()
-        assert results.failed_stores == {7} and results.stores_ended == {7: 1}
+        assert results.failed_jobs == {7} and results.jobs_ended == {7: 1}
         assert results.shared_failures == {"touch_unreachable": 1}
 
 
@@ -354,7 +354,7 @@ def test_gets_do_not_wait_for_puts(
     )
     worker.transfers.submit([], [WHAT._replace(number=2)])
     worker.run(gets=[WHAT._replace(number=3)])
-    assert 2 not in worker.results.stores_ended
+    assert 2 not in worker.results.jobs_ended
     gate.set()
     worker.run(gets=[WHAT._replace(number=4)])
     worker.transfers.shutdown()

@@ -160,7 +160,7 @@ def test_stores_of_a_forward_that_raised_are_reported_as_failed(
     worker.begin(worker.store(2, TOKENS, worker.tables), has_forward=True)
     worker.side.end_of_forward()
     worker.wait_for(1, 2)
-    assert worker.results.failed_stores == {1}
+    assert worker.results.failed_jobs == {1}
     assert move.num_stores == 1
 
 
@@ -173,12 +173,12 @@ def test_stores_before_a_step_have_ended_before_it(worker: SmallWorker, move: Mo
     content = worker.page_bytes()
     worker.side.run_before_step(ConnectorMetadata(stores_before=jobs, has_forward=True))
     worker.pages.fill(seed=2)  # the step
-    assert worker.take().results.stores_ended == {2: 1, 3: 1}
+    assert worker.take().results.jobs_ended == {2: 1, 3: 1}
     move.gate.open()
     worker.wait_for(1)
     worker.run(worker.load(jobs[1]))
     assert same(worker.page_bytes(), content)
-    assert not worker.results.failed_stores
+    assert not worker.results.failed_jobs
 
 
 def test_a_step_that_computes_nothing_can_wait_for_a_load(stored: SmallWorker, move: Move) -> None:
@@ -300,7 +300,7 @@ def test_a_job_that_cannot_be_planned_fails(
     worker.run(worker.job)
     before = worker.pages.copy_of_storages()
     worker.run(replace(worker.job, number=2, block_ids=tables), worker.load(block_ids=tables))
-    assert worker.results.failed_stores == {2} and worker.results.failed_loads == {"a"}
+    assert worker.results.failed_jobs == {2} and worker.results.failed_loads == {"a"}
     assert worker.failed_pages == pages
     assert same(worker.pages.copy_of_storages(), before)
 
@@ -314,7 +314,7 @@ def test_a_store_that_lacks_rows_or_memory_fails(host_bytes: int, make: Make) ->
         short = (PlacedChunk(TokenRange(0, 64)), PlacedChunk(TokenRange(64, 120), 8192))
         job = StoreJob(1, short, worker.tables)
     worker.run(job)
-    assert worker.results.failed_stores == {1}
+    assert worker.results.failed_jobs == {1}
 
 
 def test_skipped_states_are_not_missed(make: Make) -> None:
@@ -322,7 +322,7 @@ def test_skipped_states_are_not_missed(make: Make) -> None:
     tables = (*worker.tables[:3], TablePart(0, ()))
     worker.run(replace(worker.job, block_ids=tables))
     worker.run(worker.load(block_ids=tables))
-    assert not worker.results.failed_stores and not worker.results.failed_loads
+    assert not worker.results.failed_jobs and not worker.results.failed_loads
 
 
 # Beginning and end
@@ -364,7 +364,7 @@ def test_a_registration_of_other_pages_is_refused(worker: SmallWorker, make: Mak
     with pytest.raises(LayoutError, match="expected the pages registered first"):
         worker.side.register(apart)
     worker.run(worker.job)
-    assert not worker.results.failed_stores
+    assert not worker.results.failed_jobs
 
 
 @pytest.mark.parametrize("end", ["shutdown", "end_transfers", "register"])
@@ -375,12 +375,12 @@ def test_what_runs_ends_and_what_is_queued_fails(end: str, worker: SmallWorker, 
     move.gate.wait_for_arrival()
     threading.Timer(0.5, move.gate.open).start()
     getattr(worker.side, end)(*([worker.pages.kv_caches] if end == "register" else []))
-    assert worker.take().results.stores_ended.keys() >= {1}, "what runs is waited for"
+    assert worker.take().results.jobs_ended.keys() >= {1}, "what runs is waited for"
     assert move.num_stores == 1
     assert move.threads[0].is_alive() is (end != "shutdown")
     worker.begin(worker.store(3, TOKENS, worker.tables))
     worker.wait_for(1, 2, 3)
-    assert worker.results.failed_stores == ({2, 3} if end == "shutdown" else {2})
+    assert worker.results.failed_jobs == ({2, 3} if end == "shutdown" else {2})
 
 
 def test_a_worker_without_caches() -> None:
@@ -405,4 +405,4 @@ def test_a_pool_that_has_moved_fails_its_jobs(worker: SmallWorker) -> None:
     with pytest.raises(DescriptorError):
         pools.require_current()
     worker.run(worker.job)
-    assert worker.results.failed_stores == {1}
+    assert worker.results.failed_jobs == {1}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_ascend_kvext.blending import segment_contexts
+from vllm_ascend_kvext.segments.scheduler import segment_contexts
 from vllm_ascend_kvext.segments.scheduler.segment_contexts import (
     FEW_DOCUMENTS,
     MAX_DOCUMENT_TOKENS,
