@@ -2,7 +2,7 @@
 """Documents in changing order, reused at new positions: approximate reuse on the real vLLM engine.
 
 Notes about things are stored once, each by itself. Then prompts are asked that have them in another
-order each time, so that a prefix cache finds next to nothing. With ``blending`` they are loaded,
+order each time, so that a prefix cache finds next to nothing. With ``segments`` they are loaded,
 their keys are rotated to the new positions, and only the heads of the notes and the question are
 computed. **Answers may change**: a note computed by itself has not seen what stands before it.
 
@@ -77,8 +77,8 @@ REFERENCE = "prefix caching alone"
 PICTURED = "blending, heads of 16 tokens"
 RUNS: Mapping[str, Mapping[str, Any] | None] = {
     REFERENCE: None,
-    "blending, no heads": {"blending": True, "blend_selector": "heads", "blend_head_tokens": 0},
-    PICTURED: {"blending": True, "blend_selector": "heads"},
+    "blending, no heads": {"segments": {"selector": "heads", "head_tokens": 0}},
+    PICTURED: {"segments": {"selector": "heads"}},
 }
 
 
@@ -119,7 +119,7 @@ class BlendObserver(SpanObserver):
         output = super().schedule(*args)
         if output.kv_connector_metadata is not None:
             for load in output.kv_connector_metadata.jobs.loads:
-                rows = [(each.first_tokens, each.end_tokens) for each in load.segments]
+                rows = [(each.first_tokens, each.end_tokens) for each in load.extras]
                 self._spans.loaded += rows
         return output
 

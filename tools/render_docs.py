@@ -15,12 +15,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from vllm_ascend_kvext.compat import SUPPORTED, VLLM, VLLM_ASCEND, version_in
-from vllm_ascend_kvext.connector.common.options import CONFIG, OPTIONS, ConnectorOptions
+from vllm_ascend_kvext.connector.common.option_values import CONFIG
+from vllm_ascend_kvext.connector.common.options import OPTIONS, ConnectorOptions
 from vllm_ascend_kvext.declared import declared
 from vllm_ascend_kvext.features import FEATURES, REPAIRS
 from vllm_ascend_kvext.patches import PATCHES
 from vllm_ascend_kvext.patching.declaration import Feature
 from vllm_ascend_kvext.patching.store import FingerprintStore
+from vllm_ascend_kvext.segments.options import OPTION, SEGMENT_OPTIONS, SegmentOptions
 from vllm_ascend_kvext.settings import Settings
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -67,12 +69,13 @@ def patches_page() -> str:
 
 
 def settings_page() -> str:
-    """Every environment variable, and every option of the connector."""
+    """Every environment variable, every option of the connector, and every key of segments."""
     lines = [
         "# Settings",
         "",
-        "This page is generated: `make docs` writes it from `vllm_ascend_kvext/settings.py` and",
-        "`vllm_ascend_kvext/connector/common/options.py`.",
+        "This page is generated: `make docs` writes it from `vllm_ascend_kvext/settings.py`,",
+        "`vllm_ascend_kvext/connector/common/options.py` and",
+        "`vllm_ascend_kvext/segments/options.py`.",
         "",
         "## Environment variables",
         "",
@@ -93,6 +96,17 @@ def settings_page() -> str:
     ]
     texts = _texts_below_fields(ConnectorOptions)
     for each in OPTIONS:
+        lines += _section(each.key, each.default, texts[each.key])
+    lines += _section(OPTION, None, _text_below(SegmentOptions))
+    lines += [
+        "",
+        f"## Keys of `{OPTION}`",
+        "",
+        f"Keys of the object `{OPTION}`, which is itself an option of `KvextConnector`. A key that",
+        "is not below is refused. A key whose value is `null` has its default.",
+    ]
+    texts = _texts_below_fields(SegmentOptions)
+    for each in SEGMENT_OPTIONS:
         lines += _section(each.key, each.default, texts[each.key])
     return "\n".join([*lines, ""])
 
@@ -155,6 +169,12 @@ def _as_written(default: object) -> str:
     if value is None or value == frozenset():
         return "unset"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _text_below(cls: type) -> str:
+    """What the docstring of a class says behind its first paragraph, in one line."""
+    _, _, text = (inspect.getdoc(cls) or "").partition("\n\n")
+    return " ".join(text.split())
 
 
 def _texts_below_fields(cls: type) -> dict[str, str]:

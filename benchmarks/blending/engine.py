@@ -78,9 +78,12 @@ def store(engine: CpuEngine, segment: Sequence[int]) -> float:
 
 def finish_learning(engine: CpuEngine) -> None:
     """Until the engine has stored what it stores by itself, as it does while it is not busy."""
-    learning = engine.scheduler.connector.scheduler_side.segments.learning
+    from vllm_ascend_kvext.segments.scheduler.segments_side import segments_of
+
+    segments = segments_of(engine.scheduler.connector.scheduler_side)
+    learning = None if segments is None else segments.learning
     while learning is not None and (learning.has_queue or learning.request_ids):
-        engine.ask(WARM_UP, num_output_tokens=4)  # In the first step somebody waits.
+        engine.ask(WARM_UP, num_output_tokens=4)  # In the first step this request waits.
         engine.settle()
 
 

@@ -134,12 +134,8 @@ def start(mode: str, model: str, texts: Texts, host_gib: float = 1) -> None:
     global _engine
     config = None
     if mode != PREFIX_CACHING:
-        config = kvext_config(
-            host_memory_gib=host_gib,
-            blending=True,
-            segment_separator=list(SEPARATOR),
-            learn_segments=mode == LEARNED,
-        )
+        segments = {"separator": list(SEPARATOR), "learn": mode == LEARNED}
+        config = kvext_config(host_memory_gib=host_gib, segments=segments)
     _engine = CpuEngine(
         model, config, dtype="float32", max_model_len=2048, max_num_batched_tokens=2048
     )

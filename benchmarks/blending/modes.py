@@ -15,7 +15,7 @@ class Mode:
     """One way to serve.
 
     Attributes:
-        options: Options of the connector, beyond those that all have; None: no connector.
+        options: Keys of the option ``segments``; None: no connector.
         has_text_sink: Whether documents are stored behind a text, see ``sink_text``, and not only
             behind the token for the beginning of a sequence.
     """
@@ -39,18 +39,18 @@ class Mode:
         """
         if self.options is None:
             return None
-        sink = {} if sink_ids is None else {"segment_sink": list(sink_ids)}
-        return kvext_config(host_memory_gib=host_gib, blending=True, **self.options, **sink)
+        sink = {} if sink_ids is None else {"sink": list(sink_ids)}
+        return kvext_config(host_memory_gib=host_gib, segments={**self.options, **sink})
 
 
 def heads(name: str, num_tokens: int) -> Mode:
-    options = {"blend_selector": "heads", "blend_head_tokens": num_tokens}
-    return Mode(name, options={**options, "segment_context": False})
+    options = {"selector": "heads", "head_tokens": num_tokens, "context": False}
+    return Mode(name, options=options)
 
 
 def _question(name: str, ratio: float) -> Mode:
-    options = {"blend_selector": "question", "blend_head_tokens": 16, "blend_ratio": ratio}
-    return Mode(name, options={**options, "segment_context": False})
+    options = {"selector": "question", "head_tokens": 16, "ratio": ratio, "context": False}
+    return Mode(name, options=options)
 
 
 def _behind_text(mode: Mode) -> Mode:
@@ -59,7 +59,7 @@ def _behind_text(mode: Mode) -> Mode:
 
 def behind_context(mode: Mode) -> Mode:
     """Documents are stored behind some of the first ones, too."""
-    options = {**(mode.options or {}), "segment_context": True}
+    options = {**(mode.options or {}), "context": True}
     return replace(mode, name=f"{mode.name}, context", options=options)
 
 

@@ -37,7 +37,7 @@ class PlanningWorker:
         results = WorkerOutput(has_forward=jobs.has_forward)
         for store in (*jobs.stores_before, *jobs.stores):
             self._carry_out(store)
-            results.stores_ended[store.number] = 1
+            results.jobs_ended[store.number] = 1
         for load in jobs.loads:
             self._carry_out(load)
         return KVConnectorOutput(

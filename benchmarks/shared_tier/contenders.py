@@ -138,8 +138,8 @@ class Ours(_InParts):
         while num_ended < len(objects):
             self._transfers.wait_for_end(30)
             found = self._transfers.take_output()
-            num_ended += len(found.stores_ended)
-            num_failed += len(found.failed_stores)
+            num_ended += len(found.jobs_ended)
+            num_failed += len(found.failed_jobs)
         seconds = _COUNTER() - began_s
         check(not num_failed, self.name)
         return seconds

@@ -14,6 +14,8 @@ from vllm_ascend_kvext.connector.common.counters import METRICS
 from vllm_ascend_kvext.connector.common.options import OPTIONS
 from vllm_ascend_kvext.features import FEATURES, REPAIRS
 from vllm_ascend_kvext.patches import PATCHES
+from vllm_ascend_kvext.segments.counters import SEGMENT_METRICS
+from vllm_ascend_kvext.segments.options import FORMER_KEYS, OPTION, SEGMENT_OPTIONS
 from vllm_ascend_kvext.settings import HOW_TO_ASK, VARIABLE_NAMES
 
 CHECKOUT = Path(__file__).parents[2]
@@ -29,8 +31,23 @@ def test_the_generated_pages_are_up_to_date_and_name_everything(
     for name, page in pages.items():
         assert page == (CHECKOUT / "docs" / name).read_text(encoding="utf-8"), "`make docs`"
     assert all(f"| {patch.id} |" in pages["patches.md"] for patch in PATCHES)
-    settings = [*VARIABLE_NAMES, *(option.key for option in OPTIONS)]
-    assert all(f"### `{name}`\n" in pages["settings.md"] for name in settings)
+    settings, _, of_segments = pages["settings.md"].partition(f"\n## Keys of `{OPTION}`\n")
+    names = [*VARIABLE_NAMES, *(option.key for option in OPTIONS), OPTION]
+    assert re.findall(r"^### `(.+)`$", settings, re.MULTILINE) == names
+    keys = [option.key for option in SEGMENT_OPTIONS]
+    assert re.findall(r"^### `(.+)`$", of_segments, re.MULTILINE) == keys
+
+
+def test_pages_name_no_key_of_an_earlier_release() -> None:
+    """The changelog says what stands in place of them."""
+    changelog = (CHECKOUT / "CHANGELOG.md").read_text(encoding="utf-8")
+    former = [key for key in FORMER_KEYS if key != "blending"]
+    assert all(f"| `{key}`" in changelog for key in FORMER_KEYS)
+    for page in PAGES:
+        if page.name != "CHANGELOG.md":
+            text = page.read_text(encoding="utf-8")
+            assert not [key for key in former if re.search(rf"\b{key}\b", text)], page.name
+            assert '"blending"' not in text, page.name
 
 
 def test_the_picture_of_the_rooms_has_the_layers_that_lint_holds_in_their_order() -> None:
@@ -80,7 +97,8 @@ def test_there_is_a_way_to_ask_for_every_feature_that_is_off() -> None:
 
 def test_the_page_of_metrics_names_every_metric_and_label_of_the_connector() -> None:
     page = (CHECKOUT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    for metric in METRICS:
+    assert any(metric.name.startswith("blend_") for metric in SEGMENT_METRICS)
+    for metric in (*METRICS, *SEGMENT_METRICS):
         suffix = "" if metric.is_gauge else "_total"
         label = f"{{{metric.label}=…}}" if metric.label else ""
         assert f"`vllm:kvext_{metric.name}{suffix}{label}`" in page

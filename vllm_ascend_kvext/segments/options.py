@@ -29,7 +29,7 @@ OPTION = "segments"
 """The key of ``kv_connector_extra_config`` whose value is an object of the keys below."""
 
 FORMER_KEYS: Mapping[str, str] = {
-    "blending": '"segments": {}',
+    "blending": '"segments": {}, or nothing where it was false,',
     "blend_selector": '"segments": {"selector": ...}',
     "blend_head_tokens": '"segments": {"head_tokens": ...}',
     "blend_ratio": '"segments": {"ratio": ...}',
@@ -63,9 +63,12 @@ _SEPARATOR = Values(
 
 @dataclass(frozen=True, slots=True)
 class SegmentOptions:
-    """The options of segments, all of them keys of the object ``segments``.
+    """The keys of the object ``segments``.
 
-    An empty object turns segments on, with these defaults.
+    An object, whose keys are below; `{}` has the default of each. It turns segments on: documents
+    whose KV was stored by itself are reused wherever they stand in a prompt, with their keys
+    rotated to the new positions. **Approximate**: a reused token has not seen what stands before
+    its segment, and answers change. See `docs/blending.md`. Unset: no segment is reused.
     """
 
     selector: Annotated[Selector | None, choice(Selector)] = None

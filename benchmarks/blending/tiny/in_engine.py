@@ -7,7 +7,7 @@ Asked are facts that refer to an earlier document, eight documents in a prompt. 
 stored alone before; every prompt is asked once, in each mode by an engine of its own, many prompts
 at a time. *Right* is the share of right answers. *Computed* are tokens of a prompt, those that
 `question` computes twice included, and their share of it. *Context's* are answers that are wrong,
-and that the first stored documents give: those that others are stored behind (`segment_context`).
+and that the first stored documents give: those that others are stored behind (`context`).
 
 The selector `question` chooses at least one run of each document: next to it stand heads of about
 as many tokens. It compares at the layer with full attention that is best on other prompts.
@@ -101,13 +101,13 @@ OF_RUNS = "runs of "
 
 def question(run_tokens: int, check_layer: int) -> Mode:
     """Without heads, and without a context."""
-    options = {"blend_head_tokens": 0, "blend_ratio": 0.10, "segment_context": False}
-    return _of_runs("question", run_tokens, {**options, "blend_check_layer": check_layer})
+    options = {"head_tokens": 0, "ratio": 0.10, "context": False, "check_layer": check_layer}
+    return _of_runs("question", run_tokens, options)
 
 
 def default(run_tokens: int, check_layer: int) -> Mode:
-    """What nobody asks for, but for the layer and the length of runs: documents are short."""
-    return _of_runs("default", run_tokens, {"blend_check_layer": check_layer})
+    """The defaults, but for the layer and the length of runs: documents are short."""
+    return _of_runs("default", run_tokens, {"check_layer": check_layer})
 
 
 def _of_runs(name: str, run_tokens: int, options: Mapping[str, Any]) -> Mode:
@@ -131,14 +131,15 @@ def serve(mode: Mode, variant: Variant, seed: int, num_questions: int) -> Row:
     Raises:
         RuntimeError: Some documents were not stored.
     """
-    from vllm_ascend_kvext.connector.segments import make_blending, questions
+    from vllm_ascend_kvext.segments.scheduler import make_segments, questions
     from vllm_ascend_kvext.segments.scheduler.segment_contexts import NUM_DOCUMENTS
+    from vllm_ascend_kvext.segments.scheduler.segments_side import segments_of
 
     asked = task.ask_references(np.random.default_rng(QUESTION_SEED + seed), num_questions)
     prompts = [tuple(tokens) for tokens in asked.tokens.tolist()]
     starts = range(1, 1 + task.NUM_DOCUMENTS * task.DOCUMENT_TOKENS, task.DOCUMENT_TOKENS)
     segments = [[start, start + task.DOCUMENT_TOKENS] for start in starts]
-    make_blending.MIN_REUSED_TOKENS = 1
+    make_segments.MIN_REUSED_TOKENS = 1
     if OF_RUNS in mode.name:
         number, _, _ = mode.name.partition(OF_RUNS)[2].partition(",")
         questions.CHOSEN_RUN_TOKENS = int(number)
@@ -153,8 +154,9 @@ def serve(mode: Mode, variant: Variant, seed: int, num_questions: int) -> Row:
     context: Sequence[int] = ()
     if mode.blends:
         # Windows reach across documents: computing all of their tokens would leave nothing.
-        blending = engine.scheduler.connector.scheduler_side.segments
-        blending.options = replace(blending.options, min_head_tokens=0)
+        side = segments_of(engine.scheduler.connector.scheduler_side)
+        assert side is not None
+        side.blended.options = replace(side.blended.options, min_head_tokens=0)
         documents = {tokens[first:end]: None for tokens in prompts for first, end in segments}
         _store(engine, [EQUAL_TOKENS])
         _store(engine, list(documents))
