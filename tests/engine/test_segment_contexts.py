@@ -367,7 +367,7 @@ def test_contexts_take_no_host_memory_from_documents(learns: bool) -> None:
 
 
 def test_what_host_memory_has_no_room_for_is_not_tried_again() -> None:
-    with choosing(segments={"host_memory_gib": 12 / (1 << 20)}) as engine:
+    with choosing(connector={"host_memory_gib": 12 / (1 << 20)}) as engine:
         store(engine, *FIRST)
         store(engine, LATER[0])
         assert engine.drops and len(engine.own_plans) == 2 * (len(FIRST) + 1)

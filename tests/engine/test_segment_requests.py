@@ -507,7 +507,7 @@ def test_of_a_model_with_wrong_keys_no_document_with_few_equal_tokens_is_reused(
         assert engine.learned == checks(engine) and len(engine.learned) == 1
         assert engine.counts.reused_tokens == engine.counts.learned_segments == 0
         assert engine.counts.refusals[SegmentRefusal.UNCHECKED_KEYS] > 0
-    assert "blending is off: keys of equal tokens differ." in caplog.text
+    assert "segments are off: keys of equal tokens differ." in caplog.text
 
 
 @pytest.mark.usefixtures("comparing")
@@ -636,7 +636,8 @@ def params_of_answers(engine: LearningEngine) -> list[Any]:
     finished = engine.scheduler._connector_finished
 
     def finish(request: Any) -> Any:
-        params.append(engine.segments.params(request))
+        segments = engine.segments
+        params.append(segments.stores.params(request) or segments.blended.params(request))
         return finished(request)
 
     engine.scheduler._connector_finished = finish

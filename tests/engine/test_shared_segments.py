@@ -82,7 +82,7 @@ def test_a_reset_while_a_segment_is_being_stored(
             patch.setattr(worker.transfers, "end_some", lambda _: None)
             for _ in range(6):
                 engine.step()
-            assert len(engine.side._jobs), "it is being stored"
+            assert engine.side._jobs.num_stores, "it is being stored"
             engine.reset(reset_connector=True)
         engine.serve()
         assert not any(path.name.startswith("S") for path in objects(tmp_path)[3:])

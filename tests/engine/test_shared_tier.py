@@ -1170,7 +1170,7 @@ def test_no_steps_are_made_for_a_put_that_hangs(
         assert slow.num_calls == 1 and not engine.side.has_work
         slow.gate.set()
         serve(engine, plan_of("b", prompt_of(FULL, 2)))
-        while engine.side.shared._jobs:
+        while engine.side.shared._num_jobs:
             engine.step()
         check_nothing_is_left(engine)
 
@@ -1202,7 +1202,7 @@ def test_what_is_being_put_keeps_its_place(tmp_path: Path, monkeypatch: pytest.M
     with engine_of(FULL, offloading=options) as engine:
         for seed in range(1, 10):
             timed_steps(engine, plan_of(str(seed), prompt_of(FULL, seed)))
-            while engine.side.shared._jobs and slow.num_calls == 0:
+            while engine.side.shared._num_jobs and slow.num_calls == 0:
                 engine.step()
             engine.tier.evict(lambda entry: True)
         slow.gate.set()

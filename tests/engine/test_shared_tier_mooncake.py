@@ -199,7 +199,7 @@ def test_requests_go_on_whatever_becomes_of_a_server(
             began_s, number = time.monotonic(), 0
             # After a minute Mooncake gives up, and may go on writing: see `MooncakeTier`.
             is_given_up = (call, server, how) == ("get", "owner", signal.SIGSTOP)
-            while engine.side.shared is not None and engine.side.shared._jobs:
+            while engine.side.shared is not None and engine.side.shared._num_jobs:
                 # Until what hangs has ended: its place was kept. No step is made for it alone.
                 serve(engine, plan_of(f"while {(number := number + 1)}", prompts[0][:5]))
                 time.sleep(0.1)

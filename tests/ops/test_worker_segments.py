@@ -180,7 +180,7 @@ PLACED = STORED._replace(first_tokens=5, end_tokens=38, shift_tokens=2, token_id
 
 def load_of(*segments: SegmentRows, tables: tuple[TablePart, ...] = TARGET) -> LoadJob:
     tokens = TokenRange(0, 40)
-    return LoadJob("a", tokens, (), tables, (tokens,), segments=segments)
+    return LoadJob("a", tokens, (), tables, (tokens,), extras=segments)
 
 
 @pytest.fixture
@@ -350,7 +350,7 @@ def test_segments_follow_what_is_exact(make_worker) -> None:
             tensor[other] = worker.kv_caches[name][page]
     plan = planner.plan_store([chunk], SOURCE[:1])
     placed = segment._replace(first_tokens=18, end_tokens=36, shift_tokens=-2, token_ids=())
-    job = LoadJob("a", exact, (StoredChunk(plan.row_maps[0], 0),), TARGET[:1], segments=(placed,))
+    job = LoadJob("a", exact, (StoredChunk(plan.row_maps[0], 0),), TARGET[:1], extras=(placed,))
     ended = worker.run(job)
     assert ended.loads == {"a"} and not (ended.results.failed_loads or ended.results.unreadable)
     traffic = ended.results.traffic["load"]

@@ -5,32 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from vllm_ascend_kvext.shared_tier.names import note_name, object_name, piece_of
-from vllm_ascend_kvext.store.entries import Piece
+from vllm_ascend_kvext.store.entries import Piece, WantedPiece
 from vllm_ascend_kvext.store.lookup import MAX_PIECES
 from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
 from vllm_ascend_kvext.token_range import TokenRange, union, without
 
 Exist = Callable[[Sequence[str]], list[str]]  # As `SharedTier.exist`, within a name space.
 _MAX_TAILS, _TAILS_OF_A_BATCH = 4096, 64  # Boundaries at which tails are asked for.
-
-
-class WantedPiece(NamedTuple):
-    """A piece of a prefix that is no prompt's, which a request may use.
-
-    Attributes:
-        contents: What the entry of the piece holds; see ``HostTier.finish_store``.
-        num_bytes: Of the object.
-        on_got: Called when all workers have got it.
-    """
-
-    prefix: Prefix
-    piece: Piece
-    contents: Any
-    num_bytes: int
-    on_got: Callable[[], object]
 
 
 class FoundObject(NamedTuple):

@@ -16,8 +16,12 @@ place until they end.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm_ascend_kvext.store.prefix import Prefix
 
 
 class Kind(enum.IntEnum):
@@ -56,6 +60,22 @@ class Piece(NamedTuple):
     @classmethod
     def tails(cls, boundary_tokens: int) -> Piece:
         return cls(Kind.TAILS, boundary_tokens, boundary_tokens)
+
+
+class WantedPiece(NamedTuple):
+    """A piece of a prefix that is no prompt's, which a request may use.
+
+    Attributes:
+        contents: What the entry of the piece holds; see ``HostTier.finish_store``.
+        num_bytes: Of the object.
+        on_got: Called when all workers have got it.
+    """
+
+    prefix: Prefix
+    piece: Piece
+    contents: Any
+    num_bytes: int
+    on_got: Callable[[], object]
 
 
 @dataclass(slots=True, eq=False)

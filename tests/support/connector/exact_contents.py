@@ -29,6 +29,7 @@ from vllm_ascend_kvext.layout.row_map import StoredChunk
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
 from vllm_ascend_kvext.layout.views import storage_tensors
 from vllm_ascend_kvext.segments.scheduler.segment_store import StoredTokens
+from vllm_ascend_kvext.segments.scheduler.segments_side import segments_of
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
 from vllm_ascend_kvext.token_range import TokenRange
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
@@ -80,8 +81,9 @@ class ExactContents:
     def expect_segment(self, token_ids: tuple[int, ...], plan: RequestPlan) -> None:
         """A segment may be stored, with or without the contexts that its salt has by now."""
         unit_tokens = self._engine.tier.geometry.unit_tokens
-        segments = self._engine.segments.store
-        for prefix in segments.prefixes(token_ids, plan.cache_salt):
+        segments = segments_of(self._engine.side)
+        assert segments is not None
+        for prefix in segments.store.prefixes(token_ids, plan.cache_salt):
             sink_ids = prefix.sink.token_ids
             digests = TokenStream([*sink_ids, *token_ids], plan.seed).digests[len(sink_ids) :]
             for boundary in range(unit_tokens, prefix.num_tokens + 1, unit_tokens):
@@ -129,13 +131,14 @@ class ExactContents:
 
     def _check_hashes(self) -> None:
         """Requests have hashes of their tokens as far as they are exact, and then private ones."""
+        segments = segments_of(self._engine.side)
         for request_id, request in self._engine.scheduler.requests.items():
             if request.is_finished():
                 continue  # Its load is still under way.
             hashes = self._shadows[request_id].block_hashes
             found = request.block_hashes
             assert len(found) == len(hashes), request_id
-            exact_tokens = self._engine.segments.visible_tokens(request_id)
+            exact_tokens = None if segments is None else segments.visible_tokens(request_id)
             num_exact = len(hashes)
             if exact_tokens is not None:
                 num_exact = exact_tokens // self._hash_block_size

@@ -21,7 +21,7 @@ from vllm_ascend_kvext.connector.common.messages import LoadJob, StoreJob
 from vllm_ascend_kvext.connector.common.scheduler_view import Request
 from vllm_ascend_kvext.counted import Report
 from vllm_ascend_kvext.holes.load_plan import LoadPlan
-from vllm_ascend_kvext.shared_tier.search import WantedPiece
+from vllm_ascend_kvext.store.entries import WantedPiece
 from vllm_ascend_kvext.store.lookup import Hit
 
 

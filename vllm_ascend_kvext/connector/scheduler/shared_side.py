@@ -34,9 +34,9 @@ from vllm_ascend_kvext.shared_tier.backend import (
     UsedObjects,
     logger,
 )
-from vllm_ascend_kvext.shared_tier.search import FoundObject, Question, WantedPiece, search
+from vllm_ascend_kvext.shared_tier.search import FoundObject, Question, search
 from vllm_ascend_kvext.store.counters import Refusal
-from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Load, Piece
+from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Load, Piece, WantedPiece
 from vllm_ascend_kvext.store.prefix import Prefix
 from vllm_ascend_kvext.store.remembered_keys import RememberedKeys
 from vllm_ascend_kvext.store.store_policy import StorePolicy

@@ -43,8 +43,7 @@ from vllm_ascend_kvext.segments.scheduler.question_preview import QuestionPrevie
 from vllm_ascend_kvext.segments.scheduler.questions import Questions
 from vllm_ascend_kvext.segments.scheduler.segment_learning import SegmentLearning, WantedSegment
 from vllm_ascend_kvext.segments.scheduler.segment_store import SegmentPrefix, SegmentStore
-from vllm_ascend_kvext.shared_tier.search import WantedPiece
-from vllm_ascend_kvext.store.entries import Entry
+from vllm_ascend_kvext.store.entries import Entry, WantedPiece
 from vllm_ascend_kvext.store.lookup import Hit
 from vllm_ascend_kvext.token_range import TokenRange
 

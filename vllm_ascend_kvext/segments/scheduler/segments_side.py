@@ -27,7 +27,7 @@ from vllm_ascend_kvext.segments.scheduler.key_checks import KeyChecks
 from vllm_ascend_kvext.segments.scheduler.segment_learning import SegmentLearning
 from vllm_ascend_kvext.segments.scheduler.segment_store import SegmentStore
 from vllm_ascend_kvext.segments.scheduler.segment_stores import SegmentStores
-from vllm_ascend_kvext.shared_tier.search import WantedPiece
+from vllm_ascend_kvext.store.entries import WantedPiece
 from vllm_ascend_kvext.store.lookup import Hit
 
 if TYPE_CHECKING:
