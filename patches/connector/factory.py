@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllm_ascend_kvext.connector.extension import register_extension
+from vllm_ascend_kvext.connector.common.extension_registry import register_extension
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 NAME = "KvextConnector"

@@ -331,11 +331,12 @@ def test_segments_alone_are_stored_and_placed(has_window: bool, make_worker) -> 
 def test_segments_follow_what_is_exact(make_worker) -> None:
     """A request whose first pages are hit, and which has a segment behind them."""
     worker = make_worker()
-    planner = TransferPlanner(worker.layout.layout, worker_options().state_policy)
+    pages = worker.side.describe().layout
+    planner = TransferPlanner(pages, worker_options().state_policy)
     worker.compute(0, TOKEN_IDS[:40], SOURCE)
     exact = TokenRange(0, 16)
     chunk = PlacedChunk(exact)
-    first_free = chunk_bytes(worker.layout.layout, chunk, worker_options().state_policy)
+    first_free = chunk_bytes(pages, chunk, worker_options().state_policy)
     offset = first_free + -first_free % 64
     segment = SegmentRows(20, 38, offset, 18, 0, 0, TOKEN_IDS[20:38])
     stored = worker.run(StoreJob(1, (chunk,), SOURCE[:1], (segment,)))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An extension of the connector: one option, and a part on each side. The connector knows none.
 
-Rooms above the connector register theirs by name, as connectors are registered with vLLM. So the
-connector can be read, changed and run without them.
+Rooms above the connector register theirs by name, see ``extension_registry``. So the connector can
+be read, changed and run without them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from vllm_ascend_kvext.connector.common.extension_registry import registered_extensions
 from vllm_ascend_kvext.connector.common.messages import WorkerLayout
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions, parse_options
 from vllm_ascend_kvext.connector.scheduler.extension import SchedulerExtension
@@ -79,23 +80,9 @@ class ConnectorExtension(ABC):
         """
 
 
-_places: dict[str, tuple[str, str]] = {}
-
-
-def register_extension(key: str, module: str, name: str) -> None:
-    """Have connectors know an extension, which is imported when it is used. Idempotent.
-
-    Args:
-        key: In ``kv_connector_extra_config``.
-        module: That has the class.
-        name: Of the class, a `ConnectorExtension`.
-    """
-    _places[key] = module, name
-
-
-def registered_extensions() -> list[type[ConnectorExtension]]:
+def known_extensions() -> list[type[ConnectorExtension]]:
     """All extensions that connectors of this process know."""
-    return [getattr(import_module(module), name) for module, name in _places.values()]
+    return [getattr(import_module(module), name) for module, name in registered_extensions()]
 
 
 def parse_configuration(
@@ -110,7 +97,7 @@ def parse_configuration(
     Raises:
         SettingsError: See `parse_options` and `ConnectorExtension`.
     """
-    extensions = {extension.key: extension for extension in registered_extensions()}
+    extensions = {extension.key: extension for extension in known_extensions()}
     former_keys: dict[str, str] = {}
     for extension in extensions.values():
         former_keys |= extension.former_keys

@@ -30,7 +30,7 @@ from vllm_ascend_kvext.connector.common.messages import (
 )
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.connector.common.stats import KvextPromMetrics, KvextStats
-from vllm_ascend_kvext.connector.extension import parse_configuration, registered_extensions
+from vllm_ascend_kvext.connector.extension import known_extensions, parse_configuration
 from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
 from vllm_ascend_kvext.connector.worker.cpu_backend import CpuBackend
 from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide
@@ -335,7 +335,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KvextPromMetrics:
-        tables = [extension.metrics for extension in registered_extensions()]
+        tables = [extension.metrics for extension in known_extensions()]
         return KvextPromMetrics(
             vllm_config, metric_types, labelnames, per_engine_labelvalues, tables
         )

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from vllm_ascend_kvext.connector.common.extension_registry import register_extension
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
-from vllm_ascend_kvext.connector.extension import parse_configuration, register_extension
+from vllm_ascend_kvext.connector.extension import parse_configuration
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.segments.options import (
     FORMER_KEYS,
