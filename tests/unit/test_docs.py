@@ -84,7 +84,10 @@ def test_every_function_that_the_walks_and_the_seam_name_is_defined() -> None:
     nodes = [node for tree in trees for node in ast.walk(tree)]
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     members = {
-        f"{each.name}.{name}" for each in classes for member in each.body for name in names_of(member)
+        f"{each.name}.{name}"
+        for each in classes
+        for member in each.body
+        for name in names_of(member)
     }
     known = {each.name for each in nodes if isinstance(each, (ast.ClassDef, ast.FunctionDef))}
     known |= {name.partition(".")[2] for name in members}
