@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_ascend_kvext.connector.common.options import OPTIONS
+from vllm_ascend_kvext.declared import Declared
 from vllm_ascend_kvext.features import DEFAULTS, FEATURES
+from vllm_ascend_kvext.segments.options import OPTION, SEGMENT_OPTIONS
 from vllm_ascend_kvext.settings import (
     ASCEND_KERNEL_VARIABLE,
     BUNDLE_VARIABLE,
@@ -29,6 +31,8 @@ from vllm_ascend_kvext.settings import (
 )
 
 CHECKOUT = Path(__file__).parents[2]
+KEYS = [option.key for option in OPTIONS]
+SEGMENT_KEYS = [option.key for option in SEGMENT_OPTIONS]
 UNSET = "unset"
 NUMBER = "N"
 """Of the pages: any integer above 0."""
@@ -54,8 +58,8 @@ NOT_SHOWN = {
     LMCACHE_KEYS_VARIABLE: "the engine starts; what it does needs LMCache: test_lmcache_engine.py",
     "shared_tier": "file:///...; mooncake://... needs a master: "
     "test_shared_tier_mooncake_engine.py",
-    "segment_separator": "token ids; a text needs a tokenizer: test_segment_tokens.py",
-    "segment_sink": "token ids; a text needs a tokenizer: test_segment_tokens.py",
+    "separator": "token ids; a text needs a tokenizer: test_segment_tokens.py",
+    "sink": "token ids; a text needs a tokenizer: test_segment_tokens.py",
 }
 """By name: what of it these starts say nothing about, because the pair lacks what it needs."""
 
@@ -90,7 +94,8 @@ def starts(folder: Path) -> dict[str, Start]:
         "nothing set": Start(
             {},
             {
-                "null": {**dict.fromkeys(option.key for option in OPTIONS), **host_memory},
+                "null": {**dict.fromkeys([*KEYS, OPTION]), **host_memory},
+                "null in segments": {**host_memory, OPTION: dict.fromkeys(SEGMENT_KEYS)},
                 "nothing but exact": {
                     **host_memory,
                     "chunk_tokens": INTERVAL_TOKENS,
@@ -105,15 +110,16 @@ def starts(folder: Path) -> dict[str, Start]:
                     "store_policy": "never",
                     "state_policy": "exact",
                     "hole_reuse": True,
-                    "blending": True,
-                    "blend_selector": "question",
-                    "blend_head_tokens": 8,
-                    "blend_ratio": 0.5,
-                    "blend_check_layer": FULL_LAYER,
-                    "segment_separator": [MAX_TOKEN_ID + 1],
-                    "segment_sink": [MAX_TOKEN_ID + 2],
-                    "segment_context": True,
-                    "learn_segments": False,
+                    "segments": {
+                        "selector": "question",
+                        "head_tokens": 8,
+                        "ratio": 0.5,
+                        "check_layer": FULL_LAYER,
+                        "separator": [MAX_TOKEN_ID + 1],
+                        "sink": [MAX_TOKEN_ID + 2],
+                        "context": True,
+                        "learn": False,
+                    },
                 },
             },
         ),
@@ -142,10 +148,7 @@ def starts(folder: Path) -> dict[str, Start]:
             {
                 "heads": {
                     **host_memory,
-                    "blending": True,
-                    "blend_selector": "heads",
-                    "segment_context": False,
-                    "learn_segments": True,
+                    "segments": {"selector": "heads", "context": False, "learn": True},
                     "shared_tier": f"file://{folder}",
                     "shared_tier_bytes": 1 << 26,
                 },
@@ -165,8 +168,8 @@ def starts(folder: Path) -> dict[str, Start]:
                 "words of defaults": {
                     **host_memory,
                     "store_policy": "second_touch",
-                    "blending": False,
                     "load_if_slower": False,
+                    "segments": {},
                 }
             },
         ),
@@ -209,7 +212,6 @@ def mentioned(pages: Iterable[str]) -> set[str]:
 
 def started(table: Iterable[Start]) -> dict[str, set[str]]:
     """The names that starts set, each with its values, and with `UNSET` where one leaves it out."""
-    defaults = {option.key: option.default for option in OPTIONS}
     found: defaultdict[str, set[str]] = defaultdict(set)
     for start in table:
         if start.environ.get(MODE_VARIABLE) == "off":
@@ -218,18 +220,31 @@ def started(table: Iterable[Start]) -> dict[str, set[str]]:
         for name in VARIABLE_NAMES:
             found[name] |= {*start.environ.get(name, UNSET).split(",")}
         for options in start.engines.values():
-            for key in defaults if options is not None else ():
-                value = (options or {}).get(key)
-                if isinstance(value, bool):
-                    found[key].add(str(value).lower())
-                else:
-                    found[key].add(UNSET if value is None else str(value))
-                if value not in (None, defaults[key]):
-                    found[key].add(OTHER)
+            if options is None:
+                continue
+            segments = options.get(OPTION)
+            found[OPTION].add(UNSET if segments is None else OTHER)
+            _note_values(found, OPTIONS, options)
+            if segments is not None:
+                _note_values(found, SEGMENT_OPTIONS, segments)
     for values in found.values():
         if any(value.isdecimal() and int(value) > 1 for value in values):
             values.add(NUMBER)
     return found
+
+
+def _note_values(
+    found: Mapping[str, set[str]], declared: Iterable[Declared], options: Mapping[str, Any]
+) -> None:
+    """Add the value that options have for each declared key, or `UNSET`."""
+    for option in declared:
+        value = options.get(option.key)
+        if isinstance(value, bool):
+            found[option.key].add(str(value).lower())
+        else:
+            found[option.key].add(UNSET if value is None else str(value))
+        if value not in (None, option.default):
+            found[option.key].add(OTHER)
 
 
 def lacking(

@@ -4,6 +4,7 @@ README stays short."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 from pathlib import Path
@@ -73,6 +74,36 @@ def test_every_module_that_the_page_of_the_architecture_names_is_there() -> None
     folders = (CHECKOUT, CHECKOUT / "vllm_ascend_kvext")
     for path in re.findall(r"`((?:\w+/)*\w+(?:\.py|/))`", page.replace("`vllm/", "")):
         assert any((folder / path).exists() for folder in folders), path
+
+
+def test_every_function_that_the_walks_and_the_seam_name_is_defined() -> None:
+    _, _, page = (CHECKOUT / "docs" / "architecture.md").read_text().partition("## The seam")
+    walks, _, _ = page.partition("## Glossary")
+    sources = [*CHECKOUT.glob("vllm_ascend_kvext/**/*.py"), *CHECKOUT.glob("patches/**/*.py")]
+    trees = [ast.parse(source.read_text()) for source in sources]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    members = {
+        f"{each.name}.{name}"
+        for each in classes
+        for member in each.body
+        for name in names_of(member)
+    }
+    known = {each.name for each in nodes if isinstance(each, (ast.ClassDef, ast.FunctionDef))}
+    known |= {name.partition(".")[2] for name in members}
+    named = re.findall(r"`(\w+(?:\.(?!py`)\w+)?)`", walks)
+    assert len(named) > 100
+    assert {each for each in named if each not in (members if "." in each else known)} == set()
+
+
+def names_of(member: ast.stmt) -> list[str]:
+    """What a statement in the body of a class defines."""
+    match member:
+        case ast.FunctionDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+            return [name]
+        case ast.Assign(targets=[ast.Name(id=name)]):
+            return [name]
+    return []
 
 
 def test_the_readme_has_at_most_150_lines_and_names_every_repair() -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from support.settings_starts import (
     CHECKOUT,
+    KEYS,
     LEFT_OUT,
     NOT_SHOWN,
     NUMBER,
     OTHER,
+    SEGMENT_KEYS,
     UNSET,
     documented,
     lacking,
@@ -20,7 +22,7 @@ from support.settings_starts import (
     starts,
 )
 
-from vllm_ascend_kvext.connector.common.options import OPTIONS
+from vllm_ascend_kvext.segments.options import OPTION
 from vllm_ascend_kvext.settings import (
     DISABLE_VARIABLE,
     RETENTION_INTERVAL_VARIABLE,
@@ -37,7 +39,7 @@ def found(name: str) -> set[str]:
 
 
 def test_every_value_that_the_page_of_settings_names_is_in_a_start_and_so_is_unset() -> None:
-    assert list(DOCUMENTED) == [*VARIABLE_NAMES, *(option.key for option in OPTIONS)]
+    assert list(DOCUMENTED) == [*VARIABLE_NAMES, *KEYS, OPTION, *SEGMENT_KEYS]
     assert lacking(DOCUMENTED, found) == []
 
 
@@ -45,7 +47,7 @@ def test_the_page_is_read_word_by_word() -> None:
     assert DOCUMENTED[RETENTION_INTERVAL_VARIABLE] == {UNSET, "0", NUMBER}
     assert {"connector", "lmcache", "failed-loads"} < DOCUMENTED[DISABLE_VARIABLE]
     assert DOCUMENTED["store_policy"] == {UNSET, "second_touch", "all", "never"}
-    assert DOCUMENTED["learn_segments"] == {UNSET, "true", "false"}
+    assert DOCUMENTED["learn"] == {UNSET, "true", "false"}
     assert DOCUMENTED["chunk_tokens"] == {UNSET, OTHER}
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -67,17 +67,23 @@ def _engine(model: str, arguments: Sequence[str]) -> LLM:
     transfer = engine_args.kv_transfer_config or KVTransferConfig(
         kv_connector="KvextConnector", kv_role="kv_both"
     )
-    given = transfer.kv_connector_extra_config
-    segments = {**(given.get("segments") or {}), **_SEGMENT_OPTIONS}
-    transfer.kv_connector_extra_config = {
-        "host_memory_gib": 1,
-        **given,
-        "store_policy": "never",
-        "segments": segments,
-    }
+    transfer.kv_connector_extra_config = _options(transfer.kv_connector_extra_config)
     engine_args.kv_transfer_config = transfer
     engine_args.max_logprobs = _NUM_LOGPROBS
     return LLM.from_engine_args(engine_args)
+
+
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The connector's options to check a model with, from those that it is served with.
+
+    What is no object under ``segments`` is left there: the engine refuses it, and says why.
+    """
+    segments = given.get("segments")
+    if segments is None:
+        segments = {}
+    if isinstance(segments, Mapping):
+        segments = {**segments, **_SEGMENT_OPTIONS}
+    return {"host_memory_gib": 1, **given, "store_policy": "never", "segments": segments}
 
 
 class _Engine:
