@@ -17,7 +17,7 @@ A probe is given up where there is no room for it, or where nothing is learnt, f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -95,10 +95,12 @@ class HoleQueue:
 
     Attributes:
         blocks: For probes, and for what holes read and write of windows.
+        on_parked: Called when a request begins to wait: steps have to compute its holes.
         lacks_room: Whether a hole or a probe that could be computed had no room in the latest step.
     """
 
     blocks: HoleBlocks
+    on_parked: Callable[[], object] = lambda: None
     lacks_room: bool = False
     _parked: dict[str, _Parked] = field(default_factory=dict)
     _filled: list[str] = field(default_factory=list)
@@ -123,7 +125,7 @@ class HoleQueue:
             after_tokens = _NOWHERE  # The window before it is loaded.
         if tables is None:
             return []
-        self._parked[request_id] = _Parked(list(holes), after_tokens)
+        self._park(request_id, _Parked(list(holes), after_tokens))
         return tables
 
     def begin_dense(
@@ -154,7 +156,7 @@ class HoleQueue:
         if probe is not None:
             parked.holes = list(probe.missing)
             parked.probe = _Probe(probe.run, tuple(holes), tuple(map(len, own_ids)))
-        self._parked[request_id] = parked
+        self._park(request_id, parked)
         return tables
 
     def add(self, request_id: str, holes: Sequence[TokenRange]) -> None:
@@ -163,8 +165,15 @@ class HoleQueue:
         Only where a model has no windows, whose blocks were given when the load began.
         """
         assert not self.blocks.has_windows
-        parked = self._parked.setdefault(request_id, _Parked([], _NOWHERE))
+        parked = self._parked.get(request_id)
+        if parked is None:
+            parked = _Parked([], _NOWHERE)
+            self._park(request_id, parked)
         parked.holes = list(union([*parked.holes, *holes]))
+
+    def _park(self, request_id: str, parked: _Parked) -> None:
+        self._parked[request_id] = parked
+        self.on_parked()
 
     def note_load_ended(self, request_id: str) -> bool:
         """A load has ended, well if it was not dropped before; whether its request has holes."""

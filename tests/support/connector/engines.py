@@ -15,6 +15,7 @@ from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
 from support.scheduler.options import EngineOptions
 from support.scheduler.workload import RequestPlan
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 @contextmanager
@@ -35,6 +36,13 @@ def engine_of(
         yield engine
     finally:
         engine.shutdown()
+
+
+@contextmanager
+def zeroing() -> Iterator[None]:
+    """Engines that are made meanwhile zero new pages, as where caches differ in precision."""
+    with mock.patch.object(KVCacheConfig, "needs_kv_cache_zeroing", True):
+        yield
 
 
 def make_holes(engine: SimulatedEngine, *holes: tuple[int, int]) -> None:

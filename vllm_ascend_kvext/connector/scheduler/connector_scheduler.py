@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.blending.question_selection import Scores
 from vllm_ascend_kvext.connector.common.block_references import BlockReferences
@@ -29,7 +29,7 @@ from vllm_ascend_kvext.connector.common.messages import (
     WorkerOutput,
 )
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
-from vllm_ascend_kvext.connector.common.scheduler_view import Request, SchedulerView
+from vllm_ascend_kvext.connector.common.scheduler_view import NewHoles, Request, SchedulerView
 from vllm_ascend_kvext.connector.common.store_jobs import StoreJobs
 from vllm_ascend_kvext.connector.scheduler.loads import MAX_FAILED_LOADS, Loads
 from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadStates
@@ -55,18 +55,6 @@ _STATS_EVERY_S = 1.0
 
 MAX_STEPS_IN_FLIGHT = 64
 """Beyond it, some have ended without a word: their time is not measured."""
-
-
-class NewHoles(NamedTuple):
-    """Holes of a request of which the scheduler does not know yet.
-
-    ``is_planned`` where the load leaves them out; not where it has failed to bring them, or has
-    brought them in vain.
-    """
-
-    request_id: str
-    num_tokens: int
-    is_planned: bool
 
 
 class ConnectorScheduler:
@@ -124,7 +112,8 @@ class ConnectorScheduler:
             spare_bytes=options.spare_bytes,
         )
         self.holes = HoleQueue(
-            HoleBlocks(self.references, layout.window_pages, layout.tokens_per_page)
+            HoleBlocks(self.references, layout.window_pages, layout.tokens_per_page),
+            view.on_extra_work,
         )
         self.row_ids: set[str] = set()
         self.counters = ConnectorCounters(
@@ -308,6 +297,9 @@ class ConnectorScheduler:
         self._leave_blocks_for_next_step(num_scheduled_tokens)
         self._room.end_step()
         self._loads.end_step()
+        # Upstream has counted the hits of all requests that it has admitted in this step.
+        for new in self.take_new_holes():
+            self._view.on_new_holes(new)
         swaps, self._swaps = tuple(self._swaps), []
         loads, self._step_loads = tuple(self._step_loads), []
         # A step that computes nothing may be the last for a while.

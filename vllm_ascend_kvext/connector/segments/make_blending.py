@@ -105,7 +105,9 @@ def _make_learning(
             *("learn_segments" if learns_new else "segment_context", view.num_data_parallel),
         )
         return None
-    return SegmentLearning(store, view.max_model_len, parts.counters.blending, learns_new)
+    return SegmentLearning(
+        store, view.max_model_len, parts.counters.blending, learns_new, view.on_extra_work
+    )
 
 
 def _make_questions(

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/core/sched/scheduler.py``: requests of our own, which compute segments to be stored.
 
-A scheduler takes them for requests of a client. They begin only while nobody waits to be admitted,
-and are taken back as soon as somebody does whom they might keep waiting. What they answer goes to
-nobody.
+A scheduler takes them for requests of a client. They begin only while no request of a client waits
+to be admitted, and are taken back as soon as one does that they might keep waiting. No client gets
+what they answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -16,6 +16,7 @@ from vllm_ascend_kvext.blending.segments import STORE_KEY
 from vllm_ascend_kvext.patches.connector.hole_rows import budget_of_holes
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.request import Request
@@ -28,7 +29,7 @@ _LAST_PRIORITY = 1 << 62
 
 
 class LearnedRequests:
-    """Those of one scheduler."""
+    """The requests by which one scheduler learns segments: a `StepPart`."""
 
     def __init__(
         self, scheduler: Scheduler, side: ConnectorScheduler, learning: SegmentLearning
@@ -39,8 +40,25 @@ class LearnedRequests:
         self._ids: set[str] = set()  # of those whose answer has not come
         self._new: list[Request] = []  # in the step that is being scheduled
 
-    def begin_step(self) -> None:
-        """A step is about to be scheduled: queue what is to be computed, if nobody waits."""
+    @property
+    def has_work(self) -> bool:
+        """Whether segments wait to be computed, or are being computed."""
+        return self._learning.has_queue or bool(self._learning.request_ids)
+
+    def schedule(
+        self, wrapped: Callable[..., SchedulerOutput], *args: Any, **kwargs: Any
+    ) -> SchedulerOutput:
+        """Schedule a step in which segments are computed by what other requests leave."""
+        self._begin_step()
+        output = wrapped(*args, **kwargs)
+        self._end_step(output.num_scheduled_tokens)
+        return output
+
+    def _begin_step(self) -> None:
+        """Queue what is to be computed in the step that is about to be scheduled.
+
+        Nothing is queued while another request waits.
+        """
         scheduler, learning = self._scheduler, self._learning
         if learning.request_ids:
             # Behind all others: the first ones get tokens, the last one is preempted for blocks.
@@ -64,7 +82,7 @@ class LearnedRequests:
             scheduler.add_request(request)
             self._side.segments.has_to_wait(request)
 
-    def end_step(self, num_scheduled_tokens: Mapping[str, int]) -> None:
+    def _end_step(self, num_scheduled_tokens: Mapping[str, int]) -> None:
         """A step has been scheduled: take back what others have to wait for."""
         from vllm.v1.request import RequestStatus
 
