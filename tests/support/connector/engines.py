@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
 from support.connector.lost_rows import holds_rows_of
 from support.connector.offload_workloads import offloading
 from support.connector.paged_layouts import PagedLayout
@@ -15,7 +17,6 @@ from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
 from support.scheduler.options import EngineOptions
 from support.scheduler.workload import RequestPlan
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 @contextmanager
