@@ -112,24 +112,25 @@ class ConnectedScheduler:
         self.steps = steps
         self.side = side
         self._is_resetting = False
-        for method in (
+        methods: list[Callable[..., Any]] = [
             self.reset_prefix_cache,
             self._update_request_as_session,
             self._update_waiting_for_remote_kv,
             *self._methods_of_line(),
-        ):
-            _replaced.replace(scheduler, method)
+        ]
         if scheduler.need_mamba_block_aligned_split:
-            _replaced.replace(scheduler, self._mamba_block_aligned_split)
+            methods.append(self._mamba_block_aligned_split)
         # Where new pages are not zeroed before workers can store what was in them.
         if not (scheduler.use_v2_model_runner and scheduler.needs_kv_cache_zeroing):
-            _replaced.replace(scheduler, self._preempt_request)
+            methods.append(self._preempt_request)
         else:
             logger.info(
                 "KvextConnector: preempted requests are computed again: vLLM's V2 model runner "
                 "zeroes their pages before they could be stored; VLLM_USE_V2_MODEL_RUNNER=0 runs "
                 "the first one."
             )
+        for method in methods:
+            _replaced.replace(scheduler, method)
         _replaced.replace(scheduler.kv_cache_manager, self.get_num_common_prefix_blocks)
         if side.computes_holes:
             steps.add(HoleSteps(scheduler, side))
@@ -359,6 +360,7 @@ _RELIES_ON = (
     f"{_SCHEDULER}.reset_prefix_cache",
     f"{_SCHEDULER}._preempt_request",
     f"{_SCHEDULER}.schedule",
+    f"{_SCHEDULER}._build_kv_connector_meta",
     f"{_SCHEDULER}._update_after_schedule",
     f"{_SCHEDULER}._connector_finished",
     f"{_SCHEDULER}._free_blocks",

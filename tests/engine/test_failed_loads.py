@@ -125,7 +125,6 @@ REPLACED = [
     "_handle_invalid_blocks",
     "build_connector_meta",
     "get_num_new_matched_tokens",
-    "schedule",
     "update_from_output",
 ]
 HYBRIDS = (GEMMA, DEEPSEEK_V4)
