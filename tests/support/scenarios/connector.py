@@ -154,6 +154,8 @@ class Engine(scenarios_engine.Engine):
 
         def note_step(_: Any, output: Any, *__: Any) -> None:
             counted["computed tokens"] += output.total_num_scheduled_tokens  # With rows of holes.
+            counted["steps"] += 1
+            counted["steps before another schedule"] += "schedule" in vars(scheduler)
 
         watch(scheduler, "make_stats", note_stats)
         watch(scheduler, "make_spec_decoding_stats", note_drafts)
