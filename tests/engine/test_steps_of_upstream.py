@@ -183,7 +183,9 @@ def test_the_function_is_vllms_in_the_step_after_the_workers_know_the_end_of_the
         planned, row_ids, told = watch_planning(engine), [], []
         while engine.scheduler.requests:
             step = engine.step()
-            row_ids.append([each.request_id for each in step.scheduled if "hole" in each.request_id])
+            row_ids.append(
+                [each.request_id for each in step.scheduled if "hole" in each.request_id]
+            )
             told.append([request_id for request_id in step.finished if "hole" in request_id])
         with_rows = [number for number, found in enumerate(row_ids) if found]
         last = with_rows[-1]

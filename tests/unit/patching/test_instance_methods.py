@@ -68,9 +68,7 @@ def test_calls_go_through_what_has_not_been_taken_back(
     for step in [*steps, *last_order]:
         if isinstance(step, int):
             patches[step].take_back()
-            give_back = [
-                each for each, of in zip(give_back, model, strict=True) if of[0] != step
-            ]
+            give_back = [each for each, of in zip(give_back, model, strict=True) if of[0] != step]
             model = [each for each in model if each[0] != step]
         elif isinstance(step, float):
             if model:
