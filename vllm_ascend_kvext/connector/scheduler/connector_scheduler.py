@@ -42,7 +42,7 @@ from vllm_ascend_kvext.connector.scheduler.stores import Stores
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.connector.scheduler.worker_jobs import WorkerJobs
 from vllm_ascend_kvext.holes.hole_blocks import HoleBlocks
-from vllm_ascend_kvext.holes.hole_queue import HoleQueue, HoleRow, NewHoles
+from vllm_ascend_kvext.holes.hole_queue import HoleQueue, HoleRow
 from vllm_ascend_kvext.layout.model import StatePolicy
 from vllm_ascend_kvext.store.tier import HostTier
 
@@ -118,7 +118,8 @@ class ConnectorScheduler:
             spare_bytes=options.spare_bytes,
         )
         self.holes = HoleQueue(
-            HoleBlocks(self.references, layout.window_pages, layout.tokens_per_page)
+            HoleBlocks(self.references, layout.window_pages, layout.tokens_per_page),
+            view.on_extra_work,
         )
         self.row_ids: set[str] = set()
         self.counters = ConnectorCounters(
@@ -282,10 +283,6 @@ class ConnectorScheduler:
         self.counters.hole_tokens += sum(row.run.num_tokens for row in rows if row.is_kept)
         return rows
 
-    def take_new_holes(self) -> list[NewHoles]:
-        """Holes of loads that have begun, or left something out, since the last call."""
-        return self.holes.take_new_holes()
-
     def build_connector_meta(
         self, num_scheduled_tokens: Mapping[str, int], preempted_req_ids: Iterable[str]
     ) -> ConnectorMetadata:
@@ -309,6 +306,9 @@ class ConnectorScheduler:
         self._leave_blocks_for_next_step(num_scheduled_tokens)
         self._room.end_step()
         self._loads.end_step()
+        # Upstream has counted the hits of all requests that it has admitted in this step.
+        for new in self.holes.take_new_holes():
+            self._view.on_new_holes(new)
         swaps = tuple(self._swaps)
         loads = tuple(self._step_loads)
         self._swaps.clear()
