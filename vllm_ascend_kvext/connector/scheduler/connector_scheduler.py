@@ -222,8 +222,10 @@ class ConnectorScheduler:
     ) -> None:
         """A request has got blocks, those for the tokens that are to be loaded among them."""
         state = self._states[request.request_id]
+        before = state.report
         job = self._loads.begin(request, state, num_external_tokens, block_ids)
-        self._report(request, state)
+        if state.report is not before:
+            self._complete_report(request, state)
         if job is None:
             return
         assert state.under_way is not None
@@ -236,8 +238,8 @@ class ConnectorScheduler:
         if tails is not None:
             self._stores.note_hit(tails)
 
-    def _report(self, request: Request, state: RequestOffloadState) -> None:
-        """Have the log say what becomes of a request that has been admitted."""
+    def _complete_report(self, request: Request, state: RequestOffloadState) -> None:
+        """Add what a shared tier has given for a request, and have the log say what it has."""
         assert state.report is not None
         if self.shared is not None:
             tier_tokens = self.shared.got_tokens(state)

@@ -302,7 +302,9 @@ class Loads:
         if admission.hole_refusal is not None:
             self._counters.hole_refusals[admission.hole_refusal] += 1
         pinned = admission.pinned
-        state.report = _report(request, state, admission, num_tokens)
+        if num_tokens or not request.num_computed_tokens:
+            # If not, upstream admits it once more, with what it has loaded.
+            state.report = _report(request, state, admission, num_tokens)
         if num_tokens == 0:
             self._cancel(admission)
             self.room.withdraw(request_id)
