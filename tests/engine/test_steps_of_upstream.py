@@ -21,13 +21,16 @@ from support.connector.offload_run import check_nothing_is_left, run_offloading,
 from support.connector.offload_workloads import EngineKind, random_offload, tokens
 from support.connector.paged_layouts import FULL, GEMMA, GPT_OSS, STATE_LAYOUTS, PagedLayout
 from support.connector.simulated_engine import SimulatedEngine
+from support.upstream_version import IS_SINCE_0_30
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
 from vllm_ascend_kvext.connector.scheduler import loads
+from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
 from vllm_ascend_kvext.patches.connector import scheduler as patched_scheduler
 from vllm_ascend_kvext.patches.connector.hole_rows import correct_hits
+from vllm_ascend_kvext.patches.connector.scheduler import side_of
 from vllm_ascend_kvext.patches.connector.step_parts import StepParts
 from vllm_ascend_kvext.patches.segments import learned_requests
 from vllm_ascend_kvext.patching.instance_methods import _Layer
@@ -218,10 +221,11 @@ def test_another_function_is_there_while_segments_are_learned(is_async: bool) ->
 # Nothing comes out differently than with another function around every step.
 
 
+_take_new_holes = ConnectorScheduler.take_new_holes
+
+
 class StandingParts(StepParts):
     """Around every step, and hits are corrected behind it."""
-
-    late: list[Callable[[], None]] = []
 
     def add(self, part: Any) -> None:
         super().add(part)
@@ -231,9 +235,8 @@ class StandingParts(StepParts):
         for part in reversed(self._parts):
             wrapped = partial(part.schedule, wrapped)
         output = wrapped(*args, **kwargs)
-        for correct in self.late:
-            correct()
-        self.late.clear()
+        for new in _take_new_holes(side_of(self._scheduler)):
+            correct_hits(self._scheduler, not IS_SINCE_0_30, new)
         return output
 
 
@@ -241,12 +244,9 @@ class StandingParts(StepParts):
 def standing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From the call on, engines are made with `StandingParts`."""
 
-    def correct_later(*args: Any) -> None:
-        StandingParts.late.append(partial(correct_hits, *args))
-
     def stand() -> None:
         monkeypatch.setattr(patched_scheduler, "StepParts", StandingParts)
-        monkeypatch.setattr(patched_scheduler, "correct_hits", correct_later)
+        monkeypatch.setattr(ConnectorScheduler, "take_new_holes", lambda side: [])
 
     return stand
 
