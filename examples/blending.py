@@ -12,8 +12,8 @@ once), in a checkout of this project:
     make demo-blending
 
 Each line of the picture is a prompt, from the left to the right, as it was observed:
-`BlendObserver` wraps ``update_from_output`` of the engine's scheduler and reads what steps compute
-and load.
+`BlendObserver` wraps ``update_from_output`` of the engine's scheduler and reads what steps have
+computed and loaded.
 """
 
 from __future__ import annotations
