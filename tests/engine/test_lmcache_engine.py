@@ -28,7 +28,7 @@ LMCACHE_MODE = {"lmcache.mp.mp_transfer_mode": "lmcache_driven"}
 HEARTBEAT = {"lmcache.mp.heartbeat_interval": 1.0}
 """In seconds: so soon the connector notices that its server is gone."""
 NO_HYBRID = {"disable_hybrid_kv_cache_manager": True}
-WIDE_BLOCKS = {"block_size": 32}
+WIDE_BLOCKS = {"block_size": 2 * processes.CPU.block_tokens}
 
 
 def connected(port: int) -> dict[str, Any]:
