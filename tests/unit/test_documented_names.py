@@ -20,7 +20,7 @@ UPSTREAM = frozenset(
     bitsandbytes clear_cache deferred_waiting dyntra_lb_config edited-prompts engine.json
     engine_driven get_external_cache_hit_sources get_loaded_kv_cache_group_ids gguf
     group_limited_greedy ipc_cache kv_consumer kv_holding_waiting kv_load_failure_policy
-    kv_producer kvext1 kvext2 kvext3 lmcache.mp.mp_transfer_mode lmcache_ascend lmcache_driven
+    kv_producer kvext1 kvext2 kvext3 lmcache.mp.heartbeat_interval lmcache.mp.mq_timeout lmcache_ascend lmcache_driven
     max_num_active_reqs modelexpress mooncake_client multi_modal_uuids netloader
     num_common_prefix_blocks numactl ops/linear.py pause_generation pre_tokens prefix_match_unit
     prefix_replay_tokens rdma recompute rfork skipped_waiting taskset tensorizer
