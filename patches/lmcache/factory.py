@@ -129,9 +129,8 @@ PATCHES = (
         wrapper=get_connector_class,
         why="LMCache keys objects by the model's name, and engines with other KV cache groups read "
         "each other's; it takes the rows of vLLM-Ascend's compressed blocks for tokens; and below "
-        "MultiConnector it stores blocks under the tokens of others.",
-        retire_when="LMCache's keys have the layout, and its connector reads the blocks of a "
-        "request off what is scheduled",
+        "vLLM 0.23's MultiConnector it stores blocks under the tokens of others.",
+        retire_when="LMCache's keys have the layout, and vLLM 0.23 is not supported any more",
         relies_on=(
             # Both sides get a config, and the scheduler's has the first spec of a bundle.
             "vllm.v1.core.kv_cache_utils:generate_scheduler_kv_cache_config",

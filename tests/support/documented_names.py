@@ -172,7 +172,9 @@ def unknown_names(page: Page, upstream: frozenset[str], code: Code = CODE) -> li
     problems = [f"{each}: no such variable" for each in _unknown_variables(page.text, code)]
     problems += [f"{each}: no such metric" for each in _unknown_metrics(page.text, code)]
     named_ids = dict.fromkeys(re.findall(r"KVX-\d{3}", page.text))
-    problems += [f"{each}: no patch has this id" for each in named_ids if each not in code.patch_ids]
+    problems += [
+        f"{each}: no patch has this id" for each in named_ids if each not in code.patch_ids
+    ]
     for text in (*page.spans, *page.blocks):
         problems += _unknown_commands(text, code)
     for block in page.blocks:
@@ -261,7 +263,7 @@ def _is_path(span: str) -> bool:
 
 
 def _path_exists(span: str, page: Page) -> bool:
-    """Relative to the project, to a room of the package that pages take as known, or to the page."""
+    """Relative to the project, to the page, or to a folder that pages take as known."""
     folders = [CHECKOUT, PACKAGE, page.path.parent, CHECKOUT / "tests", CHECKOUT / "csrc"]
     folders += [PACKAGE / "connector", CHECKOUT / "tests" / "engine"]
     if any((folder / f"{span}{ending}").exists() for folder in folders for ending in ("", ".py")):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The blocks that a request begins with, for LMCache's connector below `MultiConnector`.
 
-`MultiConnector` tells a connector of a request's blocks only if that one loads the request
-(``update_state_after_alloc``). LMCache 0.5.6 counts on being told. It would take the blocks of the
-next step for those of the first tokens, and store them under these.
+vLLM 0.23's `MultiConnector` tells a connector of a request's blocks only if that one loads the
+request (``update_state_after_alloc``); vLLM 0.30's tells all connectors. LMCache 0.5.6 counts on
+being told. Otherwise it takes the blocks of the next step for those of the first tokens, and stores
+them under these.
 """
 
 from __future__ import annotations
