@@ -109,6 +109,7 @@ def test_all_stages_of_a_pipeline_agree() -> None:
         {"cache__cache_dtype": "fp8_e5m2"},
         {"model__revision": "1"},
         {"model__quantization": "ascend"},
+        {"model__dtype": "bfloat16"},
         {"speculative__model": "draft"},
         {"device__device_type": "cpu"},
         {"process": {"instruction_set": "AVX512"}},
