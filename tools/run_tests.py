@@ -132,7 +132,6 @@ COMPARED_SOURCES = (
 """The tests that compare the sources of vLLM-Ascend with what is counted on."""
 
 LMCACHE_FILES = (
-    ("contract", "test_fingerprints.py"),
     ("ascend", "test_lmcache_slices_on_ascend.py"),
     ("engine", "test_lmcache_engine.py"),
     ("engine", "test_serve_lines.py"),

@@ -15,6 +15,7 @@ _COMMANDS = {
     "check-model": "ask a model whether its segments may be reused by blending",
     "collect-env": "what to attach to a bug report",
     "fingerprint": "compare the source of upstream's functions with the stored source fingerprints",
+    "ledger": "which ids of patches are free",
 }
 _PROGRAM = "python -m vllm_ascend_kvext"
 

@@ -23,7 +23,7 @@ class CompiledModuleError(KvextError, RuntimeError):
 
 
 class LMCacheError(KvextError):
-    """LMCache's connector and its server cannot work together as they are.
+    """LMCache is not the one whose connector was read, or the layout of KV cannot be named.
 
     Args:
         remedy: What to do, as sentences without the last full stop.

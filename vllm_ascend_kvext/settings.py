@@ -25,7 +25,6 @@ RETENTION_VARIABLE = f"{OWN_PREFIX}RETENTION"
 FAST_PREFIX_CACHE_VARIABLE = f"{OWN_PREFIX}FAST_PREFIX_CACHE"
 BUNDLE_VARIABLE = f"{OWN_PREFIX}BUNDLE"
 ASCEND_KERNEL_VARIABLE = f"{OWN_PREFIX}ASCEND_KERNEL"
-LMCACHE_KEYS_VARIABLE = f"{OWN_PREFIX}LMCACHE_KEYS"
 RETENTION_INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 
 
@@ -96,13 +95,6 @@ class Settings:
     uses_ascend_kernel: Annotated[bool, ASCEND_KERNEL_VARIABLE] = False
     """Experimental: it has never run on an NPU. `1`: small scattered runs are moved by the AscendC
     kernel, where the package was built with it. `0`: by the DMA engines."""
-
-    lmcache_keys: Annotated[Switch, LMCACHE_KEYS_VARIABLE] = Switch.AUTO
-    """With LMCacheMPConnector. `1`: the names of stored objects say how the engine lays out its KV,
-    so that engines with other groups, dtypes, block sizes or parallel sizes never read each
-    other's. `auto`: the same for models with several KV cache groups; with one group names are
-    LMCache's. `0`: names are LMCache's always, which is safe only where all engines of a server are
-    alike."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -200,7 +192,6 @@ parse_retention: Callable[[Environ], Retention] = partial(_read, "retention")
 parse_retention_interval: Callable[[Environ], str | None] = partial(_read, "retention_interval")
 parse_is_bundled: Callable[[Environ], bool] = partial(_read, "is_bundled")
 parse_uses_ascend_kernel: Callable[[Environ], bool] = partial(_read, "uses_ascend_kernel")
-parse_lmcache_keys: Callable[[Environ], Switch] = partial(_read, "lmcache_keys")
 
 
 def _word(environ: Mapping[str, str], name: str, default: str, words: Collection[str]) -> str:

@@ -7,9 +7,8 @@ Compared with ``KVCacheManager.get_computed_blocks`` of stock vLLM, for a prompt
 as a whole, is ``get_num_new_matched_tokens`` of the connector's scheduler side: the first call for
 a prompt that host memory has as a whole, with a tenth of its chunks missing, and with every other
 chunk missing.
-Rows named *idle* are those of an engine on which nothing runs: there it is also estimated whether
-to compute the beginning while the rest is loaded. While a request waits, vLLM asks again in every
-step: *again* is what such a call costs.
+Rows named *idle* are those of an engine on which nothing runs. While a request waits, vLLM asks
+again in every step: *again* is what such a call costs.
 
 All are timed in turns in one process, with stock vLLM as it is without this package's patches.
 Times are medians of the thread's CPU time, a ratio is the median of those of each turn. Layout: one

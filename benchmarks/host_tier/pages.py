@@ -59,11 +59,11 @@ def pages_of(layout_name: str, num_blocks: int) -> KVLayout:
         layout = deepseek_v4("fp8_ds_mla", num_blocks=_FEW_BLOCKS).layout()
     else:
         groups = PLAIN_LAYOUTS[layout_name].groups
-        layout = _made_up(groups, MODELS[layout_name])
+        layout = made_up(groups, MODELS[layout_name])
     return replace(layout, num_pages=num_blocks)
 
 
-def _made_up(groups: tuple[Group, ...], sizes: ModelSizes) -> KVLayout:
+def made_up(groups: tuple[Group, ...], sizes: ModelSizes) -> KVLayout:
     return KVLayout(
         storages=(RegisteredStorage(1 << 20, 1 << 50),),
         groups=tuple(_group(index, group, sizes) for index, group in enumerate(groups)),

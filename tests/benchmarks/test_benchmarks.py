@@ -13,6 +13,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+import host_memory_index
 import key_rotation
 import page_transfer
 from blending import learned, steady
@@ -190,6 +191,17 @@ def test_files_are_compared(tmp_path: Path) -> None:
         assert each.move("get", [1]) > 0 and each.move("get", range(2)) > 0
         assert bytes(memory) == kept
         each.close()
+
+
+def test_the_index_of_host_memory_has_a_key_for_each_unit() -> None:
+    of_16, of_128, *_ = host_memory_index.models()
+    rows = [host_memory_index.measure(model, 2_000, 1 << 30) for model in (of_16, of_128)]
+    small, large = (row for row in rows if row is not None)
+    assert (small.unit_tokens, large.unit_tokens) == (16, 128)
+    assert 2 < small.index_bytes_per_gib / large.index_bytes_per_gib < 8
+    # More than the keys themselves: 32 bytes for each unit of a GiB of rows.
+    keys_per_gib = (1 << 30) / (host_memory_index.MODELS["full"].token_bytes * 36 * 16)
+    assert small.index_bytes_per_gib > 32 * keys_per_gib
 
 
 def test_host_bytes_are_printed(run: Run) -> None:

@@ -23,7 +23,6 @@ from vllm_ascend_kvext.settings import (
     BUNDLE_VARIABLE,
     DISABLE_VARIABLE,
     FAST_PREFIX_CACHE_VARIABLE,
-    LMCACHE_KEYS_VARIABLE,
     MODE_VARIABLE,
     RETENTION_INTERVAL_VARIABLE,
     RETENTION_VARIABLE,
@@ -55,7 +54,6 @@ LEFT_OUT = {
 NOT_SHOWN = {
     ASCEND_KERNEL_VARIABLE: "1: there is no AscendC to build the kernel with; copies are made by "
     "DMA. test_ascend_kernel.py and test_kernel_or_dma.py run the kernel's code",
-    LMCACHE_KEYS_VARIABLE: "the engine starts; what it does needs LMCache: test_lmcache_engine.py",
     "shared_tier": "file:///...; mooncake://... needs a master: "
     "test_shared_tier_mooncake_engine.py",
     "separator": "token ids; a text needs a tokenizer: test_segment_tokens.py",
@@ -142,7 +140,6 @@ def starts(folder: Path) -> dict[str, Start]:
                 FAST_PREFIX_CACHE_VARIABLE: "1",
                 BUNDLE_VARIABLE: "0",
                 ASCEND_KERNEL_VARIABLE: "1",
-                LMCACHE_KEYS_VARIABLE: "1",
                 "PYTHONHASHSEED": "0",  # A shared tier asks for one.
             },
             {
@@ -162,7 +159,6 @@ def starts(folder: Path) -> dict[str, Start]:
                 FAST_PREFIX_CACHE_VARIABLE: "0",
                 BUNDLE_VARIABLE: "1",
                 ASCEND_KERNEL_VARIABLE: "0",
-                LMCACHE_KEYS_VARIABLE: "0",
             },
             {
                 "words of defaults": {
@@ -177,7 +173,6 @@ def starts(folder: Path) -> dict[str, Start]:
             {
                 DISABLE_VARIABLE: ",".join(each.name for each in DEFAULTS),
                 FAST_PREFIX_CACHE_VARIABLE: "auto",
-                LMCACHE_KEYS_VARIABLE: "auto",
             },
             {"no connector": None},
         ),

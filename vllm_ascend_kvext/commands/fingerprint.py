@@ -4,7 +4,7 @@
 A source fingerprint is a hash of a function's syntax tree; a patch is installed only where the
 functions that it counts on have the stored ones. It has nothing to do with the layout fingerprint
 in the names of LMCache's objects, nor with the plan digest in the log.
-Reads files, without --sources what is installed; imports none of vLLM, vLLM-Ascend and LMCache.
+Reads files, without --sources what is installed; imports neither vLLM nor vLLM-Ascend.
 Of a release that is not stored, every function is listed that patches count on in the newest stored
 one: absent, different from all stored versions, or as in one of them. With --against, what differs
 is shown line by line, without docstrings; then the functions that this package only calls, and the
@@ -25,7 +25,7 @@ from pathlib import Path
 from vllm_ascend_kvext import compat
 from vllm_ascend_kvext.commands import render_rows
 from vllm_ascend_kvext.commands.upstream_changes import changed_imports, diff, lost_names
-from vllm_ascend_kvext.compat import LMCACHE, VLLM, VLLM_ASCEND
+from vllm_ascend_kvext.compat import VLLM, VLLM_ASCEND
 from vllm_ascend_kvext.errors import FingerprintError
 from vllm_ascend_kvext.patches import PATCHES
 from vllm_ascend_kvext.patching.declaration import Patch
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a site-packages folder or an unpacked wheel; needs --distribution and --version",
     )
-    parser.add_argument("--distribution", choices=(VLLM, VLLM_ASCEND, LMCACHE))
+    parser.add_argument("--distribution", choices=(VLLM, VLLM_ASCEND))
     parser.add_argument("--version", help="the version that DIR holds, for example 0.23.0")
     parser.add_argument(
         "--against",
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     trees = [SourceTree(*given)] if all(given) else installed_trees()
     if not trees:
-        print("None of vLLM, vLLM-Ascend and LMCache is installed.", file=sys.stderr)
+        print("Neither vLLM nor vLLM-Ascend is installed.", file=sys.stderr)
         return 1
     store = FingerprintStore.load(arguments.store)
     differences: list[str] = []
@@ -108,13 +108,12 @@ class SourceTree:
 
 
 def installed_trees() -> list[SourceTree]:
-    """What imports of ``vllm``, ``vllm_ascend`` and ``lmcache`` would find."""
+    """What imports of ``vllm`` and ``vllm_ascend`` would find."""
     upstream = compat.detect(os.environ)
     trees = []
     for package, distribution, version in (
         ("vllm", VLLM, upstream.vllm),
         ("vllm_ascend", VLLM_ASCEND, upstream.vllm_ascend),
-        ("lmcache", LMCACHE, compat.installed_version("lmcache", distributions=(LMCACHE,))),
     ):
         folder = compat.package_folder(package)
         if folder is not None and version is not None:
@@ -124,8 +123,6 @@ def installed_trees() -> list[SourceTree]:
 
 def functions_of_interest(distribution: str, version: str | None) -> list[str]:
     """The functions of a distribution that patches change or count on, in any version if None."""
-    if distribution == LMCACHE:
-        return sorted({name for patch in PATCHES for name in patch.lmcache})
     names: set[str] = set()
     for patch in patches_of(version):
         if distribution == VLLM_ASCEND:
@@ -182,7 +179,7 @@ def survey(tree: SourceTree, store: FingerprintStore, against: Path | None) -> l
     stored = store.distributions.get(tree.distribution, {})
     known_versions = store.versions(tree.distribution)
     newest = known_versions[0] if known_versions else None
-    patches = PATCHES if tree.distribution == LMCACHE else patches_of(newest)
+    patches = patches_of(newest)
     rows: list[tuple[int, str, str, str]] = []
     diffs: list[str] = []
     unchanged: dict[str, bool] = {}  # by patch
@@ -201,9 +198,7 @@ def survey(tree: SourceTree, store: FingerprintStore, against: Path | None) -> l
                 diffs += diff(against, tree.root, name) if against is not None else []
             else:
                 order, what = 2, "not stored"
-        counting = [
-            each.id for each in patches if name in each.fingerprinted + each.ascend + each.lmcache
-        ]
+        counting = [each.id for each in patches if name in each.fingerprinted + each.ascend]
         for patch_id in counting:
             unchanged[patch_id] = unchanged.get(patch_id, True) and newest in same
         rows.append((order, what, name, ", ".join(counting)))

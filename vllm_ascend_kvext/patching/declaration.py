@@ -72,8 +72,6 @@ class Patch:
         when_imported: Whether planning leaves the target's module alone: an import would cost time,
             or come before upstream's own. The source of what is fingerprinted is compared then, and
             the target is wrapped as soon as upstream imports its module.
-        lmcache: Functions of LMCache whose behaviour is counted on. They are compared by the patch
-            itself, when LMCache is used: planning does not look at what may never be.
     """
 
     id: str
@@ -89,7 +87,6 @@ class Patch:
     relies_on: tuple[str, ...] = ()
     ascend: tuple[str, ...] = ()
     when_imported: bool = False
-    lmcache: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         needed = ("install",) if self.kind is Kind.HOOK else ("wrapper",)
