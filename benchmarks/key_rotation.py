@@ -80,7 +80,8 @@ def frequencies(num_pairs: int) -> tuple[float, ...]:
 
 def keys_of(dtype: RowDtype) -> list[Keys]:
     name = dtype.name.lower()
-    halves, neighbours = PairStyle.HALVES, PairStyle.NEIGHBOURS
+    halves = PairStyle.HALVES
+    neighbours = PairStyle.NEIGHBOURS
     heads = [
         Keys(
             f"{name}, 8 heads of {size}, {words}",
@@ -136,11 +137,10 @@ class TorchRotation:
 
     def _views(self, job: Job, plane: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Pages and host rows, shape ``[pages, rows, heads, head_elements]``."""
-        signature, layout = self._keys.signature, job.memory.layout
-        first, num_bytes = (
-            layout.host_offsets[plane],
-            layout.planes[plane].page_bytes * len(job.pages),
-        )
+        signature = self._keys.signature
+        layout = job.memory.layout
+        first = layout.host_offsets[plane]
+        num_bytes = layout.planes[plane].page_bytes * len(job.pages)
         shape = -1, self._keys.rows_per_page, self._keys.num_heads, signature.head_elements
         in_pages, in_host = (
             side.view(DTYPES[signature.dtype]).view(shape)
@@ -155,7 +155,8 @@ class TorchRotation:
         if signature.pair_style == PairStyle.HALVES:
             a, b = part.chunk(2, -1)
         else:
-            a, b = part[..., ::2], part[..., 1::2]
+            a = part[..., ::2]
+            b = part[..., 1::2]
         turned = a * self._cosines - b * self._sines, b * self._cosines + a * self._sines
         if signature.pair_style == PairStyle.HALVES:
             together = torch.cat(turned, -1)

@@ -68,7 +68,10 @@ DECODE_STEPS = 768
 
 LAYOUTS = ("dsv4-ascend128",) if "ascend_sources" in sys.modules else ("gptoss", "gemma", "dsv4")
 
-STOCK, FAST, RETAINING, ADAPTIVE = "stock", "fast", "retaining", "adaptive"
+STOCK = "stock"
+FAST = "fast"
+RETAINING = "retaining"
+ADAPTIVE = "adaptive"
 ENVIRONMENTS: dict[str, dict[str, str]] = {
     FAST: {FAST_PREFIX_CACHE_VARIABLE: "1"},
     RETAINING: {INTERVAL_VARIABLE: "0"},
@@ -240,7 +243,8 @@ def decode_step(bench: Bench, prompts: Prompts, is_async: bool = False) -> float
     bench.prefill(request)
 
     def decode() -> None:
-        allocate, cache = bench.manager.allocate_slots, bench.manager.cache_blocks
+        allocate = bench.manager.allocate_slots
+        cache = bench.manager.cache_blocks
         for _ in range(DECODE_STEPS):
             allocate(request, 1, num_lookahead_tokens=0)
             request.num_computed_tokens += 1

@@ -134,7 +134,8 @@ class SpanObserver:
 
     def take(self) -> Spans:
         """What was seen since the last call."""
-        spans, self._spans = self._spans, Spans()
+        spans = self._spans
+        self._spans = Spans()
         return spans
 
 

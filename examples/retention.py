@@ -211,7 +211,8 @@ class Record:
         seen: set[tuple[int, ...]] = set()
         hits = []
         for request in self.requests:
-            tokens, limit = request["prompt"] + request["reply"], len(request["prompt"]) - 1
+            tokens = request["prompt"] + request["reply"]
+            limit = len(request["prompt"]) - 1
             ends = range(BLOCK_TOKENS, len(tokens), BLOCK_TOKENS)
             hits.append(
                 max((e for e in ends if e <= limit and tuple(tokens[:e]) in seen), default=0)
@@ -248,7 +249,8 @@ def print_table(records: dict[str, Record]) -> None:
     head = ("run", "prompt", "hit", "computed", "full", "each window", "evictions", "identical")
     rows = [("", "tokens", "", "", "blocks kept", "", "", "outputs"), head]
     for name, record in records.items():
-        prompt, hit = sum(record.prompt_tokens), sum(record.hit_tokens)
+        prompt = sum(record.prompt_tokens)
+        hit = sum(record.hit_tokens)
         full, *windows = record.kept_blocks
         outputs = "yes" if record.has_outputs_of(records[REFERENCE]) else "NO"
         row = (name, prompt, hit, prompt - hit, full, "/".join(map(str, windows)))

@@ -49,7 +49,8 @@ def compile_library(folder: Path) -> None:
     """
     names = " ".join(FUNCTIONS.values()).split()
     code = "".join(f'extern "C" void* {name}() {{ return nullptr; }}\n' for name in names)
-    versions, before = "", ""
+    versions = ""
+    before = ""
     for version, exported in FUNCTIONS.items():
         versions += f"{version} {{ global: {exported.replace(' ', '; ')}; }} {before};\n"
         before = version

@@ -314,7 +314,8 @@ def checks(upstreams: list[str]) -> Iterator[Suite]:
     Short suites first.
     """
     main_vllm, _, main_ascend = upstreams[0].partition(":")
-    environment, variables = f"vllm-{main_vllm}", ascend_sources(main_ascend)
+    environment = f"vllm-{main_vllm}"
+    variables = ascend_sources(main_ascend)
     yield Suite("contract", environment, ("contract",), variables)
     # Mooncake's servers take 40 s, and most of that they wait.
     servers = TESTS / "unit" / "shared_tier" / "test_mooncake.py"

@@ -70,7 +70,8 @@ class Activation:
     @property
     def misfits(self) -> tuple[FeaturePlan, ...]:
         """The plans that cannot be carried out and that the user has not dismissed."""
-        asked_for, dismissed = self.settings.requests, self.settings.disabled
+        asked_for = self.settings.requests
+        dismissed = self.settings.disabled
         return tuple(
             plan
             for plan in self.plans

@@ -153,10 +153,12 @@ def start(mode: str, model: str, texts: Texts, host_gib: float = 1) -> None:
 
 def serve(prompts: Sequence[Tokens], num_clients: int, answer_tokens: int = ANSWER_TOKENS) -> Round:
     """Serve a round with the engine of this process."""
-    engine, found = _engine, Round()
+    engine = _engine
+    found = Round()
     waiting = list(prompts)
     began_s: dict[str, float] = {}
-    hit_tokens, started_s = 0, time.perf_counter()
+    hit_tokens = 0
+    started_s = time.perf_counter()
     answering: set[str] = set()
     while waiting or answering:
         while waiting and len(answering) < num_clients:

@@ -100,7 +100,8 @@ def _prompts(
                 while order in seen:
                     order, question = ask(rng, documents, kind, num_missing)
                 seen.add(order)
-                found, segments = list(head), []
+                found = list(head)
+                segments = []
                 for number in order:
                     segments.append((len(found), len(found) + len(tokens[number])))
                     found += tokens[number]

@@ -152,7 +152,8 @@ def _document(
     rng: random.Random, role: Role, number: int, is_stored: bool, things: list[str]
 ) -> Document:
     """Takes its things out of the list."""
-    sentences, questions = [], []
+    sentences = []
+    questions = []
     for sentence, question, values in rng.choices(_FACTS, k=_FACTS_PER_DOCUMENT):
         words = {"thing": things.pop(), "value": rng.choice(values)}
         sentences.append(sentence.format(**words))
@@ -162,7 +163,8 @@ def _document(
     rng.shuffle(sentences)
     begins_with = ends_with = ""
     if role is Role.CHAINED:
-        begins_with, ends_with = _YEARS[number], things.pop()
+        begins_with = _YEARS[number]
+        ends_with = things.pop()
         sentences.insert(0, f"It was bought in the year {begins_with}.")
         sentences.append(f"The last thing on this list is the {ends_with}.")
     elif role is Role.OPEN:
@@ -222,7 +224,8 @@ def _question(
         if documents[after].role is role and documents[before].ends_with
     ]
     before, after = rng.choice(pairs)
-    thing, value = before.ends_with, after.begins_with
+    thing = before.ends_with
+    value = after.begins_with
     if kind is Kind.REFERENCE:
         begins = f"The {thing} was bought in the year"
         return Question(f"In which year was the {thing} bought?", begins, value)

@@ -184,7 +184,8 @@ def _cell(num_missing: int | None) -> str:
 
 def storing(workload: Workload, answers: Answers) -> str:
     """What it cost to store the documents."""
-    num_tokens, seconds = sum(map(len, workload.stored)), sum(answers.store_s)
+    num_tokens = sum(map(len, workload.stored))
+    seconds = sum(answers.store_s)
     return (
         f"stored before: {len(workload.stored)} documents, {num_tokens:,} tokens, in "
         f"{seconds:.1f} s ({num_tokens / seconds:.0f} tokens/s)"

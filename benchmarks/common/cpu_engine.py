@@ -126,8 +126,10 @@ class CpuEngine:
 
     def ask(self, tokens: Sequence[int], num_output_tokens: int = 1, **sampling: Any) -> Asked:
         """Serve one request until it has ended."""
-        first_token_s, first_tokens = 0.0, 0
-        before_tokens, began_s = self.computed_tokens, time.perf_counter()
+        first_token_s = 0.0
+        first_tokens = 0
+        before_tokens = self.computed_tokens
+        began_s = time.perf_counter()
         request_id = self.add(tokens, num_output_tokens, **sampling)
         while True:
             for output in self.step():

@@ -80,13 +80,15 @@ class Row:
     @property
     def ratio(self) -> float:
         """Tokens computed with holes, of those with LRU."""
-        holes, lru = self.results[Variant.HOLES], self.results[Variant.LRU]
+        holes = self.results[Variant.HOLES]
+        lru = self.results[Variant.LRU]
         return holes.computed_tokens / lru.computed_tokens
 
     @property
     def is_worse_with_holes(self) -> bool:
         """Whether more tokens are computed with holes than without."""
-        holes, prefix = self.results[Variant.HOLES], self.results[Variant.PREFIX]
+        holes = self.results[Variant.HOLES]
+        prefix = self.results[Variant.PREFIX]
         return holes.computed_tokens > prefix.computed_tokens
 
 
@@ -104,7 +106,8 @@ def line(row: Row) -> str:
     assert row.endless is not None
     tiers = [row.results[variant] for variant in Variant if variant is not Variant.ALONE]
     tokens = [row.endless, *(row.results[variant] for variant in Variant)]
-    lru, holes = row.results[Variant.LRU], row.results[Variant.HOLES]
+    lru = row.results[Variant.LRU]
+    holes = row.results[Variant.HOLES]
     return (
         f"{row.layout:8} {row.trace:10} {row.share:5.0%} | "
         + " ".join(f"{result.computed_tokens / 1e3:8,.0f}" for result in tokens)

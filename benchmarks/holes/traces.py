@@ -53,7 +53,9 @@ def write_compacted(script: Script, scale: float) -> None:
     system = script.text(4000, 4000)
     for _ in range(round(20 * scale)):
         task = script.text(2000, 6000, system)
-        context, previous, delay_steps = task, None, script.rng.randint(0, 300)
+        context = task
+        previous = None
+        delay_steps = script.rng.randint(0, 300)
         for _ in range(18):
             context = script.text(500, 3000, context)
             previous = script.ask(context, (64, 384), delay_steps, previous)

@@ -56,7 +56,8 @@ def main() -> int:
     from host_tier.cells import run_row
 
     arguments = parse_arguments()
-    rows, lines = [], [results.TABLE.head]
+    rows = []
+    lines = [results.TABLE.head]
     print(lines[0], flush=True)
     for layout in arguments.layout:
         scale = arguments.scale or SCALES.get(layout, SCALE)

@@ -97,7 +97,8 @@ def random_tokens(seed: int | str, num_tokens: int) -> list[int]:
 
 def cold_and_warm(seed: int) -> Prompt:
     """A prompt that nothing knows, and again when only the host tier does."""
-    engine, tap = _engine, _engine.tap
+    engine = _engine
+    tap = _engine.tap
     tokens = random_tokens(seed, PROMPT_TOKENS)
     engine.forget_local()
     tap.take()
@@ -142,14 +143,16 @@ def _visit(engine: Engine, decoders: Sequence[str], seed: int) -> Visit:
     steps: list[Step] = []
     answer: Any = None
     num_left = STEPS_BETWEEN_VISITS
-    last_s, last_cpu_s = time.perf_counter(), time.thread_time()
+    last_s = time.perf_counter()
+    last_cpu_s = time.thread_time()
     visitor = engine.add(random_tokens(seed, PROMPT_TOKENS))
     while num_left:
         outputs = {output.request_id: output for output in engine.step()}
         if any(outputs[name].finished for name in decoders if name in outputs):
             raise RuntimeError("the decoding requests have ended; make fewer visits in one round")
         if not outputs.keys().isdisjoint(decoders):
-            ended_s, ended_cpu_s = time.perf_counter(), time.thread_time()
+            ended_s = time.perf_counter()
+            ended_cpu_s = time.thread_time()
             steps.append(
                 Step(
                     seconds=ended_s - last_s,
@@ -158,7 +161,8 @@ def _visit(engine: Engine, decoders: Sequence[str], seed: int) -> Visit:
                     has_transfer=engine.tap.was_busy(last_s, ended_s),
                 )
             )
-            last_s, last_cpu_s = ended_s, ended_cpu_s
+            last_s = ended_s
+            last_cpu_s = ended_cpu_s
             num_left -= answer is not None
         answer = outputs.get(visitor, answer)
     moved = engine.tap.take()

@@ -23,7 +23,8 @@ class StreamingCopy:
 
     def run_s(self, num_threads: int, cpus: Sequence[int] = ()) -> float:
         """Copy once; returns the seconds."""
-        copy, num_bytes = native().copy, self._source.numel()
+        copy = native().copy
+        num_bytes = self._source.numel()
         addresses = self._destination.data_ptr(), self._source.data_ptr()
         started_s = time.perf_counter()
         copy(*addresses, num_bytes, num_threads, 1, cpus)

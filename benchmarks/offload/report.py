@@ -86,7 +86,8 @@ def _prompt_table(measured: Measured) -> Iterator[str]:
             continue
         good = [prompt for prompt in prompts if prompt.why_not is None]
         if good:
-            cold_s, warm_s = _all(good, "cold_s"), _all(good, "warm_s")
+            cold_s = _all(good, "cold_s")
+            warm_s = _all(good, "warm_s")
             numbers = (median(cold_s), median(warm_s), median_ratio(warm_s, cold_s))
             yield PROMPTS.line(
                 name,
@@ -150,7 +151,8 @@ def targets(measured: Measured) -> Iterator[str]:
     for name, by_kind in measured.visits.items():
         for kind, what in (("loaded", "loads"), ("new", "stores")):
             visits = by_kind.get(kind, ())
-            busy, quiet = decode_steps(visits, True), decode_steps(visits, False)
+            busy = decode_steps(visits, True)
+            quiet = decode_steps(visits, False)
             if not busy or not quiet:
                 continue
             text = f"{len(busy)} decode steps while {what} run, {name}: {_ratios(busy, quiet)}"

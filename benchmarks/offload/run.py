@@ -70,7 +70,9 @@ def parse_arguments() -> argparse.Namespace:
     options.add_argument("--host-gib", type=float, default=3, help="host memory of each contender")
     found = options.parse_args()
     if found.quick:
-        found.prompts, found.rounds, found.visits = 5, 1, 10
+        found.prompts = 5
+        found.rounds = 1
+        found.visits = 10
     return found
 
 
@@ -241,7 +243,8 @@ def main() -> None:
         f"{os.cpu_count()} CPUs, load average {os.getloadavg()[0]:.1f}; KV of "
         f"{OFFLOADED_TOKENS:,} tokens in bf16, {arguments.host_gib} GiB of host memory each"
     )
-    finished, printed = [], []
+    finished = []
+    printed = []
     for key in arguments.model or MODELS:
         finished.append(measure(MODELS[key], chosen, arguments))
         printed += lines(finished[-1])

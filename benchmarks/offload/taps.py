@@ -88,7 +88,8 @@ class Tap:
     def take(self) -> dict[Direction, Moved]:
         """What has ended since the last call."""
         with self._lock:
-            taken, self._ended = self._ended, _by_direction()
+            taken = self._ended
+            self._ended = _by_direction()
         return {
             direction: Moved(
                 seconds=union_s(ended.intervals),
@@ -160,7 +161,8 @@ class KvextTap(Tap):
         from vllm_ascend_kvext.connector.worker.job_runner import JobRunner
         from vllm_ascend_kvext.connector.worker.transfer_thread import TransferThread
 
-        submit, run = TransferThread.submit, JobRunner.run
+        submit = TransferThread.submit
+        run = JobRunner.run
         submitted: dict[int, Callable[..., None]] = {}
 
         def timed_submit(thread: Any, jobs: Iterable[Any], recorded: object) -> None:
@@ -180,7 +182,8 @@ class KvextTap(Tap):
             end(direction, True, num_bytes=moved.num_bytes, copy_seconds=moved.seconds)
             return moved
 
-        TransferThread.submit, JobRunner.run = timed_submit, timed_run
+        TransferThread.submit = timed_submit
+        JobRunner.run = timed_run
 
 
 TAPS: dict[TapName, type[Tap]] = {"none": Tap, "lmcache": LMCacheTap, "kvext": KvextTap}

@@ -28,7 +28,8 @@ def draw(all_rows: Sequence[Row], path: Path) -> None:
     ceilings = {
         (row.layout, row.trace): row.points("dense") for row in all_rows if row.pool == INFINITE
     }
-    layouts, variants = list(dict.fromkeys(row.layout for row in all_rows)), columns(shown)
+    layouts = list(dict.fromkeys(row.layout for row in all_rows))
+    variants = columns(shown)
     max_rows = max(sum(row.layout == layout for row in shown) for layout in layouts)
     figure, panels = pyplot.subplots(
         1,

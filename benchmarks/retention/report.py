@@ -30,12 +30,14 @@ def pool_name(pool: str) -> str:
 
 def line(finished: Finished) -> str:
     """One cell on one line."""
-    cell, result = finished.cell, finished.result
+    cell = finished.cell
+    result = finished.result
     trace = f"{cell.trace}/{cell.seed}" if cell.seed else cell.trace
     head = f"{cell.layout:15}{trace:11}{pool_name(cell.pool):>5} {cell.variant:15}"
     if (reason := why_not(result)) is not None:
         return f"{head}{reason}"
-    losses, prompt_tokens = result["losses"], result["prompt_tokens"]
+    losses = result["losses"]
+    prompt_tokens = result["prompt_tokens"]
     lost = " ".join(f"{cause} {100 * n / prompt_tokens:.1f}" for cause, n in losses.items() if n)
     blocks = "/".join(f"{n / 1000:.1f}" for n in result["cached_blocks"])
     return (
@@ -93,7 +95,8 @@ class Row:
 
     def lead(self, variant: str) -> float | None:
         """Points by which a variant is ahead of the best of the others."""
-        points, best = self.points(variant), self.best_other()
+        points = self.points(variant)
+        best = self.best_other()
         return None if points is None or best is None else points - best[0]
 
     def lead_error(self, variant: str) -> float:
@@ -157,7 +160,8 @@ def summary(all_rows: Sequence[Row], variant: str) -> str:
 
 
 def _lead(row: Row, variant: str) -> str:
-    lead, error = row.lead(variant), row.lead_error(variant)
+    lead = row.lead(variant)
+    error = row.lead_error(variant)
     return f"{lead:+.1f}" + (f" ± {error:.1f}" if error else "")
 
 

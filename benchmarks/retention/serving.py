@@ -140,7 +140,8 @@ class Serving:
         """
         while self.has_work:
             self.advance()
-        outcome, table = self.outcome, self._engine.table
+        outcome = self.outcome
+        table = self._engine.table
         if table is not None:
             outcome.cached_blocks = [
                 round(self._cached_blocks[group] / max(1, self._num_samples), 1)
@@ -249,7 +250,8 @@ class Serving:
         if num_tokens == 0:
             return 0
         # Before the allocation, which caches what is about to be computed.
-        is_first, table = not request.num_preemptions, self._engine.table
+        is_first = not request.num_preemptions
+        table = self._engine.table
         losses = (
             self._losses(job, hit_tokens, table) if is_first and table is not None else Losses()
         )

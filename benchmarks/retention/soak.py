@@ -72,7 +72,8 @@ CASES = {
 
 def write_trace(name: str, case: Case) -> Trace:
     script = Script(name, stretch=1.0)
-    rng, requests = script.rng, script.requests
+    rng = script.rng
+    requests = script.requests
     systems = [script.text(case.system_tokens, case.system_tokens) for _ in range(case.num_systems)]
     for number in range(case.num_requests):
         after = number - NUM_CLIENTS if number >= NUM_CLIENTS else None

@@ -136,7 +136,8 @@ class Text:
         return b""
 
     def backwards(self) -> Iterator[Text]:
-        passage, used = self.passage, self.used_tokens
+        passage = self.passage
+        used = self.used_tokens
         while True:
             yield Text(passage, used)
             if passage.parent is None:

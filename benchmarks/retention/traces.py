@@ -87,7 +87,8 @@ def write_chat(script: Script, scale: float) -> None:
     """Conversations behind one system prompt; each prompt repeats the conversation so far."""
     system = script.text(4200, 4200)
     for _ in range(round(60 * scale)):
-        previous, so_far = None, system
+        previous = None
+        so_far = system
         delay_steps = script.rng.randint(0, 150)
         for _ in range(7):
             prompt = script.text(1024, 4096, so_far)
@@ -140,7 +141,9 @@ def write_edited(script: Script, scale: float) -> None:
     """A chat in which messages are edited, answers regenerated, and reasoning is stripped."""
     system = script.text(2100, 2100)
     for _ in range(round(64 * scale)):
-        previous, so_far, delay_steps = None, system, script.rng.randint(0, 150)
+        previous = None
+        so_far = system
+        delay_steps = script.rng.randint(0, 150)
         for _ in range(5):
             if previous is not None:
                 so_far = _edited_history(script, previous)
@@ -167,7 +170,8 @@ def write_lognormal(script: Script, scale: float) -> None:
 
     Whose text is reused falls off with the number of requests in between, with a heavy tail.
     """
-    rng, unit_tokens = script.rng, round(512 * script.stretch)
+    rng = script.rng
+    unit_tokens = round(512 * script.stretch)
     delay_steps = 0
     for number in range(round(240 * scale)):
         delay_steps += rng.randint(0, 6)
@@ -191,7 +195,8 @@ def write_retrieval(script: Script, scale: float) -> None:
     system = script.text(300, 300)
     rankings = []
     for _ in range(round(20 * scale)):
-        ends, so_far = [], system
+        ends = []
+        so_far = system
         for _ in range(12):
             so_far = script.text(200, 800, so_far)
             ends.append(so_far)

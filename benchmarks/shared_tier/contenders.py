@@ -56,7 +56,8 @@ class _InParts:
     name = ""
 
     def __init__(self, geometry: Geometry, memory: memoryview) -> None:
-        self.geometry, self.memory = geometry, memory
+        self.geometry = geometry
+        self.memory = memory
         self._offsets = (0, *accumulate(geometry.object_bytes))
 
     def parts(self, prompts: Sequence[int]) -> list[tuple[int, int]]:

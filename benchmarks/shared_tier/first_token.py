@@ -95,7 +95,8 @@ def store(model: str, folder: str, num_tokens: int, num_prompts: int) -> float:
 def compare(model: str, folder: str, num_tokens: int, num_prompts: int, name: str) -> Times:
     engine = Engine(model, folder, num_tokens)
     found = Times(name, engine.start_s, [], [], [], num_tokens, 0)
-    hits, before_bytes = set[int](), engine.got_bytes()
+    hits = set[int]()
+    before_bytes = engine.got_bytes()
     for number in range(num_prompts):
         for seconds, prompt in (
             (found.cold_s, f"{name} {number}"),
@@ -123,7 +124,8 @@ def main() -> None:
     options.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()))
     arguments = options.parse_args()
     number = arguments.prompts or (2 if arguments.quick else 7)
-    model, environ = str(smollm2.build()), ENVIRON | ONE_CPU
+    model = str(smollm2.build())
+    environ = ENVIRON | ONE_CPU
     rows: list[Times] = []
     lines: list[str] = []
     with tempfile.TemporaryDirectory(dir=arguments.disk) as folder:

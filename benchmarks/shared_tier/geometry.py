@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_KIB, _MIB = 1 << 10, 1 << 20
+_KIB = 1 << 10
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,8 @@ class Bytes:
 
 
 def main() -> None:
-    kind, folder = sys.argv[1], sys.argv[2]
+    kind = sys.argv[1]
+    folder = sys.argv[2]
     file_bytes, files_of_prompt, num_prompts = map(int, sys.argv[3:])
     if kind == "fs":
         adapter = FSL2Adapter(FSL2AdapterConfig(folder))
@@ -66,7 +67,8 @@ def main() -> None:
 
 def wait(adapter: Any, direction: str, ids: list[int], files_of_prompt: int) -> bool:
     """Until all tasks have ended, as a controller does; whether all came."""
-    left, is_whole = set(ids), True
+    left = set(ids)
+    is_whole = True
     event = adapter.get_store_event_fd() if direction == "put" else adapter.get_load_event_fd()
     while left:
         if select.select([event], [], [], 30)[0]:

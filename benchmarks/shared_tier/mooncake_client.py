@@ -113,7 +113,8 @@ def main() -> int:
 
     sizes = SIZES_BYTES[1:2] if arguments.quick else SIZES_BYTES
     rounds = arguments.rounds or (3 if arguments.quick else 7)
-    lines, rows = [TABLE.head], []
+    lines = [TABLE.head]
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         servers = Servers(Path(folder), POOL)
         try:

@@ -144,7 +144,8 @@ class ColdMemory:
 
     def next_pages(self, is_random: bool) -> Table:
         """Page ids of one chunk, in no relation to those before."""
-        count, last = self.layout.pages_per_chunk, self.layout.num_pages
+        count = self.layout.pages_per_chunk
+        last = self.layout.num_pages
         if is_random:
             return 1 + self._random.choice(last - 1, count, replace=False)
         first = int(self._random.integers(1, last - count))

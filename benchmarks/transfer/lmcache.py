@@ -84,7 +84,8 @@ class Blocks(_LMCache):
         return len(layout.planes_of_layer) == 2
 
     def prepare(self, job: Job) -> Copy:
-        memory, layout = job.memory, job.memory.layout
+        memory = job.memory
+        layout = job.memory.layout
         plane = layout.planes_of_layer[0]
         shape = (2, layout.num_pages, plane.rows_per_page, 8, plane.row_bytes // 16)
         paged = []
@@ -108,7 +109,8 @@ class Planes(_LMCache):
         return len(layout.planes_of_layer) > 2 and len(numbers) == 1
 
     def prepare(self, job: Job) -> Copy:
-        memory, layout = job.memory, job.memory.layout
+        memory = job.memory
+        layout = job.memory.layout
         width = len(layout.planes_of_layer)
         views = [
             tensor.view(torch.bfloat16).view(

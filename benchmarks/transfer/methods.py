@@ -35,10 +35,12 @@ class PlainCopy:
         self.is_streaming = is_streaming
 
     def prepare(self, job: Job) -> Copy:
-        source, destination = job.contiguous, job.host[: job.contiguous.numel()]
+        source = job.contiguous
+        destination = job.host[: job.contiguous.numel()]
         if job.direction == Direction.HOST_TO_PAGES:
             source, destination = destination, source
-        copy, num_bytes = native().copy, source.numel()
+        copy = native().copy
+        num_bytes = source.numel()
         addresses = destination.data_ptr(), source.data_ptr()
         return lambda: copy(*addresses, num_bytes, job.num_threads, int(self.is_streaming))
 

@@ -29,7 +29,8 @@ def have_windows_wait(
 ) -> None:
     """Have the windows of a scheduler wait for its drafts, if it has both."""
     wrapped(*args, **kwargs)
-    coordinator, requests = scheduler.kv_cache_manager.coordinator, scheduler.requests
+    coordinator = scheduler.kv_cache_manager.coordinator
+    requests = scheduler.requests
     if not scheduler.num_spec_tokens or not any(map(_has_window, coordinator.single_type_managers)):
         return
 

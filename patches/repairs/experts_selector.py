@@ -16,7 +16,8 @@ from typing import Any
 from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30, Kind, Patch
 
 _MODULE = "vllm_ascend.ops.fused_moe.experts_selector"
-_FUSED, _NATIVE = "_select_experts_with_fusion_ops", "_native_select_experts"
+_FUSED = "_select_experts_with_fusion_ops"
+_NATIVE = "_native_select_experts"
 _HANDED_ON = (
     *("hidden_states", "router_logits", "top_k", "use_grouped_topk", "renormalize"),
     *("topk_group", "num_expert_group", "scoring_func", "routed_scaling_factor"),

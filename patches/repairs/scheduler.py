@@ -257,7 +257,8 @@ class LoadRecovery:
             yield self._holder(request_id, self._block_tables(request_id), hit_tokens)
         since_planned: dict[str, Holder] = {}
         for step in self._steps:
-            output, cached = step.output, step.output.scheduled_cached_reqs
+            output = step.output
+            cached = step.output.scheduled_cached_reqs
             tables: list[tuple[str, BlockTables | None]] = [
                 *((new.req_id, new.block_ids) for new in output.scheduled_new_reqs),
                 *zip(cached.req_ids, cached.new_block_ids, strict=True),
@@ -313,10 +314,12 @@ class LoadRecovery:
         logger = init_logger("vllm.ascend_kvext.repairs")
         ids = ", ".join(sorted(request.request_id for request in requests))
         what = f"{len(failed)} block(s)" if failed else "what it had found"
-        log, outcome = logger.error, "fail (kv_load_failure_policy=fail)"
+        log = logger.error
+        outcome = "fail (kv_load_failure_policy=fail)"
         if self.scheduler.recompute_kv_load_failures:
             without = "what has failed" if self._forgets_failed_loads else "its hits"
-            log, outcome = logger.warning, f"are computed again, without {without}"
+            log = logger.warning
+            outcome = f"are computed again, without {without}"
         log(
             "The KV connector failed to load %s. %d request(s) %s: %s",
             what,

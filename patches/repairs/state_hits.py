@@ -87,7 +87,8 @@ class StateHits:
         num_computed_tokens: int,
     ) -> Matched:
         """Answer what the connector has just answered to the same question."""
-        asked, self._asked = self._asked, None
+        asked = self._asked
+        self._asked = None
         if asked is not None and asked[:2] == (request.request_id, num_computed_tokens):
             return asked[2]
         return wrapped(request, num_computed_tokens)

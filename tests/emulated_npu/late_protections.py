@@ -37,7 +37,8 @@ def _begin_stores_with_loads(self: WorkerSide, jobs: Any) -> None:
 
 def _no_references(owner: str) -> None:
     """References that one function takes are not; as many are not released."""
-    take, release = BlockReferences.take, BlockReferences.release
+    take = BlockReferences.take
+    release = BlockReferences.release
     skipped: Counter[int] = Counter()
 
     def take_some(self: BlockReferences, blocks: Any) -> None:
@@ -57,7 +58,8 @@ def _no_references(owner: str) -> None:
                 left.append(block)
         release(self, left)
 
-    BlockReferences.take, BlockReferences.release = take_some, release_some
+    BlockReferences.take = take_some
+    BlockReferences.release = release_some
 
 
 PROTECTIONS: dict[str, Callable[[], None]] = {

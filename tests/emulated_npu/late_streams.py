@@ -143,7 +143,8 @@ class LateEngine(scenarios.Engine):
         self.worker_side._runner.fence._stream()  # Draws depend on how many streams there were.
 
     def _in_order(self, rng: random.Random, order: Sequence[int]) -> Prompt:
-        tokens, segments = random_tokens(rng, 20), []
+        tokens = random_tokens(rng, 20)
+        segments = []
         for index in order:
             segments.append([len(tokens), len(tokens) + DOCUMENTS_TOKENS[index]])
             tokens = tokens + self.documents[index].token_ids

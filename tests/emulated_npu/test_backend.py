@@ -179,7 +179,9 @@ def test_a_kernels_body_gets_the_values_of_the_call_and_the_memory_of_its_run() 
         return page[: int(lengths.sum())] * 2
 
     launch = kernel("npu_y", body, lambda call: [((3,), call.page.dtype)], on_host=["lengths"])
-    page, lengths, names = on_npu(4), torch.tensor([1, 2]), ["a"]
+    page = on_npu(4)
+    lengths = torch.tensor([1, 2])
+    names = ["a"]
     page.add_(1)
     result = launch(page, lengths, names)
     lengths.zero_()

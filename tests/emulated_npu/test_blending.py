@@ -40,7 +40,8 @@ def blended(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Reports:
     engine = processes.blending(segment_separator=SEPARATOR, learn_segments=False) | POOL
-    scenarios, options = ("orders", "exact", "controls"), {"heads": [HEAD_TOKENS]}
+    scenarios = ("orders", "exact", "controls")
+    options = {"heads": [HEAD_TOKENS]}
     plans = {
         model: Plan(folder_of(model), scenarios, "blending", engine, options) for model in MODELS
     }
@@ -64,7 +65,8 @@ def test_blended_answers_are_those_of_the_oracle(
     served = blended[model]
     oracle = Oracle(folder_of(model), served.report["facts"]["sinks"], MAX_TOKENS)
     window_tokens = WINDOWS_TOKENS[model]
-    errors, untouched = [], []
+    errors = []
+    untouched = []
     for answer in served.answers(f"heads {HEAD_TOKENS}"):
         if answer.params is None:  # No segment is longer than the window.
             continue
@@ -99,7 +101,8 @@ def test_what_is_in_place_is_exact(
             label: ([answer.prompt for answer in blended[model].answers(label)], 8)
             for label in EXACT
         }
-        engine, options = POOL | NO_PREFIX_CACHING, {"prompts": prompts}
+        engine = POOL | NO_PREFIX_CACHING
+        options = {"prompts": prompts}
         plans[model] = Plan(folder_of(model), ["plain"], "blending", engine, options)
     plain = serve_each(tmp_path_factory, plans, PLUGIN_OFF)
     for model in MODELS:

@@ -123,7 +123,8 @@ def test_loads_that_move_nothing_give_other_answers(served: LazyReports) -> None
 
 
 def test_a_hole_is_computed_and_what_lies_behind_it_is_loaded(served: LazyReports) -> None:
-    found, alone = served["connector"], served["alone"]
+    found = served["connector"]
+    alone = served["alone"]
     found.check_equal(alone, ["hole"], TOLERANCE)
     assert 0 < found.report["facts"]["hole"] < 1408
     assert found.counted("hole", "tokens behind holes") > 0
@@ -138,7 +139,8 @@ def test_a_chunk_takes_the_bytes_in_host_memory_that_were_planned(served: LazyRe
 
 
 def test_the_device_hits_what_it_computed(served: LazyReports) -> None:
-    found, alone = served["small blocks"], served["small blocks, alone"]
+    found = served["small blocks"]
+    alone = served["small blocks, alone"]
     found.check_equal(alone, ["long again"], CHOICE_TOLERANCE)
     for label in ("long again", "long again, spoiled"):
         assert found.hit_tokens(label) == [4096]

@@ -193,7 +193,8 @@ def served(
     """By name and model, and by ``reference`` and model."""
     processes: dict[object, tuple[Mapping[str, str], dict[str, Plan]]] = {}
     for model in MODELS:
-        folder, of_model = folder_of(model), ENGINES.get(model, {})
+        folder = folder_of(model)
+        of_model = ENGINES.get(model, {})
         names = [name for other, name in CELLS if other == model]
         asked = dict.fromkeys(each for name in names for each in scenarios_of(model, name))
         reference = of_model | pool_of(model) | NO_PREFIX_CACHING
@@ -215,7 +216,8 @@ def served(
 def test_answers_are_those_without_the_package(
     served: LazyReports, record_property: Any, model: str, name: str
 ) -> None:
-    found, reference = served[f"{name}, {model}"], served[f"reference, {model}"]
+    found = served[f"{name}, {model}"]
+    reference = served[f"reference, {model}"]
     controls = [label for label in found.labels if is_wrong_on_purpose(model, name, label)]
     right = [label for label in found.labels if label not in controls]
     largest = found.check_equal(reference, right, TOLERANCE)

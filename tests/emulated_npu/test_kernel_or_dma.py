@@ -55,7 +55,8 @@ def serve(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
         model: str, scenarios: tuple[str, ...], module: str = "kernel_or_dma", **options: Any
     ) -> Served:
         if module == "kernel_or_dma":
-            engine, environ = connector() | pool_of(model), KERNEL | ADAPTIVE
+            engine = connector() | pool_of(model)
+            environ = KERNEL | ADAPTIVE
         else:
             environ = KERNEL
             engine = processes.blending(segment_separator=SEPARATOR, learn_segments=False) | POOL
@@ -99,7 +100,8 @@ def test_answers_are_those_without_the_package(
 @pytest.mark.parametrize("model", MODELS)
 def test_both_ways_are_taken_and_no_third(reports: Reports, model: str) -> None:
     found, _ = reports(model)
-    counted, kernels = found.report["ways"]["counted"], found.report["kernels"]
+    counted = found.report["ways"]["counted"]
+    kernels = found.report["kernels"]
     assert all(counted[way] > 0 for way in WAYS), counted
     launches = counted["kernel store"] + counted["kernel load"]
     assert kernels["launches"] == kernels["ended"] == launches
@@ -135,7 +137,8 @@ def test_small_runs_of_segments_go_by_the_kernel(
     serve: Serve, folder_of: Callable[[str], Path], record_property: Any
 ) -> None:
     """From and to the pages: the memory in which keys are rotated is mapped as well."""
-    model, how = "one head of keys", {"module": "kernel_segments", "heads": [HEAD_TOKENS]}
+    model = "one head of keys"
+    how = {"module": "kernel_segments", "heads": [HEAD_TOKENS]}
     served = serve(model, ("orders", "controls"), **how)
     skipping = serve(model, ("orders",), **how, skips_loads=True)
     oracle = Oracle(folder_of(model), served.report["facts"]["sinks"], MAX_TOKENS)

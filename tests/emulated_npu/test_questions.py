@@ -51,7 +51,8 @@ def test_scores_are_those_of_an_oracle(served: Reports, folder_of: Callable[[str
 
 def test_what_the_question_chooses_is_computed(served: Reports) -> None:
     """All of it, and the answer is a plain one; some, and it is neither that nor that of heads."""
-    blends, cold = served["blends"], served["cold"].answers("cold")
+    blends = served["blends"]
+    cold = served["cold"].answers("cold")
     solo = blends.answers("solo")
     assert len(cold) == len(solo) == len(ORDERS)
     assert max(errors(blends.answers("everything"), cold)) <= TOLERANCE

@@ -98,7 +98,8 @@ def test_answers_are_those_without_connectors(
     served: LazyReports, record_property: Any, name: str
 ) -> None:
     case = CASES[name]
-    found, reference = served[name], served[f"reference, {case.model}"]
+    found = served[name]
+    reference = served[f"reference, {case.model}"]
     damaged = [label for label in found.labels if label.startswith(("zeroed", "swapped"))]
     right = [label for label in found.labels if label not in damaged]
     largest = found.check_equal(reference, right, TOLERANCE)

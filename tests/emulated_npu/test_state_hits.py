@@ -90,7 +90,8 @@ def test_answers_are_those_without_prefix_caching(run: Run, line: str, connector
     IS_0_23, reason="its scheduler is for decode nodes, which split prompts otherwise"
 )
 def test_the_repair_hits_what_vllms_own_scheduler_hits(run: Run) -> None:
-    found, own = run(BROKEN, "NullConnector"), run("vLLM's", "NullConnector")
+    found = run(BROKEN, "NullConnector")
+    own = run("vLLM's", "NullConnector")
     assert sum(found["hit_tokens"]) > 0
     assert found["hit_tokens"] == own["hit_tokens"]
 

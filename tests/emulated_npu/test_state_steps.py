@@ -44,7 +44,8 @@ def served(
 def test_what_follows_a_cached_state_is_right(
     served: LazyReports, record_property: Any, name: str
 ) -> None:
-    found, reference = served[name], served["reference"]
+    found = served[name]
+    reference = served["reference"]
     record_property("largest error", found.check_equal(reference, found.labels, TOLERANCE))
     assert sum(hit > 0 for hit in found.hit_tokens("branches")) >= 3
     found.check_nothing_is_left()

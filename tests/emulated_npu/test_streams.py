@@ -77,7 +77,8 @@ def two_streams(is_ordered: bool) -> bool:
 
 def event_recorded_before_the_wait(is_before: bool) -> bool:
     """An event stands for what it recorded last before the wait."""
-    other, event = torch.npu.Stream(), torch.npu.Event()
+    other = torch.npu.Stream()
+    event = torch.npu.Event()
     page = torch.zeros(NUMBERS, device="npu")
     event.record()
     if not is_before:

@@ -98,7 +98,8 @@ class TransferGate:
 
         Those of an even number are refused at once; others are enqueued first.
         """
-        self._num_copies, self._failing = 0, numbers
+        self._num_copies = 0
+        self._failing = numbers
 
     def _enqueue(self, *arrays: Any) -> None:
         """Have the device make batched copies, or refuse them."""

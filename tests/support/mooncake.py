@@ -37,7 +37,9 @@ class Servers:
     """A master and an owner of memory, each of which can be stopped, killed and started again."""
 
     def __init__(self, folder: Path, pool: str = "128 MB", *flags: str) -> None:
-        self._programs, self._folder, self._pool = require(), folder, pool
+        self._programs = require()
+        self._folder = folder
+        self._pool = pool
         self._flags = (f"--client_ttl={CLIENT_TTL_S}", *flags)
         self._master_port, self._metrics_port, self._owner_port = (_free_port() for _ in range(3))
         self._numbers = itertools.count()

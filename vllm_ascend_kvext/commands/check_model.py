@@ -108,7 +108,8 @@ class _Engine:
     def ask(self, questions: Sequence[GateQuestion]) -> list[GateReply]:
         from vllm import SamplingParams
 
-        prompts, sampling = [], []
+        prompts = []
+        sampling = []
         for question in questions:
             named: dict[str, Any] = {}
             if question.stores:

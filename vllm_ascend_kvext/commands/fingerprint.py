@@ -192,15 +192,19 @@ def survey(tree: SourceTree, store: FingerprintStore, against: Path | None) -> l
         try:
             found = fingerprint_source(tree.root, name)
         except FingerprintError:
-            order, what = 0, "absent"
+            order = 0
+            what = "absent"
         else:
             if same := [each for each in versions if stored[each][name] == found]:
-                order, what = 3, f"as in {', '.join(same)}"
+                order = 3
+                what = f"as in {', '.join(same)}"
             elif versions:
-                order, what = 1, f"differs from {', '.join(versions)}"
+                order = 1
+                what = f"differs from {', '.join(versions)}"
                 diffs += diff(against, tree.root, name) if against is not None else []
             else:
-                order, what = 2, "not stored"
+                order = 2
+                what = "not stored"
         counting = [
             each.id for each in patches if name in each.fingerprinted + each.ascend + each.lmcache
         ]

@@ -148,7 +148,8 @@ def config_rows_of(spec: Any) -> int | None:
 
 
 def _declared_rows(spec: Any) -> int:
-    rows, page_bytes = int(spec.num_states), int(spec.real_page_size_bytes)
+    rows = int(spec.num_states)
+    page_bytes = int(spec.real_page_size_bytes)
     row_bytes = int(spec.num_heads * spec.state_content_size_bytes) + _scale_bytes(spec)
     if rows * row_bytes != page_bytes:
         raise GroupError(

@@ -136,7 +136,8 @@ class TransferPlanner:
             for is_null, stretch in groupby(pages, not_):
                 next_row = row + len(list(stretch)) * rows_per_page
                 if not is_null:
-                    first_row, end_row = max(row, rows.first_row), min(next_row, rows.end_row)
+                    first_row = max(row, rows.first_row)
+                    end_row = min(next_row, rows.end_row)
                     there.append(rows._replace(first_row=first_row, end_row=end_row))
                 row = next_row
         return there

@@ -156,7 +156,8 @@ def _token_axis(
 
 def _rows_of_tokens(page: PageView) -> list[Region] | None:
     """One region per index of the axes outside the tokens; None if rows are not adjacent."""
-    view, token_axis = page.view, page.token_axis
+    view = page.view
+    token_axis = page.token_axis
     assert token_axis is not None  # else the page is taken whole
     rows_per_block = view.shape[token_axis]
     row_bytes, outer = _dense(_axes_but(view, page.page_axis, token_axis), view.item_bytes)
@@ -176,7 +177,8 @@ def _split(page: PageView, *, is_packed: bool) -> list[Region]:
     blocks = (page.blocks_per_page, view.strides_bytes[page.page_axis])
     num_bytes, outer = _dense([*_axes_but(view, page.page_axis), blocks], view.item_bytes)
     # Of the axes in a page, by falling stride; kernel blocks have the pages'.
-    shape, strides = list(view.shape), view.strides_bytes
+    shape = list(view.shape)
+    strides = view.strides_bytes
     shape[page.page_axis] = page.blocks_per_page
     falling = sorted(range(len(shape)), key=lambda axis: -strides[axis])
     axes = tuple((axis, shape[axis]) for axis in falling if shape[axis] > 1)

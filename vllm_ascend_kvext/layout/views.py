@@ -54,7 +54,8 @@ class StorageTable:
         than those raises `LayoutError`.
         """
         storage = tensor.untyped_storage()
-        address, num_bytes = int(storage.data_ptr()), int(storage.nbytes())
+        address = int(storage.data_ptr())
+        num_bytes = int(storage.nbytes())
         index, _ = self._storages.setdefault(
             address, (len(self._storages), RegisteredStorage(address, num_bytes))
         )

@@ -140,7 +140,8 @@ class PatchBook:
         if isinstance(entry, _Hooking):
             return False
         if isinstance(entry, _Wrapping) and entry.is_reachable:
-            was_on, entry.is_on = entry.is_on, True
+            was_on = entry.is_on
+            entry.is_on = True
             return not was_on
         if patch.install is not None:
             self._entries[patch.id] = _Hooking(patch, undo=patch.install())

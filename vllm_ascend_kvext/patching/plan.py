@@ -115,7 +115,8 @@ def _require_known(name: str, expected: frozenset[str], take: Callable[[], str],
         fingerprint = take()
         found = f"{fingerprint} ({place})"
     except FingerprintError as error:
-        fingerprint, found = "", f"{place}: {error}"
+        fingerprint = ""
+        found = f"{place}: {error}"
     if fingerprint not in expected:
         wanted = " or ".join(sorted(expected))
         wanted = wanted or "a fingerprint of this version, and none is stored"

@@ -63,7 +63,8 @@ class FingerprintStore:
 
 def _same_release(one: str, other: str) -> bool:
     try:
-        first, second = Version(one), Version(other)
+        first = Version(one)
+        second = Version(other)
     except InvalidVersion:
         return False
     return (first.major, first.minor, first.micro) == (second.major, second.minor, second.micro)

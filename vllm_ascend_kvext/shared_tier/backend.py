@@ -97,7 +97,8 @@ class SharedTier(abc.ABC):
     num_get_threads = 1
 
     def __init__(self, url: str) -> None:
-        self._url, self._logged_s = url, -math.inf
+        self._url = url
+        self._logged_s = -math.inf
         self._memory = memoryview(b"")
 
     def register(self, memory: memoryview) -> None:
@@ -196,7 +197,8 @@ class TierThread:
     """
 
     def __init__(self, name: str, on_start: Call = lambda: None, num_threads: int = 1) -> None:
-        self._name, self._on_start = name, on_start
+        self._name = name
+        self._on_start = on_start
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._changed = threading.Lock()  # Guards the rest.
         self._began_s: dict[threading.Thread, float] = {}  # Of calls; without those left behind.
@@ -253,7 +255,8 @@ class TierThread:
         threading.Thread(target=self._serve, name=self._name, daemon=True).start()
 
     def _serve(self) -> None:
-        thread, call = threading.current_thread(), self._on_start
+        thread = threading.current_thread()
+        call = self._on_start
         while True:
             try:
                 call()

@@ -48,14 +48,16 @@ from vllm_ascend_kvext.shared_tier.names import (
     piece_of,
 )
 
-_ENGINE_FILE, VERSION_FOLDER = "engine.json", f"kvext{FORMAT_VERSION}"
+_ENGINE_FILE = "engine.json"
+VERSION_FOLDER = f"kvext{FORMAT_VERSION}"
 
 _BLOCK_BYTES = 1 << 20  # Moved and hashed in blocks that stay in a CPU's cache between the two.
 _BLOCK_OF_DISK_BYTES = 1 << 12  # Up to so much more than its bytes a file takes, most likely.
 _NOTE_SEAL_DIGITS = 16  # Most file systems keep a link so short without a block of its own.
 _MAX_GET_THREADS = 4  # One reads from a disk what it can: 2 to 6 GB/s.
 # Of the capacity: beyond the first, files are removed until the second is left.
-_FULL_SHARE, _LEFT_SHARE = 15 / 16, 7 / 8
+_FULL_SHARE = 15 / 16
+_LEFT_SHARE = 7 / 8
 _COUNTED_EVERY = 64  # The folder is counted when such a part of the capacity was put.
 _MAX_ENGINE_FILE_BYTES = 16 << 20
 _ABSENT = (FileNotFoundError, NotADirectoryError)
@@ -87,7 +89,8 @@ class FilesTier(SharedTier):
         try:
             if makes_folder:
                 self._make_folders(self.root)
-            above, found = os.stat(self._folder).st_mode, os.stat(self.root)
+            above = os.stat(self._folder).st_mode
+            found = os.stat(self.root)
             is_replaceable = above & 0o022 and not above & stat.S_ISVTX
             if found.st_mode & 0o022 or found.st_uid != os.geteuid() or is_replaceable:
                 raise PermissionError(
@@ -158,7 +161,8 @@ class FilesTier(SharedTier):
         path = self._path(what.name)
         if not self._is_touched(what.name):
             self._make_room(what.num_bytes + _BLOCK_OF_DISK_BYTES)
-            checksum, opener = xxh3_128(), partial(os.open, mode=0o600)
+            checksum = xxh3_128()
+            opener = partial(os.open, mode=0o600)
             with self._renamed_to(path) as new, open(new, "xb", 0, opener=opener) as file:
                 for block in self._blocks(what):
                     checksum.update(block)
@@ -195,7 +199,8 @@ class FilesTier(SharedTier):
 
     def _link(self, note: str, name: str) -> None:
         """Let a note lead to an object, unless it leads to one that begins no later."""
-        link, target = self._path(note), f"{name}.{self._note_seal(note, name)}"
+        link = self._path(note)
+        target = f"{name}.{self._note_seal(note, name)}"
         try:
             self._make_folders(os.path.dirname(link))
             os.symlink(target, link)

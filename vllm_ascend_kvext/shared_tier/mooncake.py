@@ -38,11 +38,14 @@ from vllm_ascend_kvext.shared_tier.names import (
     piece_of,
 )
 
-_ROOT, _NUM_ENGINES = f"kvext{FORMAT_VERSION}", 1024
+_ROOT = f"kvext{FORMAT_VERSION}"
+_NUM_ENGINES = 1024
 # Of Mooncake: by default it tries for 90 s to find a master, and waits 30 s for servers that hang.
 _VARIABLES = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_RPC_TIMEOUT_MS": "2000"}
 _VARIABLES |= {"MC_TCP_STATUS_TIMEOUT_SEC": "5"}
-_CONNECT_S, _BUFFER_BYTES = 2.0, 16 << 20  # The buffer is Mooncake's own, for small objects.
+# The buffer is Mooncake's own, for small objects.
+_CONNECT_S = 2.0
+_BUFFER_BYTES = 16 << 20
 _ABSENT = {-703, -704, -707}  # It is being written, is not there, was evicted meanwhile.
 _OF_GETS, _OF_PUTS = {*_ABSENT, -600}, {-601}  # It is larger than its place; others write it.
 _MEANINGS = {-200: "there is no room", -800: "who has the memory does not answer"}
@@ -97,7 +100,9 @@ class MooncakeTier(SharedTier):
             )
 
     def close(self) -> None:
-        store, self._store = self._store, None  # A call of a closed one ends the process.
+        # A call of a closed one ends the process.
+        store = self._store
+        self._store = None
         if store is not None:
             store.close()
 
@@ -125,7 +130,8 @@ class MooncakeTier(SharedTier):
             place[what.num_bytes :] = seal_of(key, place[: what.num_bytes])
             _checked(self._store.batch_put_from([key], [address], [len(place)]), _OF_PUTS)
         namespace, _, own = what.name.rpartition("/")
-        notes, first = [f"{namespace}/{note}" for note in what.notes], piece_of(own).first_tokens
+        notes = [f"{namespace}/{note}" for note in what.notes]
+        first = piece_of(own).first_tokens
         leads = zip(notes, self.exist(notes), strict=True)
         late = [n for n, lead in leads if not lead or piece_of(lead).first_tokens > first]
         self._write({self._prefix + note: what.name.encode() for note in late})

@@ -14,7 +14,9 @@ from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
 from vllm_ascend_kvext.token_range import TokenRange, union, without
 
 Exist = Callable[[Sequence[str]], list[str]]  # As `SharedTier.exist`, within a name space.
-_MAX_TAILS, _TAILS_OF_A_BATCH = 4096, 64  # Boundaries at which tails are asked for.
+# Boundaries at which tails are asked for.
+_MAX_TAILS = 4096
+_TAILS_OF_A_BATCH = 64
 
 
 class FoundObject(NamedTuple):
@@ -64,7 +66,8 @@ def search(question: Question, exist: Exist) -> list[FoundObject]:
 
 
 def _search_rows(question: Question, exist: Exist) -> list[FoundObject]:
-    geometry, after_tokens = question.geometry, question.tokens.first_tokens
+    geometry = question.geometry
+    after_tokens = question.tokens.first_tokens
     found = _ask(question, exist, [chunk.end_tokens for chunk in question.missing])
     # Chunks whose end another prompt does not have: where the prompt parts, and its last one.
     lacking = [chunk for chunk in question.missing if chunk.end_tokens not in found]

@@ -189,7 +189,8 @@ class EvictionOrder:
 
     def _worth_of(self, entry: Entry, recent_use: int, now: int) -> Worth:
         """What an entry is worth that is stored, or going to be."""
-        is_recent, density = False, -1.0
+        is_recent = False
+        density = -1.0
         if not self._is_orphan(entry):
             is_recent = entry.use >= recent_use
             density = self._reuse.density(entry.chunk_key, entry.use, now)
@@ -198,7 +199,8 @@ class EvictionOrder:
 
     def _sample(self) -> list[Entry]:
         """Some of the ends."""
-        ends, found = self._ends, 0
+        ends = self._ends
+        found = 0
         while found < min(NUM_SAMPLED, len(ends)):
             chosen = found + int(self._random.random() * (len(ends) - found))
             entry = ends[chosen]

@@ -46,7 +46,8 @@ class Index:
 
     def present(self, kind: Kind, key: bytes) -> Entry | None:
         """Stored or being stored, whichever has more of the rows."""
-        stored, storing = self._stored[kind].get(key), self._storing[kind].get(key)
+        stored = self._stored[kind].get(key)
+        storing = self._storing[kind].get(key)
         if not storing:
             return stored[0] if stored else None
         return min(stored[0], storing[0], key=_reach) if stored else storing[0]

@@ -261,7 +261,8 @@ class Lookup:
         for chunk_first in range(first_tokens, end_tokens, chunk_tokens):
             chunk_end = min(chunk_first + chunk_tokens, end_tokens)
             gaps: list[Piece] = []
-            num_present, position = 0, chunk_first
+            num_present = 0
+            position = chunk_first
             for run in self.runs_of_chunk(chunk_first, chunk_end, with_storing=True):
                 if position < run.first_tokens:
                     gaps.append(Piece.rows(position, run.first_tokens))
@@ -281,7 +282,8 @@ class Lookup:
             TierError: It is not cut at units, or reaches into a second chunk.
         """
         kind, first_tokens, end_tokens = piece
-        geometry, unit_tokens = self.geometry, self.geometry.unit_tokens
+        geometry = self.geometry
+        unit_tokens = self.geometry.unit_tokens
         if first_tokens >= 0 and not (first_tokens % unit_tokens or end_tokens % unit_tokens):
             if kind is Kind.TAILS and 0 < first_tokens == end_tokens:
                 return (self.prefix.key_at(end_tokens),)

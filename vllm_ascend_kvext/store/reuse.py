@@ -170,7 +170,8 @@ class Reuse:
     def waited(self, now: int) -> Table:
         """For how many uses chunks waited, by class and stage."""
         waited = [list(row) for row in self._waited]
-        num_in_stage, in_last_stage = _zeros(), _zeros()
+        num_in_stage = _zeros()
+        in_last_stage = _zeros()
         for asked_at, cohort in self._cohorts.items():
             age = now - asked_at
             stage = _stage_of(age)

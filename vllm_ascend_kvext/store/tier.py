@@ -94,7 +94,8 @@ class HostTier:
             prompt_tokens: Length of the prompt, which it asked for.
             end_tokens: Up to where there are keys, and its answer may be asked for.
         """
-        unit_tokens, chunk_tokens = self.geometry.unit_tokens, self.geometry.chunk_tokens
+        unit_tokens = self.geometry.unit_tokens
+        chunk_tokens = self.geometry.chunk_tokens
         # A chunk is known by its first unit, however many of its tokens there are.
         keys = prefix.keys_at(range(unit_tokens, end_tokens + 1, chunk_tokens))
         num_asked = len(range(unit_tokens, prompt_tokens + 1, chunk_tokens))

@@ -166,7 +166,8 @@ class Oracle:
             cosines, sines = (each[0].double() for each in named["position_embeddings"])
             half = cosines.shape[-1] // 2
             if torch.equal(cosines[:, :half], cosines[:, half:]):  # Once for each half of a head.
-                cosines, sines = cosines[:, :half], sines[:, :half]
+                cosines = cosines[:, :half]
+                sines = sines[:, :half]
             turns.append(_Turns(cosines, sines))
 
         hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in self._layers]
@@ -183,9 +184,11 @@ def _turned(
 
     Halves of a head are pairs. What the model multiplies cosines and sines by stays as it is.
     """
-    cosines, sines = turns.cosines[positions], turns.sines[positions]
+    cosines = turns.cosines[positions]
+    sines = turns.sines[positions]
     length = (cosines**2 + sines**2).sqrt()
-    cosines, sines = cosines / length, sines / length
+    cosines = cosines / length
+    sines = sines / length
     if is_back:
         sines = -sines
     pairs = cosines.shape[-1]

@@ -33,7 +33,8 @@ def score_errors(
     Heads are not computed, and the end of what is long behind them stands first; the question is
     what stands behind the last segment, stored or not. In the control, segments are computed anew.
     """
-    asked, reuse_ends = PROMPTS[place], behind_heads(place, head_tokens)[-1][1]
+    asked = PROMPTS[place]
+    reuse_ends = behind_heads(place, head_tokens)[-1][1]
     stored = [
         [first, end]
         for (first, end), number in zip(asked.segments, ORDERS[place], strict=True)

@@ -67,7 +67,8 @@ def full(folder: Path, num_bytes: int) -> Iterator[None]:
 @contextmanager
 def forbidden(folder: Path) -> Iterator[None]:
     """A folder that this process may not use any more; root becomes somebody else meanwhile."""
-    mode, user_id = folder.stat().st_mode, os.geteuid()
+    mode = folder.stat().st_mode
+    user_id = os.geteuid()
     folder.chmod(0)
     if not user_id:
         os.seteuid(_NOBODY)

@@ -51,7 +51,8 @@ class BlendedStream(TokenStream):
 
     def extend(self, tokens: Iterable[int]) -> None:
         for token in tokens:
-            index, before = len(self), self.last_digest
+            index = len(self)
+            before = self.last_digest
             moved = self.placed.get(index)
             if moved is None:
                 digest = mixture = mix(before, token)

@@ -53,7 +53,8 @@ class BlendingEngine(SimulatedEngine):
         self.own_segments: list[tuple[int, ...]] = []
         self._streams: dict[str, BlendedStream] = {}
         side = self.side
-        self._allocated, self._plan_step = side.update_state_after_alloc, side.build_connector_meta
+        self._allocated = side.update_state_after_alloc
+        self._plan_step = side.build_connector_meta
         self._note_output = side.update_connector_output
         side.update_state_after_alloc = self._learn_admission  # type: ignore[method-assign]
         side.build_connector_meta = self._learn_loads  # type: ignore[method-assign]

@@ -42,7 +42,9 @@ class Held:
 
 def held_by(side: ConnectorScheduler) -> Held:
     """What a scheduler side holds at this moment."""
-    states, parked, room = side._states, side.holes._parked, side._room
+    states = side._states
+    parked = side.holes._parked
+    room = side._room
     loading = {each for each, state in states.items() if state.under_way is not None}
     pinned = {each for each, state in states.items() if state.admission.pinned is not None}
     request_ids = {*states, *parked, *room._parked} | {room._first_waiting_id} - {None}

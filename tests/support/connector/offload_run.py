@@ -115,7 +115,9 @@ def check_blocks(engine: SimulatedEngine) -> None:
 
 def check_nothing_is_left(engine: SimulatedEngine) -> None:
     """No request, no transfer: nothing is held, pinned or being stored."""
-    side, tier, pool = engine.side, engine.tier, engine.block_pool
+    side = engine.side
+    tier = engine.tier
+    pool = engine.block_pool
     assert not engine.scheduler.requests
     assert not side.has_transfers and not side.holes
     assert engine.held == Held()
@@ -178,7 +180,8 @@ def _record(step: Step, result: Offloaded) -> None:
 
 def _check_outputs(workload: OffloadWorkload, result: Offloaded) -> None:
     for plan in workload.requests:
-        output, expected = result.outputs.get(plan.request_id, []), plan.expected_output()
+        output = result.outputs.get(plan.request_id, [])
+        expected = plan.expected_output()
         is_finished = result.finish_reasons.get(plan.request_id) in ("stop", "length")
         right = expected if is_finished else expected[: len(output)]
         assert output == right, f"{plan.request_id}: expected {right}, found {output}"
@@ -186,7 +189,8 @@ def _check_outputs(workload: OffloadWorkload, result: Offloaded) -> None:
 
 
 def _count(engine: SimulatedEngine, counts: Counter[str]) -> None:
-    counters, tier = engine.side.counters, engine.tier.counters
+    counters = engine.side.counters
+    tier = engine.tier.counters
     counts["requests"] += len(engine.requests)
     counts["hit requests"] += counters.hit_requests
     counts["hit tokens"] += counters.hit_tokens

@@ -131,7 +131,8 @@ class _TensorContents:
         entries = self._entries(start, end)
         pages = np.asarray(table, np.int64)[entries // self._slots]
         has_page = pages != NULL_PAGE
-        entries, pages = entries[has_page], pages[has_page]
+        entries = entries[has_page]
+        pages = pages[has_page]
         if len(entries):
             self._bytes[pages, entries % self._slots] = self._expected(entries, digests, end)
 

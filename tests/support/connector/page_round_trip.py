@@ -168,7 +168,8 @@ class PageRoundTrip:
             return
         wrong: dict[int, list[int]] = {}
         for found, expected in zip(self._pages.tensors, self._expected.tensors, strict=True):
-            one, other = found.by_row(), expected.by_row()
+            one = found.by_row()
+            other = expected.by_row()
             differs = (one != other).reshape(*one.shape[:2], -1).any(dim=2)
             if differs.any():
                 wrong.setdefault(found.group, differs.nonzero()[0].tolist())

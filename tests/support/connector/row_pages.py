@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
-NUM_PAGES, BLOCK, HEADS, HEAD = 24, 8, 2, 16
+NUM_PAGES = 24
+BLOCK = 8
+HEADS = 2
+HEAD = 16
 
 
 def registered(num_pages: int = NUM_PAGES, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -36,7 +39,8 @@ class SmallBackend:
         value_cache: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        pages, in_page = slots // BLOCK, slots % BLOCK
+        pages = slots // BLOCK
+        in_page = slots % BLOCK
         transposed = key_cache.view(len(key_cache), HEADS, HEAD, BLOCK)
         transposed[pages, :, :, (in_page + BLOCK // 2) % BLOCK] = keys
         value_cache[pages, :, in_page] = values
@@ -59,7 +63,10 @@ class RotaryEmbedding(torch.nn.Module):
 
     def __init__(self, base: float = 10_000.0, num_positions: int = 512) -> None:
         super().__init__()
-        self.base, self.head_size, self.rotary_dim, self.is_neox_style = base, HEAD, HEAD, True
+        self.base = base
+        self.head_size = HEAD
+        self.rotary_dim = HEAD
+        self.is_neox_style = True
         angles = torch.arange(num_positions)[:, None] * self._compute_inv_freq(base)
         self.register_buffer("cos_sin_cache", torch.cat([angles.cos(), angles.sin()], -1))
 
@@ -80,7 +87,8 @@ def small_model(*rotary: torch.nn.Module | None, **attributes: Any) -> torch.nn.
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList()
     for module in rotary:
-        layer, inner = torch.nn.Module(), torch.nn.Module()
+        layer = torch.nn.Module()
+        inner = torch.nn.Module()
         if module is not None:
             inner.rotary_emb = module
         inner.attn = attention(**attributes)

@@ -15,7 +15,8 @@ def objects(folder: Path) -> list[Path]:
 
 def forge(folder: Path, path: Path, content: bytes) -> None:
     """Have an object hold other bytes, with a trailer that is right for them."""
-    namespace, rank = path.parts[-5], int(path.parts[-4][1:])
+    namespace = path.parts[-5]
+    rank = int(path.parts[-4][1:])
     path.unlink()
     tier = FilesTier(f"file://{folder}", None, rank)
     tier.register(memoryview(bytearray(content)))

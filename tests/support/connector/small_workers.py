@@ -45,7 +45,8 @@ _LATENT = {"num_kv_heads": 1, "dtype": torch.bfloat16}
 def _fixture(*groups: tuple[str, Any, tuple[int, ...], Reach]) -> LayoutFixture:
     """Groups of two layers, by the ends of their names, with the shape of a page."""
     kv_caches: dict[str, torch.Tensor] = {}
-    described, tensors = [], []
+    described = []
+    tensors = []
     for index, (name, spec, shape, reach) in enumerate(groups):
         of_group = {
             f"model.layers.{layer}.{name}": torch.zeros((NUM_PAGES, *shape), dtype=spec.dtype)

@@ -61,7 +61,10 @@ class FlashInferHndBackend(AttentionBackend):
         return (KVCacheLayout.LBHNC,)
 
 
-HEADS, HEAD_SIZE, BLOCK, WINDOW = 2, 64, 16, 40
+HEADS = 2
+HEAD_SIZE = 64
+BLOCK = 16
+WINDOW = 40
 
 
 def _full_and_window(block: int, num_layers: int = 4) -> dict[str, KVCacheSpec]:

@@ -99,7 +99,8 @@ class LayoutFixture:
         assert groups == cache_groups(self.scheduler_config)
         found = set()
         for of_layout in self.layout().groups:
-            index, reach = of_layout.kv_cache_group_id, Reach.of(of_layout)
+            index = of_layout.kv_cache_group_id
+            reach = Reach.of(of_layout)
             assert groups[index] == CacheGroup(
                 reach.kind, reach.tokens_per_page, reach.window_tokens, reach.holds_states
             )

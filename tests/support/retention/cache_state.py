@@ -50,7 +50,8 @@ def check_structure(nodes: list[dict[str, Any]], block_tokens: list[int]) -> Non
     by_key = {node["key"]: node for node in nodes}
     num_children = Counter(node["parent_key"] for node in nodes)
     for node in nodes:
-        tokens, parent_tokens = node["boundary_tokens"], node["parent_tokens"]
+        tokens = node["boundary_tokens"]
+        parent_tokens = node["parent_tokens"]
         assert parent_tokens < tokens
         assert node["is_in_order"] == bool(node["tail"]), f"{node} is never evicted"
         assert len(set(node["tail"])) == len(node["tail"]), f"{node} has a block twice"

@@ -134,7 +134,8 @@ class Engine(scenarios_engine.Engine):
         from vllm_ascend_kvext.connector.segments import blended_requests
 
         coordinator = self.scheduler.kv_cache_manager.coordinator
-        cache_blocks, private_hashes = coordinator.cache_blocks, blended_requests.PrivateHashes
+        cache_blocks = coordinator.cache_blocks
+        private_hashes = blended_requests.PrivateHashes
         del coordinator.cache_blocks
         blended_requests.PrivateHashes = mock.Mock()
         yield

@@ -18,7 +18,9 @@ from vllm_ascend_kvext.connector.scheduler import load_jobs
 from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.patches.connector import scheduler
 
-_rows_to_load, _add_rows, _turn = load_jobs.rows_to_load, scheduler.add_rows, key_check.turn
+_rows_to_load = load_jobs.rows_to_load
+_add_rows = scheduler.add_rows
+_turn = key_check.turn
 
 
 class Engine:

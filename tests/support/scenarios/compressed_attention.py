@@ -77,7 +77,8 @@ def host_bytes(engine: Engine) -> None:
     parts = range(128, LONG_CHUNK_TOKENS + 1, 128)
     rows = [entry for end_tokens in parts for entry in engine.entries("rows", end_tokens)]
     kept = [*rows, *engine.entries("tails", LONG_CHUNK_TOKENS)]
-    layout, chunk = engine.worker_side._runner.layout, PlacedChunk(TokenRange(0, LONG_CHUNK_TOKENS))
+    layout = engine.worker_side._runner.layout
+    chunk = PlacedChunk(TokenRange(0, LONG_CHUNK_TOKENS))
     engine.note("stored pieces", len(kept))
     engine.note("stored bytes", sum(entry.num_bytes for entry in kept))
     engine.note("planned bytes", chunk_bytes(layout, chunk))

@@ -130,12 +130,14 @@ class Engine(scenarios_engine.Engine):
         """Tokens since the last call."""
         if not self.has_connector:
             return 0
-        before, self._hole_tokens = self._hole_tokens, self.side.counters.hole_tokens
+        before = self._hole_tokens
+        self._hole_tokens = self.side.counters.hole_tokens
         return int(self._hole_tokens - before)
 
     def _count_what_the_scheduler_counts(self) -> None:
         """In this process vLLM drops the statistics of steps that answer no request."""
-        scheduler, counted = self.scheduler, self.counted
+        scheduler = self.scheduler
+        counted = self.counted
 
         def note_stats(stats: Any, *_: Any, **__: Any) -> None:
             for name in ("prefix_cache_stats", "connector_prefix_cache_stats"):
@@ -162,8 +164,10 @@ class Engine(scenarios_engine.Engine):
 
     def _count_what_becomes_of_holes(self) -> None:
         """And remember by which hashes prompts are stored."""
-        side, counted = self.side, self.counted
-        end, add_request = side._loads.end, self.scheduler.add_request
+        side = self.side
+        counted = self.counted
+        end = side._loads.end
+        add_request = self.scheduler.add_request
 
         def note_holes(holes: list[Any]) -> None:
             counted["hole tokens"] += sum(of_request.num_tokens for of_request in holes)

@@ -25,7 +25,8 @@ from support.scenarios.engine import (
     sampling_of,
 )
 
-turns, holes = connector.turns, connector.holes
+turns = connector.turns
+holes = connector.holes
 MAX_REQUESTS = 4
 """Of a rank at the same time."""
 RANK = "support.scenarios.data_parallel_rank"

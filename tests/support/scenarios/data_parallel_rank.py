@@ -71,7 +71,8 @@ class Rank(connector.Engine):
 
     def _count_what_is_balanced(self) -> None:
         """Steps that know of requests elsewhere, and those that start none because of them."""
-        scheduler, balanced = self.scheduler, self._balanced
+        scheduler = self.scheduler
+        balanced = self._balanced
         queue = getattr(scheduler, "balance_queue", None)
         if queue is None:
             return

@@ -55,7 +55,8 @@ class Ways:
         self.launches: Any = None  # See `kernel_launcher.KernelLaunches`.
         self._turns = {name: itertools.cycle(ways) for name, ways in turns_of.items()}
         self._forced = ""
-        choose, min_bytes = page_transfer.choose_backend, page_transfer.MIN_MEAN_RUN_BYTES_FOR_DMA
+        choose = page_transfer.choose_backend
+        min_bytes = page_transfer.MIN_MEAN_RUN_BYTES_FOR_DMA
 
         def choose_in_turns(transfer: Any, device_types: Any, **how: Any) -> Any:
             way = self._forced or next(self._turns.get(_name(transfer), iter(())), "")

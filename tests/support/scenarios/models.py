@@ -18,7 +18,8 @@ from support.scenarios.engine import random_tokens, sampling_of
 PROMPTS_TOKENS = (37, 300, 1100, 700)
 """Below a block, over some, over a step, beside another."""
 LONGER_THAN_A_STEP_TOKENS = (710, 1300, 1153)
-LONG_PROMPT_TOKENS, STEP_TOKENS = 20_000, 500
+LONG_PROMPT_TOKENS = 20_000
+STEP_TOKENS = 500
 BEST_OF_ONE = {"temperature": 1, "top_k": 1, "top_p": 0.9}
 
 

@@ -154,7 +154,8 @@ class LazyReports(Mapping[str, Served]):
         processes: Iterable[tuple[Mapping[str, str], Mapping[str, Plan]]],
         platform: Platform = CPU,
     ) -> None:
-        self._folders, self._platform = folders, platform
+        self._folders = folders
+        self._platform = platform
         self._process_of = {name: (env, plans) for env, plans in processes for name in plans}
         self._reports = Reports()
 
@@ -180,7 +181,8 @@ def serve(
 ) -> Reports:
     """Serve plans, one after the other, in one process; their reports by name."""
     folder = folders.mktemp("plans")
-    report_path, plans_path = folder / "report.json", folder / "plans.json"
+    report_path = folder / "report.json"
+    plans_path = folder / "plans.json"
     plans_path.write_text(json.dumps({name: plan.on(platform) for name, plan in plans.items()}))
     devices = str(max(plan.num_devices for plan in plans.values()))
     ended = run(

@@ -88,7 +88,8 @@ class Engine(blending.Engine):
     @contextmanager
     def ratio(self, ratio: float) -> Iterator[None]:
         """As an engine with another ``blend_ratio``."""
-        before, self.questions.ratio = self.questions.ratio, ratio
+        before = self.questions.ratio
+        self.questions.ratio = ratio
         yield
         self.questions.ratio = before
 

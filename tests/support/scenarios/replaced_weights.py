@@ -48,7 +48,8 @@ def reloaded(engine: Engine) -> None:
 
 def _replace(plan: Mapping[str, Any]) -> None:
     """Replace the weights by others of the same size, with the same times."""
-    path, new = Path(plan["model"], "model.safetensors"), Path(plan["replaced_by"])
+    path = Path(plan["model"], "model.safetensors")
+    new = Path(plan["replaced_by"])
     before = path.stat()
     shutil.copyfile(new, path)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))

@@ -185,7 +185,9 @@ def stuck(engine: Engine) -> None:
     """Hang for ever in a lookup, or in the middle of a get, as planned; a file says when."""
     from vllm_ascend_kvext.shared_tier.files import FilesTier
 
-    folder, read, exist = Path(engine.plan["folder"]), FilesTier._read, FilesTier.exist
+    folder = Path(engine.plan["folder"])
+    read = FilesTier._read
+    exist = FilesTier.exist
     mark = Path(engine.plan["mark"])
 
     def read_and_hang(tier: Any, file: int, each: Any, on_bytes: Any) -> bool:
@@ -234,9 +236,12 @@ class _Watch:
         return int(os.pread(self._schedstat, 100, 0).split()[1]) / 1e9
 
     def _timed(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        waited_s, cpu_s, began_s = self._unscheduled_s(), time.thread_time(), time.perf_counter()
+        waited_s = self._unscheduled_s()
+        cpu_s = time.thread_time()
+        began_s = time.perf_counter()
         result = call(*arguments)
-        seconds, cpu_s = time.perf_counter() - began_s, time.thread_time() - cpu_s
+        seconds = time.perf_counter() - began_s
+        cpu_s = time.thread_time() - cpu_s
         self.calls[name].append((seconds, cpu_s, self._unscheduled_s() - waited_s))
         return result
 
@@ -250,7 +255,8 @@ class _Watch:
         return output
 
     def take(self) -> dict[str, list[tuple[float, float, float]]]:
-        found, self.calls = self.calls, {"schedule": [], "match": []}
+        found = self.calls
+        self.calls = {"schedule": [], "match": []}
         return found
 
 
@@ -258,14 +264,16 @@ class _Stream:
     """Requests one by one, beside one that decodes."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._llm = engine, engine.llm.llm_engine
+        self._engine = engine
+        self._llm = engine.llm.llm_engine
         self.watch = _Watch(engine)
         self._num_requests = 0
         self._decoder = ""
 
     def ask(self, prompt: Tokens) -> tuple[dict[str, Any], float]:
         """An answer, and how long the request waited for its first tokens."""
-        request_id, added_s = self._add(prompt, _REPLY_TOKENS), time.perf_counter()
+        request_id = self._add(prompt, _REPLY_TOKENS)
+        added_s = time.perf_counter()
         while True:
             for output in self.step():
                 if output.request_id == request_id and output.finished:
@@ -304,7 +312,8 @@ def faults(engine: Engine) -> None:
     root = Path(engine.plan["folder"]) / "kvext3"
     kept = root.with_name("kept")
     shutil.copytree(root, kept, symlinks=True)
-    stream, shared = _Stream(engine), engine.side.shared
+    stream = _Stream(engine)
+    shared = engine.side.shared
     stream.ask([7] * 20)
 
     def restore() -> None:
@@ -344,7 +353,8 @@ def faults(engine: Engine) -> None:
     stream.end()
 
 
-_NUM_DOCUMENTS, _NUM_QUESTIONS = 40, 10
+_NUM_DOCUMENTS = 40
+_NUM_QUESTIONS = 10
 _SOAK_REPLY_TOKENS = 4
 
 
@@ -370,7 +380,8 @@ def soak_reference(engine: Engine) -> None:
 @scenario
 def soak(engine: Engine) -> None:
     """Prompts by chance, four at once; each answer is a line of a file, for who is killed."""
-    rng, num_left = random.Random(engine.plan["seed"]), int(engine.plan["requests"])
+    rng = random.Random(engine.plan["seed"])
+    num_left = int(engine.plan["requests"])
     with Path(engine.plan["answers"]).open("a", buffering=1) as answers:
         while num_left > 0:
             numbers = [int(num_soak_prompts * rng.random() ** 2) for _ in range(min(4, num_left))]

@@ -27,7 +27,8 @@ def sleeps(engine: Any) -> None:
 
     rng = random.Random("sleep")
     prompts = [random_tokens(rng, length) for length in PROMPTS_TOKENS]
-    llm, can_sleep = engine.llm, engine.plan["engine"].get("enable_sleep_mode", False)
+    llm = engine.llm
+    can_sleep = engine.plan["engine"].get("enable_sleep_mode", False)
 
     def sleep(level: int) -> None:
         engine.note("awake bytes", torch.npu.memory_allocated())

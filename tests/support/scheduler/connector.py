@@ -80,7 +80,8 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
         self._receiving -= connector_output.finished_recving or set()
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        metadata, self._metadata = self._metadata, ScriptedMetadata()
+        metadata = self._metadata
+        self._metadata = ScriptedMetadata()
         return metadata
 
     def request_finished_all_groups(

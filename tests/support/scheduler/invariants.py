@@ -152,7 +152,8 @@ class CacheContents:
         self, request: Any, group_id: int, block_tokens: int, hashes: Any, index: int
     ) -> None:
         stream = self._streams[request.request_id]
-        start, stop = index * block_tokens, (index + 1) * block_tokens
+        start = index * block_tokens
+        stop = (index + 1) * block_tokens
         extra_keys, _ = generate_block_hash_extra_keys(request, start, stop, 0)
         block = _CachedBlock(
             digests=stream.digests[start:stop],
@@ -169,7 +170,8 @@ class CacheContents:
 
         An event then describes the last tokens of that prefix, as many as have one hash.
         """
-        hashes, size = request.block_hashes, engine.hash_block_size
+        hashes = request.block_hashes
+        size = engine.hash_block_size
         block_tokens = engine.layout.groups[group_id].block_tokens
         digests = self._streams[request.request_id].digests
         known = self._num_known[request.request_id, group_id] * block_tokens // size

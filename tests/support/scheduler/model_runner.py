@@ -194,7 +194,8 @@ class ModelRunner:
     def _make_rows(self, scheduler_output: Any) -> Iterator[_Row]:
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             state = self._states[request_id]
-            start, known = state.num_computed_tokens, len(state.stream)
+            start = state.num_computed_tokens
+            known = len(state.stream)
             drafts = list(scheduler_output.scheduled_spec_decode_tokens.get(request_id, ()))
             if -1 in drafts and not state.is_admitted:
                 # Asynchronous scheduling leaves the drafts, and how many were accepted, to us.

@@ -114,7 +114,8 @@ def _requests(rng: random.Random, layout: Layout) -> Iterator[RequestPlan]:
     for _ in range(rng.randrange(4, 9)):
         prompt = rng.choice(roots)[: _prompt_length(rng, layout, max_prompt_tokens // 2)]
         prompt += _tokens(rng, _prompt_length(rng, layout, max_prompt_tokens // 3))
-        adapter, salt = rng.choice(_ADAPTERS), rng.choice(_SALTS)
+        adapter = rng.choice(_ADAPTERS)
+        salt = rng.choice(_SALTS)
         images = _images(rng, prompt)
         for _ in range(rng.randrange(1, 4)):
             plan = RequestPlan(

@@ -38,7 +38,8 @@ class Run:
         aborted = {abort.request_id for abort in workload.aborts} - self.finish_reasons.keys()
         wrong = {}
         for plan in workload.requests:
-            output, expected = self.outputs[plan.request_id], plan.expected_output()
+            output = self.outputs[plan.request_id]
+            expected = plan.expected_output()
             if output != (expected[: len(output)] if plan.request_id in aborted else expected):
                 wrong[plan.request_id] = output
         return wrong

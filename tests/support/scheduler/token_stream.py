@@ -85,7 +85,8 @@ class TokenStream:
     def beginning(self, num_tokens: int) -> TokenStream:
         """Another stream with the first tokens of this one."""
         stream = copy.copy(self)
-        stream.tokens, stream.digests = self.tokens[:num_tokens], self.digests[:num_tokens]
+        stream.tokens = self.tokens[:num_tokens]
+        stream.digests = self.digests[:num_tokens]
         return stream
 
     def replace(self, tokens: Sequence[int]) -> None:

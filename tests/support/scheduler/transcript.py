@@ -93,7 +93,8 @@ def first_difference(one: Transcript, other: Transcript) -> str | None:
     """The first step and field in which two runs differ, or None."""
     for number, (a, b) in enumerate(zip(one.steps, other.steps)):  # noqa: B905
         for item in fields(Step):
-            left, right = getattr(a, item.name), getattr(b, item.name)
+            left = getattr(a, item.name)
+            right = getattr(b, item.name)
             if left != right:
                 return f"step {number}, {item.name}: {left!r:.600} != {right!r:.600}"
     if len(one.steps) != len(other.steps):

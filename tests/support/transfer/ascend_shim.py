@@ -58,7 +58,8 @@ class Shim:
         self.library.kvext_shim_reset(ctypes.c_int64(self.num_cores))
         is_store = transfer.direction == 0
         for pool in transfer.pools:
-            address, num_bytes = int(pool[PoolColumn.ADDRESS]), int(pool[PoolColumn.NUM_BYTES])
+            address = int(pool[PoolColumn.ADDRESS])
+            num_bytes = int(pool[PoolColumn.NUM_BYTES])
             self.register(address, num_bytes, is_writable=not is_store)
         self.register(
             transfer.host_address, transfer.host_bytes, is_mapped=is_mapped, is_writable=is_store

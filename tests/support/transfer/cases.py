@@ -234,7 +234,8 @@ def cut_into_chunks(case: TransferCase, draw: st.DrawFn) -> TransferCase:
     for run in runs:
         run[4] = rows_of_group.get(run[0], 0)
         rows_of_group[run[0]] = run[4] + run[3]
-    planes, host_bytes = [], 0
+    planes = []
+    host_bytes = 0
     for chunk in draw(st.permutations(range(num_chunks))):
         for plane in case.planes.tolist():
             group = chunk * num_groups + plane[0]

@@ -37,7 +37,9 @@ from vllm_ascend_kvext.layout.worker_config import read_nz_layers
 build = partial(build_layout, nz_layers=())
 
 PAGES = 5
-HEADS, TOKENS, HEAD = 3, 4, 8
+HEADS = 3
+TOKENS = 4
+HEAD = 8
 FULL = FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD)
 ROW = HEADS * HEAD * 2
 """Bytes of K of one token."""

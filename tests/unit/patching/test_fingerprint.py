@@ -190,7 +190,8 @@ def test_the_source_of_a_function_is_read_once(tmp_path: Path) -> None:
 def test_functions_with_equal_code_keep_their_own_fingerprints(tmp_path: Path) -> None:
     """The annotation of a variable is no part of the code."""
     path = tmp_path / "equal_code.py"
-    functions, found = [], []
+    functions = []
+    found = []
     for annotation in ("int", "str"):
         source = f"def function():\n    x: {annotation} = 1\n    return x\n"
         functions.append(define(path, source))

@@ -64,7 +64,8 @@ def test_apply_revert_apply_revert_restores_the_very_attributes(
 ) -> None:
     calls: list[str] = []
     plan = plan_patches(declare(target, wrapper=record(calls)))
-    before, stock = slots(pool), CALLS[target](pool)
+    before = slots(pool)
+    stock = CALLS[target](pool)
     for _ in range(2):
         assert book.apply(plan) == (f"T-{target}",)
         assert state_of(book, plan.findings[0]) is State.APPLIED
@@ -108,7 +109,9 @@ def test_calls_go_through_what_is_in_effect_in_any_order_of_applying_and_reverti
     plan_patches: PlanPatches, pool: ModuleType, steps: list[str]
 ) -> None:
     """Against a stack of layers, innermost first: our patches, on or off, and foreign wrappers."""
-    book, cls, original = PatchBook(), pool.Pool, vars(pool.Pool)["free"]
+    book = PatchBook()
+    cls = pool.Pool
+    original = vars(pool.Pool)["free"]
     calls: list[str] = []
     plans = {
         feature: plan_patches(

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 
-NUM_PATCHES, NUM_OWNERS = 3, 3
+NUM_PATCHES = 3
+NUM_OWNERS = 3
 METHODS = ("schedule", "free")
 
 
@@ -54,7 +55,8 @@ taking_back = st.integers(0, NUM_PATCHES - 1)
 def test_calls_go_through_what_has_not_been_taken_back(
     steps: list[tuple[int, int, str] | int], last_order: list[int]
 ) -> None:
-    objects, indices = owners(), range(NUM_OWNERS)
+    objects = owners()
+    indices = range(NUM_OWNERS)
     before = [dict(vars(each)) for each in objects]
     patches = [InstanceMethods() for _ in range(NUM_PATCHES)]
     # (patch, owner, method) of what is in effect, oldest first.
@@ -90,7 +92,8 @@ def function_around(call: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 @pytest.mark.parametrize("around", [partial_around, function_around])
 def test_what_somebody_else_has_put_over_it_stays_and_gets_straight_through(around: Any) -> None:
-    owner, ours = Owner(), InstanceMethods()
+    owner = Owner()
+    ours = InstanceMethods()
     ours.replace(owner, replacement("schedule", "ours"))
     theirs = owner.schedule = around(owner.schedule)  # type: ignore[method-assign]
     assert owner.schedule() == ["ours", "upstream", "theirs"]
@@ -100,7 +103,8 @@ def test_what_somebody_else_has_put_over_it_stays_and_gets_straight_through(arou
 
 
 def test_objects_are_not_kept_alive() -> None:
-    owner, ours = Owner(), InstanceMethods()
+    owner = Owner()
+    ours = InstanceMethods()
     ours.replace(owner, replacement("schedule", owner))
     ended = weakref.ref(owner)
     del owner

@@ -99,7 +99,8 @@ def test_a_foreign_wrapt_wrapper_is_looked_through(plan_patches: PlanPatches) ->
 
 
 def test_digest_names_the_plan(plan_patches: PlanPatches) -> None:
-    one, other = declare("Pool.free"), declare("touch")
+    one = declare("Pool.free")
+    other = declare("touch")
     assert digest([plan_patches(one)]) == digest([plan_patches(one)])
     assert digest([plan_patches(one)]) != digest([plan_patches(one, other)])
     assert digest([plan_patches(one)]) != digest([plan_patches(one, upstream=Upstream("0.24"))])

@@ -17,7 +17,8 @@ class Scheduler:
     """What `StateHits` reads of a scheduler; the methods that it wraps are called with it."""
 
     def __init__(self, hits: Any, matched: Any, is_0_23: bool = False) -> None:
-        self.hits, self.matched = hits, matched
+        self.hits = hits
+        self.matched = matched
         self.asked: list[int] = []
         self.counted: list[int] = []
         self.request = SimpleNamespace(
@@ -70,7 +71,8 @@ class Scheduler:
         return (blocks, num_tokens), matched
 
 
-LONGER, ALL = ("of attention", 640), ("of all", ALL_GROUPS_TOKENS)
+LONGER = ("of attention", 640)
+ALL = ("of all", ALL_GROUPS_TOKENS)
 
 
 @pytest.mark.parametrize("is_0_23", [False, True])

@@ -29,7 +29,8 @@ NUM_BYTES = 3 << 10
 NAME = f"R0-64-{'ab' * 16}"
 OTHER = f"R0-64-{'cd' * 16}"
 NOTES = tuple(f"N{digit * 32}" for digit in "123")
-PLACE, GUARD = 4 << 20, 0xA5
+PLACE = 4 << 20
+GUARD = 0xA5
 
 
 def content_of(seed: object, num_bytes: int = NUM_BYTES) -> bytes:
@@ -43,7 +44,9 @@ class Engine:
     """One rank of an engine: its tier, and its memory."""
 
     def __init__(self, tier: SharedTier, spare_bytes: int) -> None:
-        self.tier, self.spare_bytes, self.namespace = tier, spare_bytes, ""
+        self.tier = tier
+        self.spare_bytes = spare_bytes
+        self.namespace = ""
         self.memory = bytearray(8 << 20)
         self.tier.register(memoryview(self.memory))
 
@@ -131,8 +134,10 @@ class Backend:
     """Engines of one backend. Their tiers are used again: a client of Mooncake ends slowly."""
 
     def __init__(self, url: str, overwrite: Overwrite, lead: Lead, full_name: str) -> None:
-        self._url, self._full_name = url, full_name
-        self.overwrite, self.lead = overwrite, lead
+        self._url = url
+        self._full_name = full_name
+        self.overwrite = overwrite
+        self.lead = lead
         self._engines: dict[tuple[int, int], Engine] = {}
         self.namespaces = (f"space-{number}" for number in itertools.count())
         self.namespace = next(self.namespaces)
@@ -310,7 +315,8 @@ def test_a_damaged_object_is_broken_and_forgotten(
 @pytest.mark.parametrize("owner", ["another object", "another rank", "another name space"])
 def test_the_bytes_of_another_are_broken(backend: Backend, engine: Engine, owner: str) -> None:
     """With a seal that is right for what it was."""
-    name, rank = (OTHER if owner == "another object" else NAME), int(owner == "another rank")
+    name = OTHER if owner == "another object" else NAME
+    rank = int(owner == "another rank")
     seal = seal_of(backend.sealed_name(name, rank), CONTENT)
     if owner == "another name space":
         seal = seal_of(backend.sealed_name(name).replace("space", "other"), CONTENT)
@@ -367,7 +373,8 @@ def test_two_engines_do_what_a_dict_does(
     notes = ["N" + name[-32:] for name in names]
     objects: dict[str, bytes | None] = {}  # None: damaged.
     for operation, number, by, seed in operations:
-        engine, name = any_backend.engine(by), names[number]
+        engine = any_backend.engine(by)
+        name = names[number]
         if operation == "put":
             content = content_of(seed % 4, 256)
             assert engine.put(content, name, (notes[number],)) is Answer.WHOLE

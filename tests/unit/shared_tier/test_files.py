@@ -248,7 +248,8 @@ def test_a_folder_that_was_moved_aside_is_not_counted(engine: Engine, tmp_path: 
 
 def test_a_note_of_another_object_leads_nowhere(engine: Engine, tmp_path: Path) -> None:
     """Two links that have changed places are as whole as before."""
-    other, other_note = NAME.replace("ab", "cd"), f"N{'4' * 32}"
+    other = NAME.replace("ab", "cd")
+    other_note = f"N{'4' * 32}"
     engine.put(CONTENT, notes=NOTES[:1])
     engine.put(content_of(1), other, (other_note,))
     links = {path.name: path for path in note_files(tmp_path)}
@@ -286,7 +287,9 @@ def test_a_note_is_whole_and_where_it_was_put(engine: Engine, tmp_path: Path, ch
     other = NAME.replace("ab", "cb")
     engine.put(CONTENT, other)
     (link,) = note_files(tmp_path)
-    target, rank, namespace = os.readlink(link), 0, engine.namespace
+    target = os.readlink(link)
+    rank = 0
+    namespace = engine.namespace
     if change in ("rank", "name space"):
         rank, namespace = (1, namespace) if change == "rank" else (0, "other")
         engine = Engine(tmp_path, rank=rank)
@@ -391,7 +394,8 @@ def test_errors_of_the_system_are_answers(
 def test_a_write_that_stops_half_way_leaves_nothing(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, calls = os.write, []
+    write = os.write
+    calls = []
 
     def short_write(file: int, data: Any) -> int:
         calls.append(len(data))
@@ -529,7 +533,8 @@ def test_what_does_not_fit_is_not_put(tmp_path: Path) -> None:
 
 def test_engines_evict_at_once_and_keep_the_capacity(tmp_path: Path) -> None:
     """Their puts and gets never bring wrong bytes, whoever removes what."""
-    size, capacity_bytes = 16 << 10, 40 * (20 << 10)
+    size = 16 << 10
+    capacity_bytes = 40 * (20 << 10)
     wrong: list[object] = []
 
     def work(seed: int) -> None:

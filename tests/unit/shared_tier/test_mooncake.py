@@ -117,9 +117,11 @@ def test_a_seal_lies_in_spare_bytes_of_its_place(
     ranks: tuple[Rank, Rank], running: Servers
 ) -> None:
     """Not in the next place, and not behind the last one, with which memory ends."""
-    num_bytes, num_places = (1 << 20) - ALIGNMENT_BYTES, 8
+    num_bytes = (1 << 20) - ALIGNMENT_BYTES
+    num_places = 8
     arena = Arena(len(ranks[0].memory), ConnectorOptions(shared_tier=running.url).spare_bytes)
-    objects, contents = [], []
+    objects = []
+    contents = []
     for number in range(num_places):
         offset_bytes = arena.allocate(arena.place_bytes(num_bytes))
         assert offset_bytes is not None
@@ -215,7 +217,8 @@ def test_an_identity_that_is_damaged_is_not_shown(rank: Rank, content: bytes | N
 
 def test_what_is_touched_is_not_evicted(rank: Rank, ranks: tuple[Rank, Rank]) -> None:
     """Of what was put at the same time, and not used since."""
-    hot, cold = range(5), range(5, 10)
+    hot = range(5)
+    cold = range(5, 10)
     for number in (*hot, *cold):
         assert until(lambda number=number: rank.put(number) is Answer.WHOLE)
     for number in range(10, 300):  # Of 1 MB, into 128.
@@ -289,7 +292,8 @@ def test_of_an_owner_that_stops_in_a_get_no_bytes_come_later(tmp_path: Path) -> 
     size = 400 << 20
     servers = Servers(tmp_path, "900 MB", "--client_ttl=200", "--default_kv_lease_ttl=200000")
     try:
-        tier, memory = MooncakeTier(servers.url, 0), bytearray(b"\5") * (size + SEAL_BYTES)
+        tier = MooncakeTier(servers.url, 0)
+        memory = bytearray(b"\5") * (size + SEAL_BYTES)
         tier.register(memoryview(memory))
         assert tier.put(what(0, size)) is Answer.WHOLE
         memory[:] = bytes(len(memory))

@@ -46,7 +46,8 @@ def cheapest_windows(
 @given(st.data(), st.sampled_from([0, 1, 68]))
 def test_places_are_those_of_the_model(data: st.DataObject, spare_bytes: int) -> None:
     """They are taken and given back in any order."""
-    arena, places = Arena(CAPACITY_BYTES + 63, spare_bytes), Places()
+    arena = Arena(CAPACITY_BYTES + 63, spare_bytes)
+    places = Places()
     for _ in range(30):
         if places and data.draw(st.booleans()):
             offsets = st.sampled_from(sorted(places))

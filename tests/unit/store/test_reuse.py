@@ -42,7 +42,8 @@ class PlainReuse:
     def note_ended(self, asked: list[bytes], answered: list[bytes]) -> None:
         behind = 0
         for key in asked:
-            origin, num_asked = behind, 0
+            origin = behind
+            num_asked = 0
             if key in self.known:
                 index, stage = self.place(key, self.now)
                 self.came_back[index][stage] += 1
@@ -59,7 +60,8 @@ class PlainReuse:
 @pytest.mark.parametrize("seed", range(3))
 def test_counts_are_those_of_looking_at_each_chunk(seed: int, max_keys: int) -> None:
     chance = random.Random(seed)
-    reuse, plain = Reuse(max_keys), PlainReuse(max_keys)
+    reuse = Reuse(max_keys)
+    plain = PlainReuse(max_keys)
     for _ in range(300):
         text = chance.choice("abcdefghijklmnop") * chance.randint(1, 6)
         text += chance.choice(["", "", "x", "yz"])
@@ -102,7 +104,8 @@ def test_a_density_is_hits_per_use() -> None:
 
 def share_found(texts: list[tuple[int, int]], num_places: int) -> float:
     """Texts, by number and chunks, are asked for in turn: how many chunks are there then."""
-    tier, num_found = SmallTier(num_places), 0
+    tier = SmallTier(num_places)
+    num_found = 0
     for number, num_chunks in texts:
         text = chr(256 + number) * CHUNK_TOKENS * num_chunks
         use = tier.next_use()

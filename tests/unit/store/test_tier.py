@@ -132,7 +132,8 @@ def test_a_hit_that_gave_way_meanwhile_is_not_loaded() -> None:
 def store_small_among_large(tier: SmallTier, num_small: int) -> tuple[list[Entry], list[Entry]]:
     """Small entries, each alone between two that are larger and were used later."""
     uses = [tier.next_use() for _ in range(2 * num_small)]
-    small, large = [], []
+    small = []
+    large = []
     for number in range(num_small):
         small.append(tier.store(text_of(number), CHUNK, 1, uses[number]))
         large.append(tier.store(text_of(1000 + number), CHUNK, 2, uses[num_small + number]))
@@ -174,7 +175,8 @@ def test_what_is_larger_than_the_tier_is_refused() -> None:
 
 def test_few_of_many_entries_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier may have a hundred thousand entries, and the engine waits for the store's plan."""
-    num_places, num_looks = 2000, 0
+    num_places = 2000
+    num_looks = 0
     tier = SmallTier(num_places)
     worth_of = EvictionOrder._worth_of
 

@@ -105,7 +105,8 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(text=texts, limit=st.integers(0, 30), after=st.integers(0, 20))
     def look_up_what_is_there(self, text: str, limit: int, after: int) -> None:
-        prefix, limit = TextPrefix(text), min(limit, len(text))
+        prefix = TextPrefix(text)
+        limit = min(limit, len(text))
         boundaries = range(UNIT_TOKENS, limit + 1, UNIT_TOKENS)
 
         def those_with(kind: Kind, *states: EntryState) -> list[int]:

@@ -94,7 +94,8 @@ class ModelTier:
 
     def find(self, prefix: TextPrefix, limit_tokens: int, after_tokens: int) -> tuple[int, object]:
         """Boundary and shortfall of a lookup."""
-        text, unit_tokens = prefix.text, self.geometry.unit_tokens
+        text = prefix.text
+        unit_tokens = self.geometry.unit_tokens
         boundaries = [
             tokens
             for tokens in range(unit_tokens, min(limit_tokens, len(text)) + 1, unit_tokens)
@@ -127,7 +128,8 @@ class ModelTier:
     def settle(self, each: ModelEntry) -> None:
         """An entry is stored."""
         self.num_settled += 1
-        each.state, each.settled = EntryState.STORED, self.num_settled
+        each.state = EntryState.STORED
+        each.settled = self.num_settled
 
     def renew(self, text: str, use: int) -> None:
         """All rows of a prefix, on their way as well, up to the first that has been renewed."""
@@ -208,7 +210,8 @@ class ModelTier:
 
     def recent_use(self) -> int:
         """The first of the latest uses that asked for no more than a sixth of the tier."""
-        recent_use, sum_bytes = self.wanted[-1][0] + 1, 0
+        recent_use = self.wanted[-1][0] + 1
+        sum_bytes = 0
         for use, num_bytes in reversed(self.wanted):
             sum_bytes += num_bytes
             if sum_bytes > self.capacity_bytes / 6:

@@ -148,7 +148,8 @@ def default_in_bound_process(script: str = IN_A_WORKER, **variables: str) -> lis
     return finished.stdout.splitlines()
 
 
-FIRST, EVERY = str(CPUS[0]), " ".join(map(str, CPUS))
+FIRST = str(CPUS[0])
+EVERY = " ".join(map(str, CPUS))
 
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")

@@ -42,7 +42,9 @@ def identity_of(vllm_config: Any, layout: HostLayout, workers: Sequence[WorkerLa
         SettingsError: If its hashes are other ones in every process, or if its weights cannot be
             told from others.
     """
-    model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    load = vllm_config.load_config
     has_own_scales = getattr(cache, "calculate_kv_scales", False)
     if load.load_format == "dummy" or has_own_scales:
         raise SettingsError(

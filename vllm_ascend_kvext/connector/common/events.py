@@ -72,5 +72,6 @@ class TierEvents:
 
     def take(self) -> list[Any]:
         """The events since the last call, in their order."""
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events

@@ -90,7 +90,8 @@ class HostBuffer:
 
     def unmap(self) -> None:
         """End what `allocate` has mapped. The caller has waited for every transfer. Idempotent."""
-        backend, self._mapped_by = self._mapped_by, None
+        backend = self._mapped_by
+        self._mapped_by = None
         if backend is not None:
             backend.unmap_host(self.tensor)
 

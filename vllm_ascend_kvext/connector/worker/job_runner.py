@@ -124,7 +124,8 @@ class JobRunner:
     def _move_all(self, job: Job, plans: Iterable[TransferPlan], recorded: Any) -> Moved:
         is_store = isinstance(job, StoreJob)
         direction = Direction.PAGES_TO_HOST if is_store else Direction.HOST_TO_PAGES
-        num_bytes, seconds = 0, 0.0
+        num_bytes = 0
+        seconds = 0.0
         for plan in plans:
             if not len(plan.runs):
                 continue
@@ -176,7 +177,8 @@ class JobRunner:
         Raises:
             Exception: What the load of all has raised, if no part can be read.
         """
-        num_bytes, seconds = 0, 0.0
+        num_bytes = 0
+        seconds = 0.0
         num_in_a_row = 0
         unreadable: set[int] = set()
         for part in _parts_of(job):

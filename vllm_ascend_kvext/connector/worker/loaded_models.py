@@ -104,7 +104,8 @@ class LoadedWeights:
 
     def take_is_read_again(self) -> bool:
         """Whether more files have been read for these models since this was asked."""
-        before, self._num_read = self._num_read, self._count_read()
+        before = self._num_read
+        self._num_read = self._count_read()
         return self._num_read != before
 
     def _count_read(self) -> int:

@@ -30,7 +30,9 @@ from vllm_ascend_kvext.shared_tier.backend import (
 logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
 
 # What was queued while one call took longer is not begun: nobody waits for it any more.
-MAX_CALL_S, MAX_FAILED_S = 5.0, 0.5  # One that has failed may take less.
+# One that has failed may take less.
+MAX_CALL_S = 5.0
+MAX_FAILED_S = 0.5
 
 
 class SharedTransfers:
@@ -48,7 +50,8 @@ class SharedTransfers:
         self, options: ConnectorOptions, rank: int, num_equal: int, host: HostBuffer, on_start: Call
     ) -> None:
         assert options.shared_tier is not None
-        self._rank, self._num_equal = rank, num_equal
+        self._rank = rank
+        self._num_equal = num_equal
         shared_rank = rank if num_equal == 1 else 0
         self._tier = open_tier(options.shared_tier, options.shared_tier_bytes, shared_rank)
         self._tier.register(memoryview(host.tensor.numpy()))
@@ -99,7 +102,8 @@ class SharedTransfers:
         """What has ended, and come, since the last call."""
         self._leave_hanging_behind()
         with self._changed:
-            output, self._output = self._output, WorkerOutput()
+            output = self._output
+            self._output = WorkerOutput()
         return output
 
     def wait_for_end(self, timeout_s: float) -> bool:
@@ -119,13 +123,16 @@ class SharedTransfers:
                 self._tier.close()
 
     def _move(self, direction: Direction, what: SharedObject, submitted_s: float) -> None:
-        answer, began_s = Answer.UNREACHABLE, time.monotonic()
+        answer = Answer.UNREACHABLE
+        began_s = time.monotonic()
         try:
             if submitted_s >= self._stale_before_s[direction]:
                 if direction == "get":
                     answer = self._tier.get_into(what, self._note_bytes)
                 elif not self._is_own(what.name):
-                    answer, what = Answer.WHOLE, what._replace(num_bytes=0)  # Another puts it.
+                    # Another puts it.
+                    answer = Answer.WHOLE
+                    what = what._replace(num_bytes=0)
                 else:
                     answer = self._tier.put(what)
         finally:
@@ -133,7 +140,8 @@ class SharedTransfers:
             is_unreachable = answer is Answer.UNREACHABLE
             self._note_duration(direction, began_s, ended_s, is_unreachable)
             with self._changed:
-                output, self._num_left = self._output, self._num_left - 1
+                output = self._output
+                self._num_left = self._num_left - 1
                 output.stores_ended[what.number] = 1
                 if answer is Answer.WHOLE and what.num_bytes:
                     output.traffic[direction].add(Traffic(what.num_bytes, ended_s - began_s, 1))
@@ -152,7 +160,8 @@ class SharedTransfers:
         finally:
             self._note_duration("put", began_s, time.monotonic(), found is None)
             with self._changed:
-                output, self._num_left = self._output, self._num_left - 1
+                output = self._output
+                self._num_left = self._num_left - 1
                 output.stores_ended[used.number] = 1
                 if found is None:
                     output.failed_stores.add(used.number)

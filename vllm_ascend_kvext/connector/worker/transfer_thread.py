@@ -87,7 +87,8 @@ class TransferThread:
         Beside each what it has moved; None if it failed.
         """
         with self._changed:
-            ended, self._ended = self._ended, []
+            ended = self._ended
+            self._ended = []
         return ended
 
     def wait_for_end(self, timeout_s: float) -> None:
@@ -113,7 +114,8 @@ class TransferThread:
             self._changed.notify_all()
         self.drop()
         with self._changed:
-            thread, self._thread = self._thread, None
+            thread = self._thread
+            self._thread = None
         if thread is not None:
             thread.join()
 
@@ -174,7 +176,8 @@ class TransferThread:
                 self._num_unlogged += 1
                 return
             self._logged_at_s = now_s
-            num_unlogged, self._num_unlogged = self._num_unlogged, 0
+            num_unlogged = self._num_unlogged
+            self._num_unlogged = 0
         if isinstance(job, StoreJob):
             what = f"Store {job.number}"
         else:

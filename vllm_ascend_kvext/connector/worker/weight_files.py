@@ -22,8 +22,10 @@ from vllm_ascend_kvext.errors import SettingsError
 _BESIDE = ("*quant*.json", "*processor_config.json")
 """What decides, beside weights, what they mean, and how media become inputs."""
 
-_SAMPLE_BYTES, _SAMPLES_OF_STAMP = 256, 16
-_SAMPLES_OF_TENSOR, _SAMPLES_OF_FILE = 8, 4096
+_SAMPLE_BYTES = 256
+_SAMPLES_OF_STAMP = 16
+_SAMPLES_OF_TENSOR = 8
+_SAMPLES_OF_FILE = 4096
 _READ_BYTES = 1 << 20
 
 
@@ -78,7 +80,8 @@ class FilesOfWeights:
             SettingsError: If there are no files, they cannot be read, or are not what they were.
         """
         self._require_same()
-        digest, path = hashlib.sha256(), ""
+        digest = hashlib.sha256()
+        path = ""
         try:
             root = os.path.commonpath(self._folders)
             for path in self._stamps:
@@ -116,7 +119,8 @@ def _stamp(path: str) -> _Stamp | str:
     """What a file is known by; or why it is not."""
     try:
         with open(path, "rb") as file:
-            found, digest = os.fstat(file.fileno()), hashlib.sha256()
+            found = os.fstat(file.fileno())
+            digest = hashlib.sha256()
             step = max(_SAMPLE_BYTES, (found.st_size - _SAMPLE_BYTES) // (_SAMPLES_OF_STAMP - 1))
             for first in range(0, found.st_size, step):
                 file.seek(first)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from torch_npu import _emulator
 
-_TO_DEVICE, _TO_HOST = 1, 2
+_TO_DEVICE = 1
+_TO_HOST = 2
 
 
 def memcpy(to: int, to_bytes: int, source: int, num_bytes: int, kind: int) -> int:

@@ -12,7 +12,8 @@ from torch_npu import _emulator
 
 SOC_OF_A2 = 220
 NAME = "Ascend910B1"
-CUBE_CORES, VECTOR_CORES = 24, 48
+CUBE_CORES = 24
+VECTOR_CORES = 48
 MEMORY_BYTES = 8 << 30
 """Of each device; a tensor that does not fit raises as on a device."""
 

@@ -33,7 +33,10 @@ from torch_npu.kernels import kernel_operator, operator, require
 from torch_npu.operators.paged_cache import read_pages
 
 UNLIMITED = 2147483647
-NO_MASK, CAUSAL, BAND = 0, 3, 4  # the values of sparse_mode that vllm-ascend uses
+# the values of sparse_mode that vllm-ascend uses
+NO_MASK = 0
+CAUSAL = 3
+BAND = 4
 MASK_SIDE = 2048  # of the mask that modes 3 and 4 take
 LAYOUTS = ("TND", "TND_NTD", "BNSD_NBSD")
 LATENT_SIZES = (128, 512)  # of a head whose rotary part comes as a tensor of its own
@@ -180,7 +183,8 @@ def npu_fused_infer_attention_score_v2(
         if end > first and num_keys > 0:
             pages = None if block_table is None else block_table[row]
             where = (num_kv_heads, pages, first_key, num_keys)
-            queries, keys = query[first:end], _rows(key, *where)
+            queries = query[first:end]
+            keys = _rows(key, *where)
             if query_rope is not None and key_rope is not None:
                 queries = torch.cat((queries, query_rope[first:end]), dim=-1)
                 keys = torch.cat((keys, _rows(key_rope, *where)), dim=-1)
@@ -189,10 +193,12 @@ def npu_fused_infer_attention_score_v2(
             )
         first = int(end)
         first_key += num_keys if block_table is None else 0
-    output, lse = output.to(query.dtype), lse.unsqueeze(-1)
+    output = output.to(query.dtype)
+    lse = lse.unsqueeze(-1)
     if is_batch:
         output, lse = (one.unflatten(0, (batch, num_queries)) for one in (output, lse))
-        output, lse = output.permute(2, 0, 1, 3).contiguous(), lse.transpose(1, 2).contiguous()
+        output = output.permute(2, 0, 1, 3).contiguous()
+        lse = lse.transpose(1, 2).contiguous()
     elif input_layout == "TND_NTD":
         output = output.transpose(0, 1).contiguous()
     return output, lse if return_softmax_lse else torch.zeros(1)

@@ -72,12 +72,14 @@ def compressor(
         Shape ``[rows, head_size]``, keys of one request behind those of another. What lies behind
         the last one is not written on the device; here it is NaN.
     """
-    head_size, width = norm_weight.shape[0], coff * norm_weight.shape[0]
+    head_size = norm_weight.shape[0]
+    width = coff * norm_weight.shape[0]
     if (rotary_mode, cache_mode, seqused) != (2, 1, None) or coff != (2 if cmp_ratio == 4 else 1):
         raise RuntimeError(f"compressor: {rotary_mode=} {cache_mode=} {seqused=}: not emulated")
     if state_cache.shape[2] != 2 * width or ape.shape != (cmp_ratio, width):
         raise RuntimeError(f"compressor: state {state_cache.shape} or ape {ape.shape} do not fit")
-    kv, scores = x.float() @ wkv.float().T, x.float() @ wgate.float().T
+    kv = x.float() @ wkv.float().T
+    scores = x.float() @ wgate.float().T
     keys = [kv.new_empty(0, head_size)]
     for request, (first, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         start = int(start_pos[request])
@@ -98,7 +100,8 @@ def compressor(
     found = torch.cat(keys)
     found = found * torch.rsqrt(found.square().mean(-1, keepdim=True) + norm_eps)
     found = found * norm_weight.float()
-    cos, sin = rope_cos[: len(found)].float(), rope_sin[: len(found)].float()
+    cos = rope_cos[: len(found)].float()
+    sin = rope_sin[: len(found)].float()
     turned = npu_rotary_mul(found[:, -rope_head_dim:], cos, sin, "interleave")
     found[:, -rope_head_dim:] = turned
     result = torch.full((len(rope_sin), head_size), float("nan"))
@@ -129,7 +132,8 @@ def _places(block_table: Tensor, block_size: int, first: int, end: int) -> tuple
 
 
 def compressor_metadata_outputs(call: SimpleNamespace) -> Shapes:
-    num_rows, cos = call.num_compressed_tokens, call.rope_cos
+    num_rows = call.num_compressed_tokens
+    cos = call.rope_cos
     rope = ((num_rows, 1, 1, cos.shape[1]), cos.dtype)
     return [rope, rope, ((num_rows, 2), torch.int32)]
 
@@ -175,7 +179,8 @@ def compressor_metadata(
         for window in range(start // compress_ratio, stop // compress_ratio)
     )
     for row, (request, window) in enumerate(itertools.islice(keys, num_compressed_tokens)):
-        position, block = window * compress_ratio, window // kv_block_size
+        position = window * compress_ratio
+        block = window // kv_block_size
         if position < len(rope_cos) and block < kv_block_table.shape[1]:
             cos[row], sin[row] = rope_cos[position], rope_sin[position]
             slots[row, 0] = kv_block_table[request, block]

@@ -13,7 +13,10 @@ from torch_npu.kernels import kernel_operator, operator, require
 
 COUNTS = 1  # of group_list_type, and of expert_tokens_num_type
 SUM_OF_TWO = 1  # of group_select_mode
-SOFTMAX, SIGMOID, ROOT_OF_SOFTPLUS = 0, 1, 2  # of norm_type
+# of norm_type
+SOFTMAX = 0
+SIGMOID = 1
+ROOT_OF_SOFTPLUS = 2
 SCORES: dict[int, Callable[[Tensor], Tensor]] = {
     SOFTMAX: lambda x: x.softmax(-1),
     SIGMOID: torch.sigmoid,
@@ -191,7 +194,8 @@ def npu_grouped_matmul(
     require(name, is_emulated, "only groups of rows in one tensor, and one weight, are emulated")
     if group_list is None or group_list_type != COUNTS:
         raise RuntimeError(f"{name}: group_list has to have counts")
-    rows, matrices = x[0], weight[0]
+    rows = x[0]
+    matrices = weight[0]
     output = torch.full((len(rows), matrices.shape[-1]), float("nan"))
     first = 0
     for group, end in enumerate(group_list.cumsum(0).tolist()):

@@ -201,8 +201,10 @@ def run_gated_delta_rule(
     group = value.shape[1] // key.shape[1]
     query = query.float().repeat_interleave(group, 1).unsqueeze(-1) * scale
     key = key.float().repeat_interleave(group, 1).unsqueeze(-1)
-    value, left = value.float().unsqueeze(-1), g.float().exp()[..., None, None]
-    beta, state = beta.float()[..., None, None], state.float()
+    value = value.float().unsqueeze(-1)
+    left = g.float().exp()[..., None, None]
+    beta = beta.float()[..., None, None]
+    state = state.float()
     answers = []
     for token in range(len(value)):
         state = state * left[token]
@@ -255,7 +257,8 @@ def npu_recurrent_gated_delta_rule(
             raise NotImplementedError(f"{name}: {length} tokens of a sequence are not emulated")
         if length == 0:
             continue
-        one, block = slice(first, first + 1), int(ssm_state_indices[first])
+        one = slice(first, first + 1)
+        block = int(ssm_state_indices[first])
         first += 1
         if block < 0:
             continue

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from torch_npu.kernels import kernel_operator
 
-HEADS, HEAD_SIZE = 64, 128
+HEADS = 64
+HEAD_SIZE = 128
 UNLIMITED = (1 << 63) - 1
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from torch_npu.kernels import operator, require
 
-NZ_FORMAT, ND_FORMAT = 29, 2
+NZ_FORMAT = 29
+ND_FORMAT = 2
 
 
 @operator("npu_format_cast")

@@ -62,7 +62,8 @@ def npu_mrope(
     given = (rotary_mode, cache_mode, any(mrope_section or ()))
     require("npu_mrope", given == ("half", "default", False), f"{given} is not emulated")
     cos, sin = cos_sin_cache[positions.flatten()].unsqueeze(1).chunk(2, dim=-1)
-    cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+    cos = torch.cat((cos, cos), -1)
+    sin = torch.cat((sin, sin), -1)
     size = cos.shape[-1]
 
     def turned(tensor: Tensor) -> Tensor:

@@ -85,7 +85,8 @@ def sparse_attention(
                 is_read = torch.arange(len(compressed)) < ended[:, None]
                 if cmp_sparse_indices is not None:
                     is_read &= _is_chosen(cmp_sparse_indices[rows, 0].long(), len(compressed))
-                keys, is_seen = torch.cat((keys, compressed)), torch.cat((is_seen, is_read), 1)
+                keys = torch.cat((keys, compressed))
+                is_seen = torch.cat((is_seen, is_read), 1)
             scores = torch.einsum("thd,kd->thk", q[rows].float(), keys) * softmax_scale
             scores.masked_fill_(~is_seen[:, None], float("-inf"))
             shares = torch.cat((scores, sink.expand(len(scores), -1, 1)), -1).softmax(-1)

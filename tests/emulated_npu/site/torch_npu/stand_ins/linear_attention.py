@@ -90,7 +90,8 @@ def prefill(
     Returns:
         Answers, of the shape and type of ``v``, and last states, as ``initial_state``.
     """
-    answers, states = torch.zeros_like(v), torch.empty_like(initial_state)
+    answers = torch.zeros_like(v)
+    states = torch.empty_like(initial_state)
     starts = cu_seqlens.tolist()
     for number, state in enumerate(initial_state):
         part = slice(starts[number], starts[number + 1])
