@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare the source of upstream's functions with the stored source fingerprints, or store them.
 
-A source fingerprint is a hash of a function's syntax tree; a patch is installed only where the
-functions that it counts on have the stored ones. It has nothing to do with the layout fingerprint
-in the names of LMCache's objects, nor with the plan digest in the log.
-Reads files, without --sources what is installed; imports none of vLLM, vLLM-Ascend and LMCache.
-Of a release that is not stored, every function is listed that patches count on in the newest stored
-one: absent, different from all stored versions, or as in one of them. With --against, what differs
-is shown line by line, without docstrings; then the functions that this package only calls, and the
-names of it that the release has lost. That is what to read before the release is supported.
+A source fingerprint is a hash of a function's syntax tree. A patch is installed only if all
+functions that it relies on have the stored fingerprints. A source fingerprint is not the layout
+fingerprint in the names of LMCache's objects, and not the plan digest in the log.
+The command reads files. Without --sources it reads the installed packages. It imports none of
+vLLM, vLLM-Ascend and LMCache.
+For a release that is not stored, the command lists every function that patches rely on in the
+newest stored release. Each is absent, differs from all stored versions, or is as in one of them.
+With --against it shows the differences line by line, without docstrings. Then come the functions
+that this package only calls, and the names it uses that the release does not have any more. Read
+all of that before you support the release.
 Exit status: 0 if everything is as stored (or was stored), 1 if something differs or the release is
 not stored, 2 if the arguments are wrong.
 """
@@ -97,7 +99,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SourceTree:
-    """Sources of one distribution: the folder that holds its top-level package."""
+    """The sources of one distribution.
+
+    Attributes:
+        root: The folder that holds its top-level package.
+    """
 
     root: Path
     distribution: str
@@ -108,7 +114,7 @@ class SourceTree:
 
 
 def installed_trees() -> list[SourceTree]:
-    """What imports of ``vllm``, ``vllm_ascend`` and ``lmcache`` would find."""
+    """The sources that imports of ``vllm``, ``vllm_ascend`` and ``lmcache`` would find."""
     upstream = compat.detect(os.environ)
     trees = []
     for package, distribution, version in (
@@ -123,7 +129,11 @@ def installed_trees() -> list[SourceTree]:
 
 
 def functions_of_interest(distribution: str, version: str | None) -> list[str]:
-    """The functions of a distribution that patches change or count on, in any version if None."""
+    """The functions of a distribution that patches change or rely on.
+
+    Args:
+        version: A version of the distribution; None for all versions.
+    """
     if distribution == LMCACHE:
         return sorted({name for patch in PATCHES for name in patch.lmcache})
     names: set[str] = set()
@@ -136,8 +146,8 @@ def functions_of_interest(distribution: str, version: str | None) -> list[str]:
 
 
 def patches_of(version: str | None) -> list[Patch]:
-    """The patches for a version of vLLM, or of the vLLM-Ascend made for it; all of them if None."""
-    # Releases of vLLM-Ascend carry the number of the vLLM they are made for.
+    """The patches for a version of vLLM, or of vLLM-Ascend; all patches for None."""
+    # A release of vLLM-Ascend has the number of the vLLM release that it is made for.
     return [
         patch
         for patch in PATCHES
@@ -146,7 +156,7 @@ def patches_of(version: str | None) -> list[Patch]:
 
 
 def read(tree: SourceTree) -> tuple[dict[str, str], list[str]]:
-    """The fingerprints of a source tree, and why some cannot be had."""
+    """The fingerprints of a source tree, and a reason for each that could not be computed."""
     found: dict[str, str] = {}
     missing: list[str] = []
     for name in functions_of_interest(tree.distribution, tree.version):
@@ -158,11 +168,11 @@ def read(tree: SourceTree) -> tuple[dict[str, str], list[str]]:
 
 
 def compare(tree: SourceTree, found: dict[str, str], store: FingerprintStore) -> list[str]:
-    """What differs from the store, one line each."""
+    """The differences from the store, one line each."""
     differences = []
     for name in functions_of_interest(tree.distribution, tree.version):
         expected = store.expected(tree.distribution, tree.version, name)
-        # A function of vLLM-Ascend may be absent from some of its versions, then and today.
+        # A function of vLLM-Ascend may be absent both from the stored release and from this one.
         if name not in found and not expected and tree.distribution == VLLM_ASCEND:
             continue
         if found.get(name) not in expected:
@@ -174,10 +184,12 @@ def compare(tree: SourceTree, found: dict[str, str], store: FingerprintStore) ->
 
 
 def survey(tree: SourceTree, store: FingerprintStore, against: Path | None) -> list[str]:
-    """A table of the functions that count in the newest stored version, compared with each.
+    """Compare a release that is not stored with the stored releases.
 
-    Below it, the patches that are as they were; and, where there are sources to compare
-    ``against``, the lines of what differs, and the names that have gone.
+    Returns:
+        A table of the functions that patches rely on in the newest stored release. Below it are
+        the patches whose functions have not changed. If there are sources ``against`` which to
+        compare, the lines that differ and the lost names follow.
     """
     stored = store.distributions.get(tree.distribution, {})
     known_versions = store.versions(tree.distribution)
@@ -185,7 +197,7 @@ def survey(tree: SourceTree, store: FingerprintStore, against: Path | None) -> l
     patches = PATCHES if tree.distribution == LMCACHE else patches_of(newest)
     rows: list[tuple[int, str, str, str]] = []
     diffs: list[str] = []
-    unchanged: dict[str, bool] = {}  # by patch
+    unchanged: dict[str, bool] = {}  # By patch id: whether all its functions are as they were.
     for name in functions_of_interest(tree.distribution, newest):
         versions = [each for each in known_versions if name in stored[each]]
         same: list[str] = []

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods of single objects of upstream that are replaced, and given back in any order.
+"""Replaces methods of single objects of upstream, and gives them back in any order.
 
-A patch that is for one scheduler, and not for all, puts a function of its own into the ``__dict__``
-of the object. Several patches do that to one method, and each can be reverted while others stay::
+A patch for one scheduler, and not for all, puts its own function into the ``__dict__`` of that
+object. Several patches may replace the same method, and each can be reverted while others stay::
 
-    scheduler.schedule()  ->  replaced last  ->  replaced first  ->  what the object had
+    scheduler.schedule()  ->  replaced last  ->  replaced first  ->  the object's own method
 
-Nothing but the objects themselves holds what replaces their methods.
+Only the objects themselves keep the replacements of their methods alive.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from vllm_ascend_kvext.patching.target import MISSING
 
 
 class InstanceMethods:
-    """The methods that one patch has replaced, of whatever objects."""
+    """The methods that one patch has replaced, on any number of objects."""
 
     def __init__(self) -> None:
         self._layers: WeakSet[_Layer] = WeakSet()
 
     def replace(self, owner: Any, replacement: Callable[..., Any]) -> None:
-        """Have calls of one method of an object go to a function of the same name.
+        """Replace the method of an object that has the name of a function by that function.
 
-        It is called with what lay there before, bound, in front of the arguments of the call.
+        The function gets the bound method that was there before, and then the arguments of the
+        call.
         """
         self._layers.add(_Layer(owner, replacement))
 
@@ -37,16 +38,16 @@ class InstanceMethods:
         return any(layer.owner is owner for layer in self._layers)
 
     def take_back(self) -> None:
-        """Give all objects their methods back, below and above what others have replaced."""
+        """Give all objects their methods back. Replacements of other patches stay in effect."""
         for layer in list(self._layers):
             layer.take_back()
         self._layers.clear()
 
 
 class _Layer:
-    """A replacement, and what lies under it.
+    """One replacement, and the method below it.
 
-    It takes effect as a `functools.partial`, which costs a call about as much as a bound method.
+    The replacement is a `functools.partial`, whose call costs about as much as a bound method's.
     """
 
     def __init__(self, owner: Any, replacement: Callable[..., Any]) -> None:
@@ -54,16 +55,17 @@ class _Layer:
         self._name = replacement.__name__
         self._found = vars(owner).get(self._name, MISSING)
         self._below = getattr(owner, self._name)
-        self._replacement = replacement  # A call that is under way may be all else that has it.
+        # After `take_back`, a call that is still running may hold the only other reference to it.
+        self._replacement = replacement
         self._call: Any = functools.partial(replacement, self._below)
         vars(self._call)["kvext_layer"] = self
         self._is_on = True
         setattr(owner, self._name, self._call)
 
     def take_back(self) -> None:
-        """Leave the object's attribute as it was; only have no effect if it is not ours.
+        """Restore the object's attribute, or switch the layer off if another one lies over it.
 
-        What lies over it, of us or of somebody else, goes on calling it, and gets straight through.
+        A function over a layer that is off goes on calling it, and reaches the method below.
         """
         self._is_on = False
         self._call.__setstate__((self._below, (), {}, vars(self._call)))
@@ -75,7 +77,7 @@ class _Layer:
 
 
 def _top_layer(owner: Any, name: str) -> _Layer | None:
-    """What is called first, if it is a layer of ours, and not somebody else's around one."""
+    """The layer that a call reaches first; None if it reaches a function of other code first."""
     found = vars(owner).get(name)
     layer = getattr(found, "kvext_layer", None)
     return layer if isinstance(layer, _Layer) and layer._call is found else None
