@@ -32,7 +32,7 @@ class _Wrapping:
     target: Target
     # A subclass of FunctionWrapper would double the cost of each call.
     wrapper: wrapt.FunctionWrapper[..., Any] = field(init=False)
-    # A plain attribute, because wrapt's own switch is a function that every call would have to make.
+    # A plain attribute, because wrapt's own switch is a function, which every call would pay for.
     is_on: bool = True
 
     @property
