@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One thing that is stored, what can be the matter with it, and how it is loaded.
+"""The entries of the host tier, their states, and their loads.
 
-An entry's life; a transfer is its own store, or a load that has pinned it::
+The states of an entry. A transfer is the store of the entry, or a load that has pinned it::
 
     STORING ── store finished ──> STORED ── evicted, replaced, cleared ──> GONE
        │                            │
@@ -9,8 +9,8 @@ An entry's life; a transfer is its own store, or a load that has pinned it::
        └────────> LEAVING <─────────┘
                      └── its last transfer ends ──> GONE
 
-Only a STORED entry is a hit. A LEAVING one is known to nobody but its transfers, and holds its
-place until they end.
+Only a STORED entry is a hit. A LEAVING entry cannot be found any more. It keeps its place until its
+transfers end.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any, NamedTuple
 
 
 class Kind(enum.IntEnum):
-    """What an entry holds. At one boundary the lower kind gives way first."""
+    """What an entry holds. At the same boundary, the lower kind is evicted first."""
 
     TAILS = 0
-    """Window tails and states at a boundary."""
+    """The window tails and states at one boundary."""
 
     ROWS = 1
-    """Full-attention rows of a stretch of tokens."""
+    """The full-attention rows of a range of tokens."""
 
 
 class EntryState(enum.Enum):
-    """See the module's drawing."""
+    """The states of an entry, see the drawing of the module."""
 
     STORING = "storing"
     STORED = "stored"
@@ -40,10 +40,7 @@ class EntryState(enum.Enum):
 
 
 class Piece(NamedTuple):
-    """What can be stored of a prefix.
-
-    Tails begin and end at their boundary.
-    """
+    """A part of a prefix that can be stored. Tails begin and end at their boundary."""
 
     kind: Kind
     first_tokens: int
@@ -60,19 +57,19 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Belongs to the tier; callers read it.
+    """One stored piece of a prefix. The tier writes it, and callers read it.
 
     Attributes:
-        number: Counts up; no two entries of a tier have the same.
-        keys: The keys by which it can be found, ascending: one for each unit of its rows.
+        number: A number that counts up. No two entries of a tier have the same number.
+        keys: The keys by which the entry can be found, ascending: one for each unit of its rows.
         use: The latest use; see ``HostTier.next_use``.
-        chunk_key: The key of its chunk's first unit, by which ``reuse`` knows the chunk however
-            many of its tokens there are.
-        key_before: The key of the rows without which it is of no use; None if it needs none.
-        is_being_written: Whether its store has not ended, wanted or not.
-        num_pins: Loads in progress.
-        num_leading_keys: How many of the keys lead to it, and not to a longer entry.
-        is_shared: Whether a shared tier has it, too, or is being given it; callers write it.
+        chunk_key: The key of the first unit of its chunk. The module ``reuse`` knows the chunk by
+            it, however many tokens of the chunk are stored.
+        key_before: The key of the rows that the entry needs to be of use; None if it needs none.
+        is_being_written: Whether its store has not ended yet. It may have been abandoned.
+        num_pins: The number of loads in progress.
+        num_leading_keys: The number of its keys that lead to this entry, and not to a longer one.
+        is_shared: Whether a shared tier has the entry, too, or is receiving it. Callers write it.
     """
 
     number: int
@@ -92,7 +89,7 @@ class Entry:
 
     @property
     def key(self) -> bytes:
-        """The chained hash at its end."""
+        """The chained hash at the end of the entry."""
         return self.keys[-1]
 
     @property

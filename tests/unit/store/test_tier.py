@@ -14,7 +14,7 @@ from vllm_ascend_kvext.errors import TierError
 from vllm_ascend_kvext.holes.load_plan import plan_of_hit
 from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
-from vllm_ascend_kvext.store.eviction import MAX_TRIED, NUM_SAMPLED, EvictionOrder, Worth
+from vllm_ascend_kvext.store.eviction import MAX_TRIED, NUM_SAMPLED, EvictionOrder, Priority
 from vllm_ascend_kvext.store.lookup import MAX_PIECES, Shortfall
 from vllm_ascend_kvext.store.prefix import HashedPrefix, TierGeometry
 
@@ -178,14 +178,14 @@ def test_few_of_many_entries_are_compared(monkeypatch: pytest.MonkeyPatch) -> No
     num_places = 2000
     num_looks = 0
     tier = SmallTier(num_places)
-    worth_of = EvictionOrder._worth_of
+    priority_of = EvictionOrder._priority_of
 
-    def watched(*arguments: Any) -> Worth:
+    def watched(*arguments: Any) -> Priority:
         nonlocal num_looks
         num_looks += 1
-        return worth_of(*arguments)
+        return priority_of(*arguments)
 
-    monkeypatch.setattr(EvictionOrder, "_worth_of", watched)
+    monkeypatch.setattr(EvictionOrder, "_priority_of", watched)
     entries = [store_chunk(tier, number) for number in range(2 * num_places)]
     assert num_looks <= (NUM_SAMPLED + 1) * num_places
     # Chosen at random, and still nearly all of those that go are among the oldest.
