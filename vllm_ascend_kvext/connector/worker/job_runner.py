@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries out one job of a worker: plans it, lets the model's kernels finish, moves the bytes.
+"""Carries out one job of a worker: plans it, waits for the model's kernels, and moves the bytes.
 
-All or nothing: a job whose plan lacks anything fails before a byte moves. A load whose bytes do not
-move is made again, part by part: so it is known which parts cannot be read. Knows no queue and no
-steps.
+A job whose plan lacks rows fails before a byte moves. If the bytes of a load cannot be moved, the
+load is made again part by part, which shows the parts that cannot be read. The module knows no
+queue and no steps.
 """
 
 from __future__ import annotations
@@ -37,24 +37,25 @@ if TYPE_CHECKING:
 
 Job = StoreJob | LoadJob
 Move = Callable[..., None]
-"""As `page_transfer`: pools, host, planes, runs, direction; ``placement`` by its name."""
+"""A function like `page_transfer`, called with pools, host, planes, runs and direction, and with
+``placement`` by name."""
 
 
 MAX_FAILED_IN_A_ROW = 3
-"""Parts of one load: then no other is tried. Each may take until a device's time limit, and other
-transfers wait, and so may a shutdown."""
+"""After so many failed parts in a row, the other parts of a load are not tried. Each failure may
+take until a device's time limit. Other transfers wait for it, and a shutdown may, too."""
 
 
 class Moved(NamedTuple):
     """What a job has moved.
 
     Attributes:
-        num_bytes: Of all planes.
-        seconds: That the copies took.
-        unreadable: Where in host memory those parts of a load begin that could not be read.
-        error: Why a load was made part by part; None if it was not.
-        key_check: What is wrong with the keys of a store's segments, empty if nothing is; None if
-            none were checked.
+        num_bytes: The bytes of all planes.
+        seconds: The time of the copies.
+        unreadable: Offsets in host memory of the parts of a load that could not be read.
+        error: Why a load was made part by part; None if it was made as a whole.
+        key_check: What is wrong with the keys of a store's segments; empty if they are right; None
+            if no keys were checked.
     """
 
     num_bytes: int
@@ -68,12 +69,16 @@ class JobRunner:
     """Moves bytes between the pages and the host memory of one worker. Threads may share it.
 
     Args:
+        layout: The layout of the pages.
+        states: Whether states are moved.
+        pools: The storages of the pages.
         host: The host buffer. dtype: uint8, shape: [num_bytes].
-        placement: Where copies on the host run; None leaves it to the calling thread.
-        move: Moves the bytes; tests hand in another.
+        fence: Lets copies wait for the kernels of the model.
+        placement: Where copies on the host run; None copies on the calling thread.
+        move: The function that moves bytes. Tests pass another one.
 
     Attributes:
-        segments: Moves tokens of segments; None if jobs have none.
+        segments: Moves tokens of segments; None if jobs have no segments.
     """
 
     def __init__(
@@ -99,14 +104,14 @@ class JobRunner:
         self._planner = TransferPlanner(layout, states)
 
     def run(self, job: Job, recorded: Any) -> Moved:
-        """Move what a job names, after the kernels that were recorded (see `ComputeFence`).
+        """Move the bytes of a job, after the recorded kernels (see `ComputeFence`).
 
         Raises:
             ConnectorError: Rows are missing; nothing has been written.
-            SegmentError: Segments do not fit; of them nothing has been written.
+            SegmentError: Segments do not fit; no bytes of segments have been written.
             TokenRangeError: The job does not fit the layout; nothing has been written.
-            DescriptorError: The same.
-            BackendError: The device refused; its destination may have been written in part.
+            DescriptorError: The job does not fit the layout; nothing has been written.
+            BackendError: The device refused; the destination may have been written in part.
         """
         plans, missing = plan_job(self._planner, job)
         if missing:
@@ -153,10 +158,10 @@ class JobRunner:
         return Moved(num_bytes + sum(of_segments), seconds)
 
     def _check_keys(self, rows: Sequence[SegmentRows]) -> str | None:
-        """Check all chunks of a store together: a small one has too few equal tokens.
+        """Check the keys of all chunks of a store together. A small chunk has too few equal tokens.
 
         Returns:
-            As `SegmentMover.check_keys`; also None if an earlier store has settled it.
+            The result of `SegmentMover.check_keys`; None if an earlier store has settled it.
         """
         with self._checking_keys:
             found = None if self._are_keys_settled else self._mover().check_keys(rows)
@@ -172,10 +177,10 @@ class JobRunner:
         return self.segments
 
     def _load_apart(self, job: LoadJob, recorded: Any, error: Exception) -> Moved:
-        """Load each part by itself, once the load of all of them has failed.
+        """Load each part by itself after the load of all parts has failed.
 
         Raises:
-            Exception: What the load of all has raised, if no part can be read.
+            Exception: The given error, if no part can be read.
         """
         num_bytes = 0
         seconds = 0.0
@@ -195,7 +200,10 @@ class JobRunner:
         return Moved(num_bytes, seconds, frozenset(unreadable), error)
 
     def _try(self, part: LoadJob, recorded: Any) -> Moved | None:
-        """What a part moves; None if it cannot be read. What it does not have, other parts have."""
+        """Load one part of a load. Returns what it has moved; None if it cannot be read.
+
+        Rows that the plan of the part lacks are rows of the other parts, so they are no error.
+        """
         try:
             plans, _ = plan_job(self._planner, part)
             return self._move_all(part, plans, recorded)
@@ -203,9 +211,9 @@ class JobRunner:
             return None
 
     def pages_to_fill(self, job: LoadJob) -> set[int]:
-        """Block ids of the pages that a load is to fill, as far as its tables name them.
+        """The block ids of the pages that a load is to fill, if its tables have them.
 
-        Does not raise, whatever is wrong with the job.
+        The method never raises, even if the job is wrong.
         """
         found: set[int] = set()
         for group in self.layout.groups:
@@ -223,7 +231,7 @@ class JobRunner:
 
 
 def plan_job(planner: TransferPlanner, job: Job) -> tuple[list[TransferPlan], list[MissingRows]]:
-    """What a job moves, in the order of its calls, and what of it is not there."""
+    """The transfers of a job, in the order of its calls, and the rows that are missing."""
     if isinstance(job, StoreJob):
         if not job.chunks:
             return [], []
@@ -254,7 +262,7 @@ def _incomplete(job: Job, missing: list[MissingRows]) -> ConnectorError:
 
 
 def _parts_of(job: LoadJob) -> Iterator[LoadJob]:
-    """A load of each of its entries."""
+    """Split a load into one load per entry."""
     nothing = replace(job, stored=(), hole_tails=(), segments=())
     for stored in job.stored:
         yield replace(nothing, stored=(stored,))
@@ -265,7 +273,7 @@ def _parts_of(job: LoadJob) -> Iterator[LoadJob]:
 
 
 def _num_bytes(plan: TransferPlan) -> int:
-    """Every run of a group times every plane of that group."""
+    """The bytes of a plan: the rows of each group times the row bytes of its planes."""
     group_of_plane = plan.planes[:, PlaneColumn.GROUP]
     rows_of_group = np.zeros(int(group_of_plane.max()) + 1, np.int64)
     np.add.at(rows_of_group, plan.runs[:, RunColumn.GROUP], plan.runs[:, RunColumn.NUM_ROWS])
