@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transfer op that rotates keys beside the one that does not, and torch: ratios of one run.
+"""Compares the transfer op that rotates keys with the plain op, and with torch, in one run.
 
     python benchmarks/key_rotation.py [--quick] [--out FOLDER]
 
@@ -50,10 +50,10 @@ class Keys:
     """The keys of one kind of model: every layer has one plane of them.
 
     Attributes:
-        name: As printed.
-        signature: How they turn.
-        num_heads: Heads of a row.
-        rows_per_page: Tokens of a page.
+        name: The printed name.
+        signature: How the keys are rotated.
+        num_heads: The heads of a row.
+        rows_per_page: The tokens of a page.
     """
 
     name: str
@@ -117,7 +117,7 @@ class Rotated:
 
 
 class TorchRotation:
-    """The same in torch, plane by plane."""
+    """The rotation in torch, plane by plane."""
 
     def __init__(self, keys: Keys) -> None:
         self.name = TORCH
@@ -183,17 +183,17 @@ class Result:
 
 
 def fill(memory: ColdMemory, dtype: torch.dtype) -> None:
-    """With numbers: arithmetic on what is none, or nearly zero, takes another time."""
+    """Fill the memory with numbers, because NaN or numbers near zero would change the times."""
     numbers = torch.randn(1 << 20).to(dtype).view(torch.uint8)
     for whole in (memory.arena, memory.host):
         whole.view(-1, len(numbers)).copy_(numbers)
 
 
 def check(memory: ColdMemory, keys: Keys) -> None:
-    """Refuse to time what does not rotate the keys.
+    """Check that the op rotates the keys.
 
     Raises:
-        SystemExit: Ours differ from torch's by more than rounding.
+        SystemExit: The keys differ from torch's by more than rounding.
     """
     job = Job.next(memory, Direction.HOST_TO_PAGES, True, 1)
     ids = torch.from_numpy(job.pages)
@@ -226,7 +226,12 @@ def measure(memory: ColdMemory, keys: Keys, num_threads: int, rounds: int) -> It
 
 
 TABLE = Table(
-    *("keys:<48", "MB:>5", "threads:>7", "method:<38", "GB/s:>6", "time / plain copy:>17"),
+    "keys:<48",
+    "MB:>5",
+    "threads:>7",
+    "method:<38",
+    "GB/s:>6",
+    "time / plain copy:>17",
 )
 
 
@@ -236,7 +241,7 @@ def line(result: Result) -> str:
 
 
 def target(results: list[Result]) -> str:
-    """What the project promises, and what was measured."""
+    """The target of the project, and the measured value."""
     ours = [result for result in results if result.method == OURS]
     worst = max(ours, key=lambda result: result.plain_ratio)
     gains = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether segments that the engine learns pay: prompts of documents behind a separator.
+"""Measures whether segments that the engine learns pay, for prompts of separated documents.
 
     python benchmarks/blending/learned.py [--quick] [--load L] [--rounds N]
 
@@ -29,7 +29,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Instead of this folder, whose modules are not to be found by their short names.
+# Modules are found by their full names below benchmarks/, not by short names in this folder.
 sys.path[0] = str(Path(__file__).parents[1])
 
 from common.cpu_engine import ENVIRON, CpuEngine, kvext_config  # noqa: E402
@@ -48,18 +48,22 @@ DOCUMENT_TOKENS = (100, 200)
 QUESTION_TOKENS = 20
 SEPARATOR = (1, 2, 3)
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""What else runs then does less harm to the times."""
+"""With one thread, other processes disturb the times less."""
 
 LOADS = {"idle": 1, "busy": 4}
-"""Clients that wait for answers."""
+"""The number of clients of each load."""
 
-PREFIX_CACHING, STORED, LEARNED = MODES = ("prefix", "stored", "learned")
+PREFIX_CACHING = "prefix"
+STORED = "stored"
+LEARNED = "learned"
+MODES = (PREFIX_CACHING, STORED, LEARNED)
+
 Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """What is asked."""
+    """The documents, and the prompts of each round."""
 
     documents: tuple[Tokens, ...]
     rounds: tuple[tuple[Tokens, ...], ...]
@@ -67,11 +71,11 @@ class Texts:
 
 @dataclass(slots=True)
 class Round:
-    """What one engine did with the prompts of one round.
+    """The results of one engine for the prompts of one round.
 
     Attributes:
-        hit_share: Share of the prompts' tokens that were in some cache.
-        first_token_s: Time from adding each prompt to its first token.
+        hit_share: The share of the prompts' tokens that were in some cache.
+        first_token_s: For each prompt, the time from adding it to its first token.
     """
 
     hit_share: float = 0.0
@@ -85,7 +89,7 @@ class Row:
     """One round in all modes.
 
     Attributes:
-        use: Number of the round, from 1.
+        use: The number of the round, from 1.
     """
 
     load: str
@@ -100,7 +104,7 @@ class Row:
 
 
 def make_texts(num_documents: int, num_rounds: int) -> Texts:
-    """In each round, every document stands in one prompt."""
+    """Make the texts. In each round, every document is in one prompt."""
     rng = random.Random(0)
     system, *documents = make_documents(rng, num_documents)
     rounds = []
@@ -114,13 +118,13 @@ def make_texts(num_documents: int, num_rounds: int) -> Texts:
 
 
 def make_documents(rng: random.Random, num_documents: int) -> list[Tokens]:
-    """A system message, and documents."""
+    """Make a system message, and then documents."""
     lengths = [SYSTEM_TOKENS, *(rng.randint(*DOCUMENT_TOKENS) for _ in range(num_documents))]
     return [_text(rng, num_tokens) for num_tokens in lengths]
 
 
 def make_prompt(rng: random.Random, system: Tokens, documents: Sequence[Tokens]) -> Tokens:
-    """A system message, documents and a question, behind separators but for the first."""
+    """Make a prompt: a system message, then documents and a question, each behind a separator."""
     others = [*documents, _text(rng, QUESTION_TOKENS)]
     return (*system, *(token for part in others for token in (*SEPARATOR, *part)))
 
@@ -180,7 +184,7 @@ def serve(prompts: Sequence[Tokens], num_clients: int, answer_tokens: int = ANSW
 
 
 def measure(load: str, texts: Texts, model: str) -> Iterator[Row]:
-    """All rounds, in engines that take turns."""
+    """Measure all rounds, in engines that take turns."""
     with ExitStack() as stack:
         engines = {mode: stack.enter_context(processes(1, ENVIRON | ONE_THREAD)) for mode in MODES}
         for mode, process in engines.items():
@@ -208,7 +212,7 @@ def line(row: Row) -> str:
 
 
 def verdicts(rows: Sequence[Row]) -> Iterator[str]:
-    """Where learning pays, for each load."""
+    """The lines about the rounds in which learning pays, for each load."""
     for load in dict.fromkeys(row.load for row in rows):
         of_load = [row for row in rows if row.load == load]
         paid = [row.use for row in of_load if row.ratio("computed_tokens", LEARNED) < 1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a prompt is served: what vLLM and the connector are told."""
+"""The modes of serving a prompt: the options of vLLM and of the connector."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Mode:
     """One way to serve.
 
     Attributes:
-        options: Options of the connector, beyond those that all have; None: no connector.
+        options: The options of the connector that not all modes have; None for no connector.
         has_text_sink: Whether documents are stored behind a text, see ``sink_text``, and not only
             behind the token for the beginning of a sequence.
     """
@@ -32,10 +32,11 @@ class Mode:
     def kv_transfer_config(
         self, host_gib: float, sink_ids: Sequence[int] | None = None
     ) -> dict[str, Any] | None:
-        """For vLLM.
+        """The connector's configuration for vLLM; None for no connector.
 
         Args:
-            sink_ids: What documents are stored behind; None: the connector's default.
+            host_gib: The size of host memory.
+            sink_ids: The tokens that documents are stored behind; None for the default.
         """
         if self.options is None:
             return None
@@ -58,7 +59,7 @@ def _behind_text(mode: Mode) -> Mode:
 
 
 def behind_context(mode: Mode) -> Mode:
-    """Documents are stored behind some of the first ones, too."""
+    """The mode in which documents are also stored behind some of the first documents."""
     options = {**(mode.options or {}), "segment_context": True}
     return replace(mode, name=f"{mode.name}, context", options=options)
 

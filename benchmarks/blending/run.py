@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What blending gains and costs with a real language model, on the real engine.
+"""Measures what blending gains and costs with a real language model, on the real engine.
 
     python benchmarks/blending/run.py [--quick] [--mode M] [--questions N] [--out FOLDER]
 
@@ -24,7 +24,7 @@ import pickle
 import sys
 from pathlib import Path
 
-# Instead of this folder, whose modules are not to be found by their short names.
+# Modules are found by their full names below benchmarks/, not by short names in this folder.
 sys.path[0] = str(Path(__file__).parents[1])
 
 from common.cpu_engine import ENVIRON  # noqa: E402
@@ -62,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
 def measure(
     name: str, workload: Workload, reference: Answers | None, out: Path, resumes: bool
 ) -> Answers:
-    """One mode, in a process of its own; or what ``out`` has of it."""
+    """Measure one mode in its own process, or read its answers from ``out``."""
     path = out / f"{name.replace(' ', '-')}.pickle"
     if resumes and path.is_file():
         asked, found = pickle.loads(path.read_bytes())

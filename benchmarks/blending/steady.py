@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learned segments in the long run, in host memory that holds half of them.
+"""Measures learned segments in the long run, in host memory that holds half of them.
 
     python benchmarks/blending/steady.py [--quick] [--host-share S]
 
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-# Instead of this folder, whose modules are not to be found by their short names.
+# Modules are found by their full names below benchmarks/, not by short names in this folder.
 sys.path[0] = str(Path(__file__).parents[1])
 
 from common.cpu_engine import ENVIRON  # noqa: E402
@@ -51,10 +51,10 @@ PROMPTS_PER_ROUND = 100
 ANSWER_TOKENS = 4
 HOST_SHARE = 0.5
 TOKEN_BYTES = 2 * 30 * 3 * 64 * 4
-"""Keys and values of 30 layers with 3 heads of 64 elements, in float32."""
+"""The bytes of a token's keys and values in 30 layers with 3 heads of 64 float32 elements."""
 
 NUM_SINKS = 4
-"""Alone, and behind three contexts."""
+"""The number of places of a document: alone, and behind three contexts."""
 
 TABLE = Table(
     "prompts:>8", "hit prefix:>11", "hit learned:>12", "first token:>12", "time:>6", "computed:>9"
@@ -62,7 +62,7 @@ TABLE = Table(
 
 
 def make_texts(num_rounds: int, num_prompts: int = PROMPTS_PER_ROUND) -> Texts:
-    """Rounds of so many prompts."""
+    """Make rounds of a number of prompts."""
     rng = random.Random(0)
     system, *documents = make_documents(rng, NUM_DOCUMENTS)
 
@@ -78,7 +78,7 @@ def make_texts(num_rounds: int, num_prompts: int = PROMPTS_PER_ROUND) -> Texts:
 
 
 def measure(texts: Texts, model: str, host_gib: float) -> Iterator[Row]:
-    """All rounds, in two engines that take turns."""
+    """Measure all rounds, in two engines that take turns."""
     modes = (PREFIX_CACHING, LEARNED)
     with ExitStack() as stack:
         engines = {mode: stack.enter_context(processes(1, ENVIRON | ONE_THREAD)) for mode in modes}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time to the first token after a restart: from the shared tier beside computing it.
+"""Measures the time to the first token after a restart, with the shared tier and without.
 
     python benchmarks/shared_tier/first_token.py [--quick] [--prompts N] [--tokens N] [--disk F]
 
@@ -41,7 +41,7 @@ ONE_CPU = {
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds to the first token, by prompt; hits and bytes of one stored prompt."""
+    """The seconds to the first token of each prompt; the hits and bytes of one stored prompt."""
 
     process: str
     start_s: float
@@ -57,7 +57,7 @@ def prompt_of(name: object, num_tokens: int) -> list[int]:
 
 
 class Engine:
-    """vLLM on one CPU, in this process, with a folder."""
+    """vLLM on one CPU in this process, with a shared tier in a folder."""
 
     def __init__(self, model: str, folder: str, num_tokens: int) -> None:
         began_s = time.perf_counter()
@@ -74,7 +74,7 @@ class Engine:
         self.ask("warm-up")
 
     def ask(self, name: object) -> tuple[float, int]:
-        """Seconds to the first token, and hit tokens, where the device knows nothing."""
+        """The seconds to the first token, and the hit tokens, if the device has nothing."""
         self._engine.forget_local()
         asked = self._engine.ask(prompt_of(name, self._num_tokens))
         while self._side.shared._jobs or self._engine.scheduler.has_requests():
@@ -109,7 +109,7 @@ def compare(model: str, folder: str, num_tokens: int, num_prompts: int, name: st
                 hits.add(hit_tokens)
             elif hit_tokens:
                 raise RuntimeError(f"a new prompt has hit {hit_tokens} tokens")
-    (hit_tokens,) = hits  # All of them, alike.
+    (hit_tokens,) = hits  # All stored prompts hit the same number of tokens.
     if not hit_tokens:
         raise RuntimeError("a stored prompt has hit nothing")
     num_bytes = (engine.got_bytes() - before_bytes) // num_prompts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV from Mooncake Store into host memory, and back, beside Mooncake's own client. GB/s and ratios.
+"""Compares the shared tier in Mooncake Store with Mooncake's own client: GB/s and ratios.
 
     python benchmarks/shared_tier/mooncake_client.py [--quick] [--rounds N] [--out FOLDER]
 
@@ -37,7 +37,7 @@ TABLE = Table("object:>8", "put GB/s:>9", "of client:>10", "get GB/s:>9", "of cl
 
 @dataclass
 class Row:
-    """Seconds of each round, by what was done and by whom."""
+    """The seconds of each round, by operation and contender."""
 
     object_bytes: int
     num_bytes: int
@@ -86,8 +86,10 @@ def measure(url: str, object_bytes: int, rounds: int) -> Row:
 
     row = Row(object_bytes, num_objects * object_bytes)
     steps: Sequence[tuple[str, Callable[[], None]]] = (
-        *(("put client", put_client), ("get client", get_client)),
-        *(("put ours", put_ours), ("get ours", get_ours)),
+        ("put client", put_client),
+        ("get client", get_client),
+        ("put ours", put_ours),
+        ("get ours", get_ours),
     )
     for number in range(-1, rounds):  # The first round warms up.
         for name, step in steps:

@@ -129,10 +129,23 @@ def test_a_compressor_fed_in_steps_returns_the_keys_of_the_whole_prompt(
         shapes = compressor.compressor_metadata_outputs(call)
         assert [(tuple(t.shape), t.dtype) for t in (one_cos, one_sin, slots)] == shapes
         keys = compressor.compressor(
-            *(x, module.kv_proj.weight, module.gate_proj.weight, state),
-            *(module.position_bias, module.kv_norm.weight),
+            x,
+            module.kv_proj.weight,
+            module.gate_proj.weight,
+            state,
+            module.position_bias,
+            module.kv_norm.weight,
             *(one.view(rows, -1) for one in (one_sin, one_cos)),
-            *(table, bounds, None, start, 64, ratio, coff, CONFIG.rms_norm_eps, 2, 1),
+            table,
+            bounds,
+            None,
+            start,
+            64,
+            ratio,
+            coff,
+            CONFIG.rms_norm_eps,
+            2,
+            1,
         )
         paged_cache.scatter_nd_update(cache, slots, keys)
         done = [n + more for n, more in zip(done, step, strict=True)]

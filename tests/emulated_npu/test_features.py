@@ -133,13 +133,20 @@ TWO_DEVICES = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 CASES = {
     "kvext": Case(MODELS, ALL, ADAPTIVE, check_features, connector(), shares_process=True),
     "crowded": Case(
-        *(MODELS, ("storm", "eviction"), ADAPTIVE, check_crowd),
-        *(small_connector(), CROWDED_BLOCKS),
+        MODELS,
+        ("storm", "eviction"),
+        ADAPTIVE,
+        check_crowd,
+        small_connector(),
+        CROWDED_BLOCKS,
         shares_process=True,
     ),
     # States on two devices are left out: their cell would ask for holes.
     "tensor parallel 2": Case(
-        *(DENSE, ("turns", "document", "holes"), ADAPTIVE, check_holes),
+        DENSE,
+        ("turns", "document", "holes"),
+        ADAPTIVE,
+        check_holes,
         connector() | TWO_DEVICES,
     ),
     "retention by interval": Case(
@@ -149,11 +156,17 @@ CASES = {
     # None with experts: vLLM-Ascend 0.23.0 wakes up with their weights transposed, for a trainer
     # that loads others.
     "sleep and wake": Case(
-        *(("full attention", "windows"), ("sleeps",), ADAPTIVE, check_sleep),
+        ("full attention", "windows"),
+        ("sleeps",),
+        ADAPTIVE,
+        check_sleep,
         SLEEPING | connector(),
     ),
     "drafts": Case(
-        *(tuple(draft_models.WRITERS), WITH_DRAFTS, PLUGIN_OFF, check_drafts),
+        tuple(draft_models.WRITERS),
+        WITH_DRAFTS,
+        PLUGIN_OFF,
+        check_drafts,
         NO_PREFIX_CACHING,
     ),
 }

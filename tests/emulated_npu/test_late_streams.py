@@ -94,8 +94,14 @@ def test_states_are_wrong_without_the_repair_of_their_copies(run: Run) -> None:
 def test_seeds_meet_what_they_are_for(report: dict[str, Any]) -> None:
     counted = report["counted"]
     for name in (
-        *("batched copies", "failed copies", "connector", "hole tokens", "segment tokens"),
-        *("preemptions", "aborts", "sleeps with copies"),
+        "batched copies",
+        "failed copies",
+        "connector",
+        "hole tokens",
+        "segment tokens",
+        "preemptions",
+        "aborts",
+        "sleeps with copies",
     ):
         assert counted.get(name, 0) > 0, name
 

@@ -206,7 +206,10 @@ def decode(lengths: list[int], blocks: list[int], states: torch.Tensor) -> torch
     beta = torch.rand(2, HEADS)
     g = -torch.rand(2, HEADS)
     return gated_delta_rule.npu_recurrent_gated_delta_rule(
-        *(query, key, value, states),
+        query,
+        key,
+        value,
+        states,
         beta=beta,
         g=g,
         actual_seq_lengths=torch.tensor(lengths),

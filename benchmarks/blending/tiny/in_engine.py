@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What blending costs the tiny models, in vLLM's engine.
+"""Measures what blending costs the tiny models, in vLLM's engine.
 
     python benchmarks/blending/tiny/in_engine.py [--variant V] [--seed S] [--questions N] [--quick]
 
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-# Instead of this folder, whose modules are not to be found by their short names.
+# Modules are found by their full names below benchmarks/, not by short names in this folder.
 sys.path[0] = str(Path(__file__).parents[2])
 
 from common.cpu_engine import ENVIRON, CpuEngine  # noqa: E402
@@ -40,7 +40,8 @@ QUESTIONS = 512
 QUICK_QUESTIONS = 64
 QUESTION_SEED = 2_000_000
 MAX_STORES = 256
-"""At once: where stores fall behind, the connector refuses what would hold too many blocks."""
+"""The number of documents that are stored at once. If stores were slower, the connector would
+refuse some of them, because they would hold too many blocks."""
 
 HOST_GIB = 0.5
 ENGINE_OPTIONS = {
@@ -48,14 +49,14 @@ ENGINE_OPTIONS = {
     "max_model_len": 512,  # A quarter has room for a context of eight whole documents.
     "max_num_batched_tokens": 4096,
     "max_num_seqs": 64,
-    # Longer than a document behind its sink, so that what was stored is in no prefix cache, where
-    # the first document of a prompt would find it.
+    # A block is longer than a document behind its sink. Otherwise the first document of a prompt
+    # would hit the stored one in the prefix cache.
     "block_size": 32,
     "num_gpu_blocks_override": 4096,
 }
 EQUAL_TOKENS = tuple(range(task.FIRST_NOISE, task.FIRST_NOISE + task.NUM_NOISE)) * 4
-"""A segment for the check of keys: too few tokens occur twice in most documents, and nothing is
-reused before a segment has passed it."""
+"""A segment for the check of keys. Most documents have too few equal tokens, and nothing is reused
+before a segment has passed the check."""
 
 SEEDS_ARE_CHOSEN = """\
 The seeds are no fair sample. Others were left out after what `question` scored with them was seen:
@@ -68,8 +69,8 @@ class Row:
     """One mode of one model.
 
     Attributes:
-        computed_tokens: Mean of the tokens that were computed of a prompt.
-        computed_share: The same as a share of the prompt's tokens.
+        computed_tokens: The mean number of computed tokens of a prompt.
+        computed_share: The computed tokens as a share of the prompt's tokens.
     """
 
     model: str
@@ -100,13 +101,13 @@ OF_RUNS = "runs of "
 
 
 def question(run_tokens: int, check_layer: int) -> Mode:
-    """Without heads, and without a context."""
+    """The mode `question` without heads and without a context."""
     options = {"blend_head_tokens": 0, "blend_ratio": 0.10, "segment_context": False}
     return _of_runs("question", run_tokens, {**options, "blend_check_layer": check_layer})
 
 
 def default(run_tokens: int, check_layer: int) -> Mode:
-    """What nobody asks for, but for the layer and the length of runs: documents are short."""
+    """The default options, except the layer and the length of runs, because documents are short."""
     return _of_runs("default", run_tokens, {"blend_check_layer": check_layer})
 
 
@@ -115,7 +116,7 @@ def _of_runs(name: str, run_tokens: int, options: Mapping[str, Any]) -> Mode:
 
 
 def modes(variant: Variant, seed: int) -> tuple[Mode, ...]:
-    """Those next to each other compute about as many tokens. A document has 15."""
+    """The modes. Neighbours compute about the same number of tokens. A document has 15 tokens."""
     layer = CHECK_LAYERS[variant][seed]
     of_four, of_eight = (question(number, layer) for number in (4, 8))
     of_heads = heads("heads 4", 4)
@@ -126,8 +127,7 @@ def modes(variant: Variant, seed: int) -> tuple[Mode, ...]:
 def serve(mode: Mode, variant: Variant, seed: int, num_questions: int) -> Row:
     """Store all documents and ask all prompts, in this process.
 
-    Documents are shorter than what blending reuses: its constants are changed here.
-
+    Documents are shorter than the shortest reusable segment, so constants of blending are changed.
     Raises:
         RuntimeError: Some documents were not stored.
     """
@@ -152,7 +152,8 @@ def serve(mode: Mode, variant: Variant, seed: int, num_questions: int) -> Row:
         )
     context: Sequence[int] = ()
     if mode.blends:
-        # Windows reach across documents: computing all of their tokens would leave nothing.
+        # Windows reach across documents. If all their tokens were computed, nothing would be
+        # reused.
         blending = engine.scheduler.connector.scheduler_side.segments
         blending.options = replace(blending.options, min_head_tokens=0)
         documents = {tokens[first:end]: None for tokens in prompts for first, end in segments}
@@ -179,7 +180,7 @@ def serve(mode: Mode, variant: Variant, seed: int, num_questions: int) -> Row:
 def _says(
     context: Sequence[int], prompts: Sequence[tuple[int, ...]], said: np.ndarray
 ) -> np.ndarray:
-    """Whether documents have an answer as the value of the key that is asked for, or refers to."""
+    """Whether the context has an answer as the value of the key that a prompt asks for."""
     values = {
         context[at + 1]: context[at + 2] for at in range(len(context) - 2) if context[at] == task.IS
     }

@@ -265,7 +265,7 @@ def short_with_wrong_keys(engine: Engine) -> None:
     """The same, of a model whose keys turn otherwise than its rotary module says."""
     turn = key_check.turn
     turning = mock.patch.object(
-        *(key_check, "turn"), lambda keys, signature, shifts: turn(keys, signature, 2 * shifts)
+        key_check, "turn", lambda keys, signature, shifts: turn(keys, signature, 2 * shifts)
     )
     with turning:
         short(engine)

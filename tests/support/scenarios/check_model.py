@@ -74,9 +74,9 @@ def _one_token_further(placed: Any) -> Any:
 nothing = scenario(Engine.run)
 loads_other_rows = _run_with(load_jobs, "rows_to_load", _one_token_further)
 leaves_holes = _run_with(
-    *(scheduler, "add_rows"), lambda of, output, rows: _add_rows(of, output, rows[:-1])
+    scheduler, "add_rows", lambda of, output, rows: _add_rows(of, output, rows[:-1])
 )
 turns_keys_further = _run_with(
-    *(key_check, "turn"), lambda keys, signature, shifts: _turn(keys, signature, 2 * shifts)
+    key_check, "turn", lambda keys, signature, shifts: _turn(keys, signature, 2 * shifts)
 )
 fails_loads = _run_with(SegmentMover, "load", mock.Mock(side_effect=SegmentError("it fails")))

@@ -75,8 +75,13 @@ PROMPT_UNITS = (0.6, 1, 2.7, 3, 4, 5.5, 9.3)
 STATES_OF_16 = Layout("mamba-16", (Group(Attention.FULL, 16), Group(Attention.MAMBA, 16)))
 
 LAYOUTS = (
-    *(FULL, TWO_FULL, FULL_WINDOW, MIXED_BLOCKS),
-    *(MAMBA, STATES_OF_16, MAMBA_WINDOW),
+    FULL,
+    TWO_FULL,
+    FULL_WINDOW,
+    MIXED_BLOCKS,
+    MAMBA,
+    STATES_OF_16,
+    MAMBA_WINDOW,
 )
 if family.IS_ASCEND:
     from .layouts import COMPRESSED as OF_DEEPSEEK_V4

@@ -21,8 +21,16 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 PAGES += tuple(sorted((ROOT / "examples").glob("*.md")))
 
 TINY = (
-    *("--skip-tokenizer-init", "--enforce-eager", "--load-format", "dummy"),
-    *("--dtype", "float32", "--max-model-len", "2048", "--num-gpu-blocks-override", "1024"),
+    "--skip-tokenizer-init",
+    "--enforce-eager",
+    "--load-format",
+    "dummy",
+    "--dtype",
+    "float32",
+    "--max-model-len",
+    "2048",
+    "--num-gpu-blocks-override",
+    "1024",
 )
 """What a tiny model on a small machine needs besides."""
 

@@ -199,7 +199,8 @@ def cases(
     planes = [
         (
             *(shape.group, *places[shape.index][:4], shape.row_bytes, shape.rows_per_page),
-            *(places[shape.index][4], offsets[shape.index]),
+            places[shape.index][4],
+            offsets[shape.index],
         )
         for shape in draw(st.permutations(shapes))
     ]

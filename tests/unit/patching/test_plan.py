@@ -38,7 +38,9 @@ FOUND: list[tuple[Patch, str, State, str]] = [
         for target in ("Pool.gone", "Gone.free", "gone")
     ),
     (
-        *(declare("fake_upstream.gone:x"), "0.23.0", State.MISSING_TARGET),
+        declare("fake_upstream.gone:x"),
+        "0.23.0",
+        State.MISSING_TARGET,
         "fake_upstream.gone cannot be imported",
     ),
     # The target of a hook need not be a function.
@@ -185,7 +187,8 @@ def put_around(pool):
         pytest.param(AROUND_SOURCE, "", State.INERT, id="as it was read"),
         pytest.param(
             AROUND_SOURCE.replace("original = pool.free", "original = pool.find"),
-            *("", State.DRIFTED),
+            "",
+            State.DRIFTED,
             id="it captures something else",
         ),
         pytest.param(
