@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of a small attention backend, which orders the elements of a page in a way of its own.
+"""Pages of a small attention backend, which has its own order of elements in a page.
 
-Keys are transposed, and the second half of the tokens of a page comes first; values lie as the
-shape says.
+Keys are transposed, and the second half of a page's tokens comes first. Values lie as the shape
+says.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def registered(num_pages: int = NUM_PAGES, dtype: torch.dtype = torch.float32) -
 
 
 class SmallBackend:
-    """In place of `CpuBackend`."""
+    """A stand-in for `CpuBackend`."""
 
     name = "SMALL_ATTN"
 
@@ -47,7 +47,7 @@ class SmallBackend:
 
 
 def attention(**attributes: Any) -> torch.nn.Module:
-    """As much of vLLM's attention module as is read."""
+    """The attributes of vLLM's attention module that are read."""
     module = torch.nn.Module()
     sizes = {"head_size": HEAD, "num_kv_heads": HEADS, "sliding_window": None}
     for name, value in (sizes | attributes).items():
@@ -57,7 +57,7 @@ def attention(**attributes: Any) -> torch.nn.Module:
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """vLLM's class of this name, as far as it is read and compared."""
+    """A class of the same name as vLLM's, with the attributes that are read and compared."""
 
     __module__ = "vllm.model_executor.layers.rotary_embedding.base"
 
@@ -98,7 +98,7 @@ def small_model(*rotary: torch.nn.Module | None, **attributes: Any) -> torch.nn.
 
 
 def attention_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """By layer name, as vLLM's ``static_forward_context``."""
+    """Layers by name, as in vLLM's ``static_forward_context``."""
     return {
         f"model.layers.{index}.self_attn.attn": layer.self_attn.attn
         for index, layer in enumerate(model.layers)

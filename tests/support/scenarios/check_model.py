@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of ``check-model``, each with what goes wrong. ``arguments`` of a plan are the command's."""
+"""Runs of ``check-model`` with faults. The ``arguments`` of a plan are those of the command."""
 
 from __future__ import annotations
 

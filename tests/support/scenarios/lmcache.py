@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with LMCacheMPConnector, and what is done to a server that one engine has for itself.
+"""Prompts with LMCacheMPConnector, and faults of a server that one engine has for itself.
 
 Options of a plan: ``seeds`` of the prompts; ``own_port``, where the engine is to have a server.
 """
@@ -26,12 +26,12 @@ CHUNK_TOKENS = lmcache_server.CHUNK_TOKENS
 HIT_TOKENS = PROMPT_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
 HEARTBEAT_S = 1.0
 _READABLE_S = 2
-"""After so long the server makes readable what it has said to have stored."""
+"""The time until the server makes stored chunks readable."""
 _MAX_WAIT_S = 60
 
 
 class Engine(scenarios_engine.Engine):
-    """An engine that may have a server, which is killed and started again at the same address."""
+    """An engine that may have its own server, which can be killed and started again."""
 
     reply_tokens = 8
     defaults = {  # noqa: RUF012 (nobody changes it)
@@ -61,11 +61,11 @@ class Engine(scenarios_engine.Engine):
             if time.monotonic() > end_s:
                 raise TimeoutError("nobody has registered with the server")
             time.sleep(0.1)
-        time.sleep(3 * HEARTBEAT_S)  # The scheduler's side has its own heartbeats.
+        time.sleep(3 * HEARTBEAT_S)  # The scheduler side has its own heartbeats.
 
     def kill_server(self) -> None:
         self.server.kill()
-        time.sleep(3 * HEARTBEAT_S)  # Both sides have seen that it is gone.
+        time.sleep(3 * HEARTBEAT_S)  # Both sides have noticed that the server is gone.
 
     def ask_seeds(self, *seeds: int) -> None:
         """The prompt of a seed has the same tokens in every process."""
@@ -77,7 +77,7 @@ class Engine(scenarios_engine.Engine):
             self.finish()
 
     def finish(self) -> None:
-        """Until stores have ended: so long the blocks of a request are held."""
+        """Wait until stores have ended. The blocks of a request are held until then."""
         end_s = time.monotonic() + _MAX_WAIT_S
         while self.scheduler.has_requests() and time.monotonic() < end_s:
             self.llm.llm_engine.step()
@@ -100,7 +100,7 @@ def prompts(engine: Engine) -> None:
 
 @scenario
 def killed_in_a_load(engine: Engine) -> None:
-    """The server ends at once when the first load is about to begin."""
+    """Kill the server when the first load is about to begin."""
     from vllm.distributed import kv_transfer
 
     adapter = kv_transfer.get_kv_transfer_group().worker_adapter
@@ -118,7 +118,7 @@ def killed_in_a_load(engine: Engine) -> None:
 
 @scenario
 def restarted(engine: Engine) -> None:
-    """The server is gone; it is back as it was, with other chunks, and as it was."""
+    """Prompts while the server is gone, back, back with other chunks, and back as before."""
     engine.ask_seeds(1, 1)
     engine.kill_server()
     engine.ask_seeds(1)

@@ -65,7 +65,7 @@ def _are_weights_poison(model: Any) -> bool:
 
 
 def _load_weights(model: Any, folder: Path) -> None:
-    """As trainers do: the worker of vLLM-Ascend 0.23.0 has no `reload_weights`."""
+    """Load weights like trainers do. The worker of vLLM-Ascend 0.23.0 has no `reload_weights`."""
     from safetensors.torch import load_file
 
     for file in folder.glob("*.safetensors"):

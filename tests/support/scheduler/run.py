@@ -34,7 +34,7 @@ class Run:
     engine: SchedulerEngine
 
     def wrong_outputs(self, workload: Workload) -> dict[str, list[int]]:
-        """Outputs that are not what the model generates; of aborted requests, not a start of it."""
+        """Outputs that differ from the model's; for aborted requests, from its beginning."""
         aborted = {abort.request_id for abort in workload.aborts} - self.finish_reasons.keys()
         wrong = {}
         for plan in workload.requests:
@@ -97,9 +97,9 @@ def failure_of(
     read_check: ReadCheck = ReadCheck.ALL,
     counts: Counter[str] | None = None,
 ) -> str:
-    """What is wrong when a workload runs: the first error of a check, or wrong outputs, or "".
+    """Run a workload. Returns the first error of a check, or wrong outputs, or "".
 
-    What has happened is added to ``counts``.
+    The counts of the run are added to ``counts``.
     """
     try:
         result = run(workload, checks, read_check)

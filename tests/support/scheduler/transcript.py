@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scheduler decided, step by step: comparable, and readable where two differ."""
+"""Records the decisions of a scheduler step by step, so that two runs can be compared."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """One request in one step, as the model runner is told."""
+    """One request in one step, as the model runner gets it."""
 
     request_id: str
     num_tokens: int
