@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blended requests on the emulated NPU answer what plain torch says of their segments.
+"""Blended requests on the emulated NPU answer as plain torch computes from their segments.
 
-Keys are turned by the angles of vLLM-Ascend's own rotary classes.
+Keys are rotated by the angles of vLLM-Ascend's own rotary classes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WINDOWS_TOKENS = {
     "windows of 120 tokens": 120,
     "sinks, windows, experts": 128,
 }
-"""Of models that blend: shorter than most of the documents."""
+"""Windows of the models that blend. They are shorter than most documents."""
 MODELS = tuple(WINDOWS_TOKENS)[: 1 if IS_SAMPLE else None]
 EXACT = ("exact: long heads", "exact: in place")
 CONTROLS = ("wrong: not rotated", "wrong: swapped", "wrong: zeroed keys")
@@ -51,7 +51,10 @@ def blended(
 def serve_each(
     tmp_path_factory: pytest.TempPathFactory, plans: Mapping[str, Plan], environ: Mapping[str, str]
 ) -> Reports:
-    """Each in its own process: its first engine decides whether vLLM-Ascend expects experts."""
+    """Serve each model in its own process.
+
+    The first engine of a process decides whether vLLM-Ascend expects experts.
+    """
     reports = Reports()
     for model, plan in plans.items():
         reports |= processes.serve(tmp_path_factory, {model: plan}, environ, NPU)
@@ -83,7 +86,7 @@ def test_blended_answers_are_those_of_the_oracle(
 
 
 def wrong_errors(oracle: Oracle, served: Served, window_tokens: int = 0) -> list[float]:
-    """Of what was loaded wrong on purpose."""
+    """Controls: KV that was loaded wrong on purpose changes answers."""
     answers = [answer for label in CONTROLS for answer in served.answers(label)]
     assert len(answers) == len(CONTROLS)
     return [

@@ -47,7 +47,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def scaled(module: torch.nn.Module) -> torch.nn.Module:
-    """With weights of scale 0.2."""
+    """Set the weights of a module to random numbers of scale 0.2."""
     for parameter in itertools.chain(module.parameters(), module.buffers()):
         if parameter.is_floating_point():
             parameter.data = parameter.data.new_empty(parameter.shape).normal_() * 0.2
@@ -81,7 +81,7 @@ def test_hyper_connections_collapse_and_mix_as_the_reference_does(iterations: in
 
 
 def keys_of(module: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    """The reference's keys of one prompt, shape ``[keys, head_size]``."""
+    """The keys of one prompt that the reference computes, shape ``[keys, head_size]``."""
     positions = torch.arange(len(hidden_states))[None]
     if hasattr(module, "indexer"):
         module.indexer.forward = lambda *_: torch.zeros(1, len(hidden_states), 1).long()
@@ -105,7 +105,7 @@ def test_a_compressor_fed_in_steps_returns_the_keys_of_the_whole_prompt(
     table = torch.tensor(
         [[next(pages) for _ in range(-(-max(lengths) // block_size))] for _ in prompts]
     )
-    state = torch.randn(1000, block_size, 2 * width) * 50  # what others have left there
+    state = torch.randn(1000, block_size, 2 * width) * 50  # numbers that earlier requests have left
     angles = torch.arange(4096)[:, None] * module.rotary_emb.compress_inv_freq
     cos, sin = (function(angles).repeat_interleave(2, -1) for function in (torch.cos, torch.sin))
     cache = torch.full((40, 16, CONFIG.head_dim), 7.0)

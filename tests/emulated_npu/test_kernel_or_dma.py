@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that the AscendC kernel moves in a served model, beside those that batched DMA moves.
+"""A served model with pages that the AscendC kernel moves and pages that batched DMA moves.
 
-The choice between both, the launcher and the kernel's source are the real ones, on streams that are
-on time and late. A block of 128 tokens is a run, so that all runs of these models are larger than
-`page_transfer.MIN_MEAN_RUN_BYTES_FOR_DMA`: the workload lowers and raises it, so that transfers go
-by turns. What one way has stored the other one loads.
+The choice between both, the launcher and the kernel's source are the real ones. Streams are on time
+or late. A block of 128 tokens is a run, so all runs of these models are larger than
+`page_transfer.MIN_MEAN_RUN_BYTES_FOR_DMA`. The workload lowers and raises this limit, so that
+transfers use the two ways in turn. One way loads what the other way has stored.
 
-Tokens of segments lie anywhere in their pages: there the real size decides.
+Tokens of segments may be anywhere in their pages. For them the real limit decides.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WAYS = tuple(f"{way} {name}" for way in ("kernel", "dma") for name in ("store", 
 MODELS = ("full attention", "windows")[: 1 if IS_SAMPLE else None]
 SCENARIOS = ("skipped", "turns", "late")
 SKIPPED = "kernels copy nothing"
-"""The label of the control."""
+"""Label of the control."""
 
 Serve = Callable[..., Served]
 Reports = Callable[[str], tuple[Served, Served]]
@@ -48,7 +48,7 @@ Reports = Callable[[str], tuple[Served, Served]]
 
 @pytest.fixture(scope="module")
 def serve(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Serve:
-    """An engine with the kernel; the other arguments are options of its plan."""
+    """Serve an engine with the kernel. The other arguments are options of its plan."""
     libraries = str(kernel_launcher.build(tmp_path_factory.mktemp("launcher")))
 
     def serve(
@@ -71,7 +71,7 @@ def serve(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
 def reports(
     serve: Serve, folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Reports:
-    """Of an engine with kernel and DMA, and of one without the package."""
+    """Reports of an engine with kernel and DMA, and of an engine without the package."""
 
     @cache
     def reports(model: str) -> tuple[Served, Served]:
@@ -122,7 +122,7 @@ def test_kernels_are_late_as_the_seeds_say(reports: Reports, model: str) -> None
 
 @pytest.mark.skipif(IS_SAMPLE, reason="not in the sample")
 def test_kernels_that_do_not_wait_for_the_model_are_seen(serve: Serve, reports: Reports) -> None:
-    """Stores alone: what they read has not been written yet."""
+    """Check stores only: they read pages that have not been written yet."""
     model = "full attention"
     turns_of = {"store": ["kernel"], "load": ["kernel"]}
     found = serve(model, ("late",), turns_of=turns_of, without="stores wait")
@@ -136,7 +136,7 @@ def test_kernels_that_do_not_wait_for_the_model_are_seen(serve: Serve, reports: 
 def test_small_runs_of_segments_go_by_the_kernel(
     serve: Serve, folder_of: Callable[[str], Path], record_property: Any
 ) -> None:
-    """From and to the pages: the memory in which keys are rotated is mapped as well."""
+    """Check loads and stores. The memory in which keys are rotated is mapped as well."""
     model = "one head of keys"
     how = {"module": "kernel_segments", "heads": [HEAD_TOKENS]}
     served = serve(model, ("orders", "controls"), **how)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators compute what an independent reference does, where no served model decides it.
+"""Operators compute the same as an independent reference, where no served model shows it.
 
-What a model of `random_models` reaches is compared with transformers by `test_models`. Here are
-padding, parts that such short prompts do not have, and what is refused. Bodies get CPU tensors.
+`test_models` compares with transformers what a model of `random_models` reaches. The tests here
+cover padding, parts that such short prompts do not have, and calls that are refused. Bodies get CPU
+tensors.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **option
 
 def test_parts_of_the_keys_join_to_all_of_them() -> None:
     query, key, value = (torch.randn(9, HEADS, SIZE) for _ in range(3))
-    ends = [(0, 9), (0, 4), (4, 9), (3, 3)]  # all of them, and parts; the last has no keys
+    ends = [(0, 9), (0, 4), (4, 9), (3, 3)]  # all keys, and parts of them; the last part is empty
     found = [attend(query, key[first:end], value[first:end]) for first, end in ends]
     outputs = [one.flatten(0, 1) for one, _ in found]
     sums = [one.flatten() for _, one in found]
@@ -161,7 +162,7 @@ def convolve(
 
 @pytest.mark.parametrize("is_cut", [False, True], ids=["states go on", "states are lost"])
 def test_parts_of_sequences_are_convolved_as_the_whole(is_cut: bool) -> None:
-    """Three prompts in two steps, beside a step of decoding each; blocks in any order."""
+    """Three prompts in two steps, then one decode step for each. Blocks have any order."""
     weight = torch.randn(WIDTH, CHANNELS)
     whole = [torch.randn(length, CHANNELS) for length in (9, 40, 3)]
     expected = [
@@ -170,15 +171,15 @@ def test_parts_of_sequences_are_convolved_as_the_whole(is_cut: bool) -> None:
         )[0].t()
         for one in whole
     ]
-    states = torch.full((BLOCKS, WIDTH - 1, CHANNELS), float("nan"))  # what nobody may read
+    states = torch.full((BLOCKS, WIDTH - 1, CHANNELS), float("nan"))  # must not be read
     blocks = torch.tensor([5, 2, 6])
     found: list[list[torch.Tensor]] = [[], [], []]
-    ends = [(0, 0, 0), (5, 38, 1), (8, 39, 2), (9, 40, 3)]  # two steps of prompts, one of decoding
+    ends = [(0, 0, 0), (5, 38, 1), (8, 39, 2), (9, 40, 3)]  # two prompt steps and a decode step
     for step, (first, end) in enumerate(itertools.pairwise(ends)):
         parts = [one[a:b] for one, a, b in zip(whole, first, end, strict=True)]
         is_continued = torch.tensor([step > 0 and not is_cut] * 3) if step < 2 else None
         lengths = tuple(map(len, parts))
-        # A table of blocks, as vLLM-Ascend gives it: the first of each counts.
+        # vLLM-Ascend passes a table of blocks, and the first of each row counts.
         table = blocks.unsqueeze(1).repeat(1, 2)
         output = convolve(torch.cat(parts), weight, states, lengths, table, is_continued)
         for mine, part in zip(found, output.split(lengths), strict=True):
@@ -200,7 +201,7 @@ def test_padding_is_not_convolved() -> None:
 
 
 def decode(lengths: list[int], blocks: list[int], states: torch.Tensor) -> torch.Tensor:
-    """A step of decoding; ``states`` has shape ``[blocks, heads, size, size]``."""
+    """Run a decode step. ``states`` has shape ``[blocks, heads, size, size]``."""
     query, key = torch.randn(2, 2, 2, 8)
     value = torch.randn(2, HEADS, 8)
     beta = torch.rand(2, HEADS)
@@ -236,7 +237,7 @@ def test_padding_is_not_decoded() -> None:
         (lambda: attend(*torch.ones(3, 2, 4, 8), sparse_mode=3), "needs a 2048 x 2048 atten_mask"),
         (lambda: attend(*torch.ones(3, 2, 4, 8), input_layout="SBH"), "input_layout SBH"),
         (lambda: attend(*torch.ones(3, 2, 4, 8), pse_shift=torch.ones(1)), "'pse_shift'"),
-        # What drafts need of states.
+        # Drafts would need these states.
         (lambda: decode([0, 2], [1, 2], torch.ones(BLOCKS, HEADS, 8, 8)), "2 tokens of a sequence"),
     ],
 )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States that are cached by steps that end inside blocks, and what is computed behind them.
+"""States that steps cache inside blocks, and the answers computed from these states.
 
-Steps are 80 tokens long, less than a block of 128; or a connector reads KV, with which vLLM-Ascend
-0.30 ends steps anywhere. Answers are those without prefix caching.
+Steps have 80 tokens, which is less than a block of 128; or a connector reads KV, and vLLM-Ascend
+0.30 then ends steps anywhere. Answers must be the answers without prefix caching.
 """
 
 from __future__ import annotations

@@ -128,6 +128,7 @@ def serve(mode: Mode, variant: Variant, seed: int, num_questions: int) -> Row:
     """Store all documents and ask all prompts, in this process.
 
     Documents are shorter than the shortest reusable segment, so constants of blending are changed.
+
     Raises:
         RuntimeError: Some documents were not stored.
     """
