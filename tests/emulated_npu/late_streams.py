@@ -157,8 +157,9 @@ class LateEngine(scenarios.Engine):
         for conversation in self.conversations:
             for num_tokens in TURNS_TOKENS:
                 self._add_reference(Prompt(conversation[:num_tokens]))
-        for blended in self.blended if self.kind.has_segments else ():
-            self._add_reference(blended)
+        if self.kind.has_segments:
+            for blended in self.blended:
+                self._add_reference(blended)
         self._forget_all()
 
     def _add_reference(self, prompt: Prompt) -> None:

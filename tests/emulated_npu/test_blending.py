@@ -28,7 +28,7 @@ WINDOWS_TOKENS = {
     "sinks, windows, experts": 128,
 }
 """Windows of the models that blend. They are shorter than most documents."""
-MODELS = tuple(WINDOWS_TOKENS)[: 1 if IS_SAMPLE else None]
+MODELS = tuple(WINDOWS_TOKENS)[:1] if IS_SAMPLE else tuple(WINDOWS_TOKENS)
 EXACT = ("exact: long heads", "exact: in place")
 CONTROLS = ("wrong: not rotated", "wrong: swapped", "wrong: zeroed keys")
 

@@ -68,7 +68,8 @@ def check_features(found: Served, model: str) -> None:
         assert (found.counted_in_all(name, holes) > 0) is (model not in NO_HOLES)
     if model in NO_HOLES:
         # The first prompt of the round finds only its own chunks. States exist at few boundaries.
-        for name in ["in the middle"] if model == "states" else HOLES_TOKENS:
+        names = ["in the middle"] if model == "states" else HOLES_TOKENS
+        for name in names:
             assert found.hit_tokens(f"hole: {name}")[0] == HOLES_TOKENS[name][0][0]
     assert found.report["batched copies"]["calls"] > 0
     if model in draft_models.WRITERS:

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cma
 KERNEL = {"VLLM_ASCEND_KVEXT_ASCEND_KERNEL": "1"}
 IN_TURNS = {"store": ["kernel", "dma"], "load": ["kernel", "kernel", "dma"]}
 WAYS = tuple(f"{way} {name}" for way in ("kernel", "dma") for name in ("store", "load"))
-MODELS = ("full attention", "windows")[: 1 if IS_SAMPLE else None]
+MODELS = ("full attention",) if IS_SAMPLE else ("full attention", "windows")
 SCENARIOS = ("skipped", "turns", "late")
 SKIPPED = "kernels copy nothing"
 """Label of the control."""

@@ -34,7 +34,8 @@ MODULES = {
 TOGETHER = ("full attention", "windows")
 """Models that share a process. vLLM-Ascend 0.23.0 prepares a process for its first model's
 experts."""
-CASES = [(model, "V1") for model in (("windows",) if IS_SAMPLE else random_models.MODELS)]
+_OF_V1 = ("windows",) if IS_SAMPLE else tuple(random_models.MODELS)
+CASES = [(model, "V1") for model in _OF_V1]
 CASES += [("full attention", runner) for runner in RUNNERS if runner != "V1"]
 """Models and runners. Other models were not tried with the second runner."""
 

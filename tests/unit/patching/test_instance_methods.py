@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaced methods of single objects, compared with plain lists of who has replaced what."""
+"""Replaced methods of single objects, compared with plain lists of the replacements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METHODS = ("schedule", "free")
 
 
 class Owner:
-    """Its methods return what was called, outermost first."""
+    """An object whose methods return the calls that were made, outermost first."""
 
     def schedule(self, *passed: Any) -> list[Any]:
         return ["upstream", *passed]
@@ -39,7 +39,7 @@ def replacement(method: str, label: object) -> Callable[..., list[Any]]:
 
 
 def owners() -> list[Owner]:
-    """The last one has a method in its ``__dict__`` before anybody comes."""
+    """Objects. The last one has a method in its ``__dict__`` before any replacement."""
     made = [Owner() for _ in range(NUM_OWNERS)]
     made[-1].schedule = lambda *passed: ["local", *passed]  # type: ignore[method-assign]
     return made
@@ -59,7 +59,7 @@ def test_calls_go_through_what_has_not_been_taken_back(
     indices = range(NUM_OWNERS)
     before = [dict(vars(each)) for each in objects]
     patches = [InstanceMethods() for _ in range(NUM_PATCHES)]
-    # (patch, owner, method) of what is in effect, oldest first.
+    # (patch, owner, method) of the replacements in effect, oldest first.
     model: list[tuple[int, int, str]] = []
     for step in [*steps, *last_order]:
         if isinstance(step, int):
@@ -81,12 +81,12 @@ def test_calls_go_through_what_has_not_been_taken_back(
 
 
 def partial_around(call: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """It takes a partial apart that it is given, if that has no attributes."""
+    """Wrap a call in a partial. A partial takes apart another one that has no attributes."""
     return functools.partial(call, "theirs")
 
 
 def function_around(call: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """It has the attributes of what it is around."""
+    """Wrap a call in a function with the same attributes."""
     return functools.wraps(call)(lambda *passed: call("theirs", *passed))
 
 

@@ -179,7 +179,8 @@ def npu_fused_infer_attention_score_v2(
     value_size = _value_size(value, num_kv_heads, block_table)
     output = torch.zeros(len(query), num_query_heads, value_size)
     lse = torch.full((len(query), num_query_heads), float("-inf"))
-    first = first_key = 0
+    first = 0
+    first_key = 0
     for row, (end, length) in enumerate(zip(actual_seq_qlen, actual_seq_kvlen, strict=True)):
         num_keys = int(length) - first_key
         if end > first and num_keys > 0:
