@@ -3,11 +3,11 @@
 
     python benchmarks/key_rotation.py [--quick] [--out FOLDER]
 
-Every round loads the same number of keys by every method in turn, each time from host memory and
-into pages that no cache holds. One thread is timed by its CPU time, two by the clock. A ratio is
+Every round loads the same number of keys by every method in turn. Each load uses host memory and
+pages that no cache holds. One thread is timed by its CPU time, two threads by the clock. A ratio is
 the median over the rounds of (method / plain copy of the same bytes in the same round). Torch
-rotates a plane of keys in float32, and writes it into its pages with ``index_copy_``; its cosines
-and views are made outside the clock.
+rotates a plane of keys in float32 and writes it into its pages with ``index_copy_``. Torch's
+cosines and views are made outside the measured time.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 
     python benchmarks/page_transfer.py [--quick] [--lmcache FOLDER] [--out FOLDER]
 
-Every round moves a chunk by every method in turn, each time from pages and to host memory that no
-cache holds. One thread is timed by its CPU time, two by the clock. A ratio is the median over the
-rounds of (method / memcpy of the same bytes in the same round); the limit is a streaming copy,
-which writes past the caches. GB/s counts bytes read and written.
+Every round moves a chunk by every method in turn. Each move uses pages and host memory that no
+cache holds. One thread is timed by its CPU time, two threads by the clock. A ratio is the median
+over the rounds of (method / memcpy of the same bytes in the same round). The limit is a streaming
+copy, which writes past the caches. GB/s counts bytes read and bytes written.
 """
 
 from __future__ import annotations

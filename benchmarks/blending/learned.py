@@ -3,18 +3,19 @@
 
     python benchmarks/blending/learned.py [--quick] [--load L] [--rounds N]
 
-A model with random weights, on the real engine. In a round every document of a pool stands in one
-prompt, six to a prompt, in a new order each round: so round N is the N-th use of every document.
-Three engines take turns, round by round: one with prefix caching alone; one whose client has stored
-the documents before; and one that is told the separator and nothing else, and learns segments.
+The model has random weights and runs on the real engine. In a round, every document of a pool is in
+one prompt, six documents per prompt, in a new order each round. So round N is the N-th use of every
+document. Three engines take turns, round by round. The first has prefix caching only. The client of
+the second has stored the documents before. The third gets only the separator, and learns segments.
 
-Two loads: *idle*, prompts come one by one, and the engine does what is left to do before the next;
-and *busy*, four clients ask as soon as they are answered. Learning costs the others time there.
+There are two loads. In *idle*, prompts come one by one, and the engine finishes all other work
+before the next one. In *busy*, four clients send the next prompt as soon as they have an answer;
+there, learning takes time from the other requests.
 
-*Hit* is the share of a prompt's tokens that were in some cache. *First token* and *time*, of the
-whole round, are ratios to prefix caching in the same round; *computed* is the ratio of all tokens
-that the engine has computed from the beginning to the end of the round, stores and learning
-included. Below 1, it pays.
+*Hit* is the share of a prompt's tokens that were in any cache. *First token* and *time* (of the
+whole round) are ratios to prefix caching in the same round. *Computed* is the same ratio of all
+tokens that the engine has computed from the beginning to the end of the round, including stores and
+learning. A ratio below 1 is a gain.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated documents, and prompts that ask about eight of them in a new order each.
+"""Generates documents, and prompts that ask about eight of them, each in a new order.
 
 Three kinds of questions:
 
-- *fact*: one sentence of one document has the answer;
-- *reference*: a document begins with "It ..."; what it is, the end of the document before says;
+- *fact*: one sentence of one document has the answer.
+- *reference*: a document begins with "It ..."; the end of the document before says what "it" is.
 - *cut*: a sentence begins at the end of a document and ends at the beginning of the next.
 
-Which document comes before is another one in every prompt: the answers to the last two kinds depend
-on the order. Knows no tokens; see `prompts.py`.
+The document before is another one in every prompt, so the answers to the last two kinds depend on
+the order. This module does not know tokens; see `prompts.py`.
 """
 
 from __future__ import annotations

@@ -3,15 +3,15 @@
 
     python benchmarks/blending/steady.py [--quick] [--host-share S]
 
-SmolLM2-135M on the real engine, in float32. Prompts of six of 200 documents of 100 to 200 random
-tokens, in any order; the n-th document is wanted 1 / n as often as the first. Nobody stores one:
-the engine is told the separator and has the defaults of blending. Its host memory has room for the
-given share of all documents, each alone and behind all contexts. Another engine has prefix caching
-alone; they take turns, a hundred prompts at a time, each prompt alone.
+The model is SmolLM2-135M on the real engine, in float32. A prompt has six of 200 documents of 100
+to 200 random tokens, in any order. The n-th document is used 1 / n as often as the first. No client
+stores a document: the engine gets the separator and has the defaults of blending. Its host memory
+holds the given share of all documents, counting each alone and behind all contexts. Another engine
+has prefix caching only. The two take turns every hundred prompts, and prompts run one by one.
 
-*Hit* is the share of the prompts' tokens that were in some cache. *First token* (p50) and *time*,
-of all hundred, what was learned beside them included, are ratios to prefix caching in the same
-round; *computed* is the ratio of all tokens since the beginning. Below 1, it pays.
+*Hit* is the share of the prompts' tokens that were in any cache. *First token* (p50) and *time* (of
+all hundred prompts, including the learning beside them) are ratios to prefix caching in the same
+round. *Computed* is the same ratio of all tokens since the beginning. A ratio below 1 is a gain.
 """
 
 from __future__ import annotations

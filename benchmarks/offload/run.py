@@ -3,12 +3,12 @@
 
     python benchmarks/offload/run.py [--quick] [--model M] [--contender C] [--out FOLDER]
 
-Options of the last line may be repeated; left out, they stand for everything. Every contender has
-an engine in a process of its own, with the model on one CPU. All of them are up at the same time
-and take turns, prompt by prompt, so that what else the machine does hits them alike; a ratio is the
-median over the rounds. A prompt is asked cold, and again when only host memory knows it. Then other
-requests decode while one long prompt after the other comes by: its KV is on the device, in host
-memory, or nowhere.
+The options of the last line may be repeated; without one of them, all of its values are measured.
+Every contender has an engine in its own process, with the model on one CPU. All engines run at the
+same time and take turns, prompt by prompt, so that other load of the machine affects them equally.
+A ratio is the median over the rounds. A prompt is sent cold, and sent again when only host memory
+has its KV. Then other requests decode while long prompts come one after the other. The KV of a long
+prompt is on the device, in host memory, or nowhere.
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
 
     python benchmarks/shared_tier/first_token.py [--quick] [--prompts N] [--tokens N] [--disk F]
 
-A process computes prompts and ends. Another one, on the same folder, is asked in turns for one of
-them and for a new one; then once more for the stored one, which host memory has by then. In a third
-process nothing of the files is in the page cache. SmolLM2-135M on one CPU. vLLM's own tiers are not
-measured: its copies between device and host memory refuse a CPU's tensors.
+One process computes prompts and ends. A second process on the same folder gets one of these prompts
+and a new prompt in turn. Then it gets the stored prompt again, which is in host memory by then. In
+a third process, the page cache has nothing of the files. The model is SmolLM2-135M on one CPU.
+vLLM's own tiers are not measured, because their copies between device and host memory refuse a
+CPU's tensors.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 
     python benchmarks/shared_tier/mooncake_client.py [--quick] [--rounds N] [--out FOLDER]
 
-A master and a client with memory run on this machine, over TCP. Objects of each size are put once
-by the shared tier, sealed; then every round gets all of them by the shared tier and by the client
-that it has, into the same memory, and puts them anew by both. The shared tier asks first whether an
-object is there, makes a checksum of what it puts, and verifies what it gets. A ratio is the median
-over the rounds of (ours / the client's seconds). Skipped without Mooncake's wheel.
+A master and a client with memory run on this machine, over TCP. The shared tier puts sealed objects
+of each size once. Then every round gets all objects into the same memory, once by the shared tier
+and once by the tier's client, and puts them anew by both. The shared tier first asks whether an
+object exists, makes a checksum of each put, and verifies each get. A ratio is the median over the
+rounds of (ours / the client's seconds). Without Mooncake's wheel the benchmark is skipped.
 """
 
 from __future__ import annotations

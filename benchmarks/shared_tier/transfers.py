@@ -3,12 +3,13 @@
 
     python benchmarks/shared_tier/transfers.py [--quick] [--lmcache PYTHON] [--disk FOLDER]
 
-Every round moves the same prompts by every contender in turn: *put*, then *get* by one request
-after the other, then by all of them at once, with what was put in the page cache, and, on a disk,
-*cold*: with nothing of it there. vLLM's tier passes by the page cache wherever it can; the same
-without that is shown, too. Ours verifies a checksum of every byte, the others verify nothing. A
-ratio is the median over the rounds of (vLLM's seconds / a contender's). vLLM 0.30 or newer runs
-this; LMCache's adapters run in a process of their own.
+In every round, every contender in turn moves the same prompts. First comes *put*, then *get* by one
+request after the other, then *get* by all requests at once, while the page cache has the files. On
+a disk, *cold* follows, with nothing of the files in the page cache. vLLM's tier bypasses the page
+cache wherever it can; a variant that does not bypass it is shown, too. Our tier verifies a checksum
+of every byte, and the others verify nothing. A ratio is the median over the rounds of (vLLM's
+seconds / a contender's). The benchmark needs vLLM 0.30 or newer. LMCache's adapters run in another
+process.
 """
 
 from __future__ import annotations

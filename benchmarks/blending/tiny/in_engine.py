@@ -3,14 +3,16 @@
 
     python benchmarks/blending/tiny/in_engine.py [--variant V] [--seed S] [--questions N] [--quick]
 
-Asked are facts that refer to an earlier document, eight documents in a prompt. Every document is
-stored alone before; every prompt is asked once, in each mode by an engine of its own, many prompts
-at a time. *Right* is the share of right answers. *Computed* are tokens of a prompt, those that
-`question` computes twice included, and their share of it. *Context's* are answers that are wrong,
-and that the first stored documents give: those that others are stored behind (`segment_context`).
+The questions ask for facts that refer to an earlier document. A prompt has eight documents. Every
+document is stored alone before. Every prompt is sent once per mode. Each mode has its own engine,
+which gets many prompts at a time. *Right* is the share of right answers. *Computed* is the number
+of a prompt's tokens that are computed, and their share; tokens that `question` computes twice count
+twice. *Context's* is the share of wrong answers that the first stored documents give, behind which
+other documents are stored (`segment_context`).
 
-The selector `question` chooses at least one run of each document: next to it stand heads of about
-as many tokens. It compares at the layer with full attention that is best on other prompts.
+The selector `question` chooses at least one run of each document. The table has heads of about as
+many tokens next to it. The selector compares at the layer with full attention that is best on other
+prompts.
 """
 
 from __future__ import annotations

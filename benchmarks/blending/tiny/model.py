@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of the trained models: Llama's layers, with full attention or, in turns, with windows.
 
-They were trained in three stages, each until nearly all answers were right: to copy random tokens
-that repeat, then the task with one document to eight, then the task with eight while the learning
-rate fell to nothing. Seeds that had not learned it in 1,100 steps were given up.
+The models were trained in three stages, each until nearly all answers were right. In the first they
+copied random tokens that repeat. In the second they learned the task with one to eight documents.
+In the third they learned the task with eight documents while the learning rate fell to zero. Seeds
+that had not learned the task in 1,100 steps were dropped.
 """
 
 from __future__ import annotations
