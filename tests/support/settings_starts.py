@@ -37,7 +37,7 @@ OTHER = "not the default"
 """Stands for some other value of a name whose values are not listed on the pages."""
 
 MAX_TOKEN_ID = 499
-"""Of the prompts: separators are none of their tokens."""
+"""The largest token id of the prompts. Separators have larger ids."""
 
 INTERVAL_TOKENS = 256
 FULL_LAYER = 5
@@ -46,7 +46,7 @@ FULL_LAYER = 5
 LEFT_OUT = {
     ("host_memory_gib", UNSET): "the default of 8 GiB is more than a machine of tests may have",
 }
-"""By name and value: why no start has it."""
+"""The reason why no start has a value, by name and value."""
 
 NOT_SHOWN = {
     ASCEND_KERNEL_VARIABLE: "1: there is no AscendC to build the kernel with; copies are made by "
@@ -57,7 +57,7 @@ NOT_SHOWN = {
     "segment_separator": "token ids; a text needs a tokenizer: test_segment_tokens.py",
     "segment_sink": "token ids; a text needs a tokenizer: test_segment_tokens.py",
 }
-"""By name: values that these starts do not cover, because the pair lacks a requirement."""
+"""Values that these starts do not cover, as the pair lacks a requirement, by name."""
 
 
 class Start(NamedTuple):
@@ -183,9 +183,9 @@ def starts(folder: Path) -> dict[str, Start]:
 
 
 def documented(page: str) -> dict[str, set[str]]:
-    """The names of the page of settings, each with the values that it says something about.
+    """The names on the page of settings, each with the values that the page describes.
 
-    What is left unset is a value of each of them. Where the page names no word besides, `OTHER` is.
+    `UNSET` is a value of every name. If the page has no other word for a name, `OTHER` is a value.
     """
     found = {}
     for name, default, text in re.findall(

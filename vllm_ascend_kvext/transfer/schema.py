@@ -83,7 +83,7 @@ class RowDtype(IntEnum):
 
 
 class PairStyle(IntEnum):
-    """Which two elements of a rotated part of ``n`` pairs are pair ``i``."""
+    """Says which two elements of a rotated part with ``n`` pairs are pair ``i``."""
 
     HALVES = 0
     """Elements ``i`` and ``n + i``, as in NeoX."""

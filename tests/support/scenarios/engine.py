@@ -100,7 +100,7 @@ def watch(owner: Any, name: str, note: Callable[..., None]) -> None:
 
 
 def _allow_compilation() -> None:
-    """Which is off for all that is started: see `processes.ENGINE_ENVIRON`."""
+    """Allow compilation, which `processes.ENGINE_ENVIRON` turns off for all processes."""
     import torch._dynamo
 
     os.environ |= {"TORCHDYNAMO_DISABLE": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"}
@@ -230,9 +230,9 @@ class Engine:
 
     @contextmanager
     def failing(self, direction: str, numbers: Sequence[int] = ()) -> Iterator[None]:
-        """Let every second transfer in one direction fail, or those that are named, from 1 on.
+        """Let every second transfer in one direction fail, or the numbered ones, counted from 1.
 
-        What fails moves nothing.
+        A transfer that fails moves nothing.
         """
         calls = count(1)
 

@@ -59,7 +59,7 @@ class _Receiving:
 
 
 class ReadCheck(enum.Enum):
-    """Which positions, of those that attention would read, are checked."""
+    """The positions that are checked, among the positions that attention would read."""
 
     NONE = "none"
     ALL = "all"

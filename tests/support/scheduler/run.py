@@ -17,7 +17,7 @@ MAX_STEPS = 3000
 Check = Callable[[SchedulerEngine, Step], None]
 """Looks at the engine after every step and raises ``AssertionError`` if something is wrong.
 
-What it has in an attribute ``counts`` is added to the run's.
+If it has an attribute ``counts``, these counts are added to the counts of the run.
 """
 
 
