@@ -45,7 +45,7 @@ from support.upstream_version import IS_SINCE_0_30
 from transfer import geometry
 
 from vllm_ascend_kvext.store.entries import Entry
-from vllm_ascend_kvext.store.eviction import EvictionOrder, Worth
+from vllm_ascend_kvext.store.eviction import EvictionOrder, Priority
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 Run = Callable[..., str]
@@ -115,9 +115,9 @@ def test_a_host_tier_brings_hits() -> None:
     assert host > device + 0.1
 
 
-def _worth_of_end(_: EvictionOrder, entry: Entry, *__: int) -> Worth:
+def _priority_of_end(_: EvictionOrder, entry: Entry, *__: int) -> Priority:
     end_tokens = entry.piece.end_tokens
-    return Worth(False, end_tokens, entry.use, end_tokens, entry.piece.kind, entry.number)
+    return Priority(False, end_tokens, entry.use, end_tokens, entry.piece.kind, entry.number)
 
 
 class TestHoles:
@@ -127,7 +127,7 @@ class TestHoles:
         bench = Bench("full", "questions", 0.1, "second_touch")
         # Beginnings of prompts give way first: otherwise there is hardly a hole.
         monkeypatch.setattr(EvictionOrder, "_is_blocked", lambda *_: False)
-        monkeypatch.setattr(EvictionOrder, "_worth_of", _worth_of_end)
+        monkeypatch.setattr(EvictionOrder, "_priority_of", _priority_of_end)
         with installed(None):
             endless = bench.serve(HoleVariant.PREFIX, ENDLESS_BYTES)
             prefix, holes = (

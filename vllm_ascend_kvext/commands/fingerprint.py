@@ -97,7 +97,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SourceTree:
-    """Sources of one distribution: the folder that holds its top-level package."""
+    """The sources of one distribution.
+
+    Attributes:
+        root: The folder that holds its top-level package.
+    """
 
     root: Path
     distribution: str
@@ -133,8 +137,8 @@ def functions_of_interest(distribution: str, version: str | None) -> list[str]:
 
 
 def patches_of(version: str | None) -> list[Patch]:
-    """The patches for a version of vLLM, or of the vLLM-Ascend made for it; all of them if None."""
-    # Releases of vLLM-Ascend carry the number of the vLLM they are made for.
+    """The patches for a version of vLLM, or of vLLM-Ascend; all patches for None."""
+    # A release of vLLM-Ascend has the number of the vLLM release that it is made for.
     return [
         patch
         for patch in PATCHES
@@ -143,7 +147,7 @@ def patches_of(version: str | None) -> list[Patch]:
 
 
 def read(tree: SourceTree) -> tuple[dict[str, str], list[str]]:
-    """The fingerprints of a source tree, and why some cannot be had."""
+    """The fingerprints of a source tree, and a reason for each that could not be computed."""
     found: dict[str, str] = {}
     missing: list[str] = []
     for name in functions_of_interest(tree.distribution, tree.version):
@@ -155,11 +159,11 @@ def read(tree: SourceTree) -> tuple[dict[str, str], list[str]]:
 
 
 def compare(tree: SourceTree, found: dict[str, str], store: FingerprintStore) -> list[str]:
-    """What differs from the store, one line each."""
+    """The differences from the store, one line each."""
     differences = []
     for name in functions_of_interest(tree.distribution, tree.version):
         expected = store.expected(tree.distribution, tree.version, name)
-        # A function of vLLM-Ascend may be absent from some of its versions, then and today.
+        # A function of vLLM-Ascend may be absent both from the stored release and from this one.
         if name not in found and not expected and tree.distribution == VLLM_ASCEND:
             continue
         if found.get(name) not in expected:
@@ -171,10 +175,12 @@ def compare(tree: SourceTree, found: dict[str, str], store: FingerprintStore) ->
 
 
 def survey(tree: SourceTree, store: FingerprintStore, against: Path | None) -> list[str]:
-    """A table of the functions that count in the newest stored version, compared with each.
+    """Compare a release that is not stored with the stored releases.
 
-    Below it, the patches that are as they were; and, where there are sources to compare
-    ``against``, the lines of what differs, and the names that have gone.
+    Returns:
+        A table of the functions that patches rely on in the newest stored release. Below it are
+        the patches whose functions have not changed. If there are sources ``against`` which to
+        compare, the lines that differ and the lost names follow.
     """
     stored = store.distributions.get(tree.distribution, {})
     known_versions = store.versions(tree.distribution)
@@ -182,19 +188,22 @@ def survey(tree: SourceTree, store: FingerprintStore, against: Path | None) -> l
     patches = patches_of(newest)
     rows: list[tuple[int, str, str, str]] = []
     diffs: list[str] = []
-    unchanged: dict[str, bool] = {}  # by patch
+    unchanged: dict[str, bool] = {}  # By patch id: whether all its functions are as they were.
     for name in functions_of_interest(tree.distribution, newest):
         versions = [each for each in known_versions if name in stored[each]]
         same: list[str] = []
         try:
             found = fingerprint_source(tree.root, name)
         except FingerprintError:
-            order, what = 0, "absent"
+            order = 0
+            what = "absent"
         else:
             if same := [each for each in versions if stored[each][name] == found]:
-                order, what = 3, f"as in {', '.join(same)}"
+                order = 3
+                what = f"as in {', '.join(same)}"
             elif versions:
-                order, what = 1, f"differs from {', '.join(versions)}"
+                order = 1
+                what = f"differs from {', '.join(versions)}"
                 diffs += diff(against, tree.root, name) if against is not None else []
             else:
                 order, what = 2, "not stored"

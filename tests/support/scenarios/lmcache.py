@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with LMCacheMPConnector, and what is done to a server that one engine has for itself.
+"""Prompts with LMCacheMPConnector, and faults of a server that one engine has for itself.
 
 Options of a plan: ``seeds`` of the prompts; ``own_port``, where the engine is to have a server.
 """
@@ -24,7 +24,7 @@ from offload import server as lmcache_server
 PROMPT_TOKENS = 700
 HIT_TOKENS = PROMPT_TOKENS // lmcache_server.CHUNK_TOKENS * lmcache_server.CHUNK_TOKENS
 _READABLE_S = 2
-"""After so long the server makes readable what it has said to have stored."""
+"""The time until the server makes stored chunks readable."""
 _MAX_WAIT_S = 60
 
 
@@ -53,7 +53,7 @@ class Engine(scenarios_engine.Engine):
             self.finish()
 
     def finish(self) -> None:
-        """Until stores have ended: so long the blocks of a request are held."""
+        """Wait until stores have ended. The blocks of a request are held until then."""
         end_s = time.monotonic() + _MAX_WAIT_S
         while self.scheduler.has_requests() and time.monotonic() < end_s:
             self.llm.llm_engine.step()
@@ -76,7 +76,7 @@ def prompts(engine: Engine) -> None:
 
 @scenario
 def killed_in_a_load(engine: Engine) -> None:
-    """The server ends at once when the first load is about to begin."""
+    """Kill the server when the first load is about to begin."""
     from vllm.distributed import kv_transfer
 
     adapter = kv_transfer.get_kv_transfer_group().worker_adapter
