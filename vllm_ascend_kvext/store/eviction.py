@@ -143,7 +143,7 @@ class EvictionOrder:
         entries: Mapping[int, Entry],
         new: Entry,
         now: int,
-        precedence: Callable[[Entry], int] = lambda _: 0,
+        preference: Callable[[Entry], int] = lambda _: 0,
     ) -> list[Entry] | Refusal:
         """Choose the entries to evict for a new entry, in order. Nothing that is stored changes.
 
@@ -151,24 +151,24 @@ class EvictionOrder:
             entries: The entries by the offset of their place.
             new: The entry that has no place yet. Entries of equal or higher priority stay.
             now: The latest use of all.
-            precedence: Of a stored entry beside the new one. With less than 0 it goes first, with
-                more than 0 it stays.
+            preference: Overrules the priority of an entry beside the new one. An entry below 0 is
+                evicted first; an entry above 0 stays.
         """
         sample = self._sample()
         recent_use = self._latest[0][0]
         if self._latest_bytes > self._recent_bytes:  # The latest use alone exceeds the share.
             recent_use += 1
 
-        def worth(entry: Entry) -> Worth:
-            found = self._worth_of(entry, recent_use, now)
-            if entry is not new and precedence(entry) < 0:
+        def priority_of(entry: Entry) -> Priority:
+            found = self._priority_of(entry, recent_use, now)
+            if entry is not new and preference(entry) < 0:
                 return found._replace(is_recent=False, density=-1.0)
             return found
 
         limit = priority_of(new)
         by_priority = sorted((priority_of(entry), entry) for entry in sample)
         lesser = [
-            entry for its_worth, entry in worths if its_worth < below and precedence(entry) <= 0
+            entry for priority, entry in by_priority if priority < limit and preference(entry) <= 0
         ]
         tried: set[int] = set()
         for number, entry in enumerate(lesser[:MAX_TRIED], 1):
@@ -181,7 +181,7 @@ class EvictionOrder:
             # An entry that the same request uses is the beginning of its prefix, so it stays.
             return (
                 entry.is_evictable
-                and precedence(entry) <= 0
+                and preference(entry) <= 0
                 and entry.use < new.use
                 and priority_of(entry) < limit
                 and not self._is_blocked(entry)

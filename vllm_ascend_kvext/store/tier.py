@@ -192,7 +192,7 @@ class HostTier:
         piece: Piece,
         num_bytes: int,
         use: int,
-        precedence: Callable[[Entry], int] = lambda _: 0,
+        preference: Callable[[Entry], int] = lambda _: 0,
     ) -> Entry | Refusal:
         """Take a place for a piece of a prefix. The rows before it are renewed, so that they stay.
 
@@ -201,7 +201,7 @@ class HostTier:
             piece: Rows within one chunk, or tails.
             num_bytes: The bytes of the piece in host memory, more than 0.
             use: The latest use by the request.
-            precedence: See `EvictionOrder.choose`.
+            preference: See `EvictionOrder.choose`.
 
         Returns:
             The entry, whose place begins at ``offset_bytes``, or why there is none. A refusal
@@ -232,7 +232,7 @@ class HostTier:
             key_space=prefix.key_space,
         )
         self._order.begin(entry)
-        refusal = self._make_room(prefix, entry, precedence)
+        refusal = self._make_room(prefix, entry, preference)
         if refusal is not None:
             self._order.forget(entry)
             self.counters.refused_stores[refusal] += 1
@@ -331,13 +331,13 @@ class HostTier:
         return None
 
     def _make_room(
-        self, prefix: Prefix, entry: Entry, precedence: Callable[[Entry], int]
+        self, prefix: Prefix, entry: Entry, preference: Callable[[Entry], int]
     ) -> Refusal | None:
         """Evict entries of lower priority if there is no gap. If that is not enough, evict none."""
         self.renew(prefix, entry.piece.end_tokens, entry.use)
         if entry.num_bytes <= self._arena.largest_gap_bytes:
             return None
-        chosen = self._order.choose(self._entries, entry, self._latest_use, precedence)
+        chosen = self._order.choose(self._entries, entry, self._latest_use, preference)
         if isinstance(chosen, Refusal):
             return chosen
         for victim in chosen:
