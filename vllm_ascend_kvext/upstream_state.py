@@ -18,13 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from array import array
 
-    from vllm_ascend_kvext._native import RetainedCache
     from vllm_ascend_kvext.counted import Report
-    from vllm_ascend_kvext.patches.repairs.discarded_frames import StepsInFlight
     from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
     from vllm_ascend_kvext.prefix_cache.limits import RequestLimits
-    from vllm_ascend_kvext.prefix_cache.lookup import Lookup
-    from vllm_ascend_kvext.prefix_cache.runs import TailRule
     from vllm_ascend_kvext.prefix_cache.steps import Steps
     from vllm_ascend_kvext.retention.checkpoint_retention import CheckpointRetention
 
@@ -62,49 +58,47 @@ class PoolState(_OfObject):
     group_keys: dict[tuple[int, int], GroupKeys] = field(default_factory=dict)
     """By group id and tokens per block."""
 
-    retained: RetainedCache | None = None
-    """The checkpoints that decide what is reallocated next, if any do."""
-
-
-@dataclass(slots=True)
-class GroupManagerState(_OfObject):
-    """State of a ``SingleTypeKVCacheManager``."""
-
-    tail_rule: tuple[bool, TailRule | None] | None = None
-    """Whether blocks are left out when it caches, and the rule where it is known. Set when it first
-    caches."""
+    on_uncached: Callable[[list[Any]], None] | None = None
+    """Is told of blocks that are free and have left the prefix cache, once they are the next ones
+    to be reallocated. None where the pool keeps no books but upstream's."""
 
 
 @dataclass(slots=True)
 class CoordinatorState(_OfObject):
     """State of a ``vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator``."""
 
-    lookup: Lookup | None = None
-    """Looks all groups up; None where upstream has to, and before the first lookup."""
-
-    has_described_lookup: bool = False  # ``lookup`` has been decided on.
     full_groups: tuple[tuple[int, int], ...] | None = None
     """Group id and tokens per block of each full-attention group, once asked for."""
 
     retention: CheckpointRetention | None = None
-    """What decides which blocks are cached, and when, if it is not upstream. Set before the first
-    step."""
+    """What decides which blocks are cached, and when, if it is not upstream. Set when the block
+    manager is made."""
+
+    interval_tokens: int = 0
+    """The distance of the boundaries that it keeps in any case; 0 if there are none."""
+
+    waits_for_drafts: bool = False
+    """Whether windows move on only past tokens that no draft in flight can take back."""
 
 
 @dataclass(slots=True)
 class BlockManagerState(_OfObject):
     """State of a ``vllm.v1.core.kv_cache_manager.KVCacheManager``."""
 
-    steps: Steps | None = None  # Set with its first step.
+    features: set[str] = field(default_factory=set)
+    """The features that bind methods of this manager, and of what it is made of."""
+
+    steps: Steps | None = None
+    """Steps of running requests, where the fast path takes them."""
 
 
 @dataclass(slots=True)
 class SchedulerState(_OfObject):
     """State of a ``vllm.v1.core.sched.scheduler.Scheduler``."""
 
-    steps_in_flight: StepsInFlight | None = None
-    """Those whose outputs are still to come; None where the scheduler processes outputs in a method
-    of its own, and before the first step."""
+    steps_in_flight: Any = None
+    """The steps whose outputs are still to come, as the repair ``discarded-frames`` keeps them.
+    None where the scheduler processes outputs in a method of its own, and before the first step."""
 
     has_looked_at_outputs: bool = False  # ``steps_in_flight`` has been decided on.
 

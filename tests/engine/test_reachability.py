@@ -35,6 +35,7 @@ from support.retention.small_layouts import (
     some_eagle_sets,
     unit_of,
 )
+from support.retention.started import retention_of
 from support.sample import LENGTH_STRIDE
 from support.scheduler.block_manager import BlockManager, Layout, full, mamba, window
 from support.scheduler.layouts import MAMBA, MAMBA_WINDOW, Attention, Group
@@ -46,7 +47,6 @@ from support.scheduler.workload import RequestPlan, Workload
 from support.upstream_version import IS_SINCE_0_30
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT
 
 NUM_BLOCKS = 800

@@ -7,10 +7,11 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from vllm_ascend_kvext.activation import FEATURES
-from vllm_ascend_kvext.compat import SUPPORTED, VLLM, VLLM_ASCEND, version_in
+from vllm_ascend_kvext.compat import VLLM, VLLM_ASCEND, version_in
 from vllm_ascend_kvext.patches import PATCHES
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.patching.store import FingerprintStore
+from vllm_ascend_kvext.supported import SUPPORTED
 
 every_patch = pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.id)
 

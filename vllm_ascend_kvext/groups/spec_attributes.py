@@ -11,19 +11,8 @@ import math
 from typing import Any
 
 from vllm_ascend_kvext.errors import GroupError
+from vllm_ascend_kvext.groups.kinds import kind_of, stands_for_tokens
 from vllm_ascend_kvext.groups.model import GroupKind
-
-_KINDS = {
-    "MambaSpec": GroupKind.STATE,
-    "SlidingWindowSpec": GroupKind.WINDOW,
-    "ChunkedLocalAttentionSpec": GroupKind.CHUNKED,
-    "FullAttentionSpec": GroupKind.FULL,
-}
-"""By the name of a base class."""
-
-_OWN_RULES = {"RSWASpec"}
-"""Base classes whose layers read other tokens than the class they derive from says: of a prompt all
-tokens, of an output the last."""
 
 _TOKENS_PER_ROW = ("tokens_per_state", "compress_ratio")
 """The name since vLLM 0.30, and the one before, which vLLM-Ascend's windows keep."""
@@ -34,34 +23,6 @@ _STATE_CACHE_SUFFIX = ".state_cache"
 _PACKED_ROW_BYTES = {"fp8_ds_mla": {"deepseek_v4": 584}}
 """By cache dtype and model version: bytes per row where ``head_size`` does not say
 (``real_page_size_bytes`` in ``vllm/v1/kv_cache_interface.py``)."""
-
-
-def kind_of(spec: Any) -> GroupKind:
-    """Which tokens a layer of this spec reads.
-
-    ``OTHER`` as well where pages are scratch memory of one request (``prefix_cacheable`` is False),
-    whatever class the spec derives from: a page does not stand for its tokens there.
-    """
-    bases = _bases(spec)
-    if not _stands_for_tokens(spec) or not _OWN_RULES.isdisjoint(bases):
-        return GroupKind.OTHER
-    return next((kind for name, kind in _KINDS.items() if name in bases), GroupKind.OTHER)
-
-
-def window_tokens_of(spec: Any) -> int:
-    """Sliding window or attention chunk; 0 where there is none.
-
-    ``FullAttentionSpec`` has a ``sliding_window`` too, which only says that the hybrid manager is
-    off: all its blocks are kept. What drafts keep besides (``extra_retained_tokens``) is not read
-    from a boundary on.
-    """
-    match kind_of(spec):
-        case GroupKind.WINDOW:
-            return int(spec.sliding_window)
-        case GroupKind.CHUNKED:
-            return int(spec.attention_chunk_size)
-        case _:
-            return 0
 
 
 def compress_ratio_of(spec: Any) -> int:
@@ -89,7 +50,7 @@ def tokens_per_page_of(spec: Any) -> int:
     Raises:
         GroupError: If what the spec says contradicts itself, or its blocks stand for no tokens.
     """
-    if not _stands_for_tokens(spec):
+    if not stands_for_tokens(spec):
         raise GroupError(
             f"{type(spec).__name__}: expected blocks that stand for tokens, found scratch memory "
             "of one request; such a layer is not supported"
@@ -221,14 +182,6 @@ def tokens_per_page(
     return meanings[rows]
 
 
-def _stands_for_tokens(spec: Any) -> bool:
-    return bool(getattr(spec, "prefix_cacheable", True))
-
-
 def _is_declared(spec: Any) -> bool:
     """Whether the spec says itself how many rows a page has (since vLLM 0.30)."""
     return getattr(spec, "tokens_per_state", None) is not None
-
-
-def _bases(spec: Any) -> set[str]:
-    return {base.__name__ for base in type(spec).__mro__}

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from vllm.v1.request import Request
 
+from support.retention.started import retention_of
 from support.scheduler.block_manager import BlockManager
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 
 Hits = dict[str, int]
 """Name of a point in the life of a request -> tokens that a lookup hits there."""
