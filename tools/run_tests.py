@@ -74,6 +74,7 @@ to the end; not each file, for importing vLLM takes a core ten seconds."""
 
 ON_ASCENDS_MANAGERS = (
     "engine/test_aligned_steps.py",
+    "engine/test_bound_methods.py",
     "engine/test_failed_loads.py::test_outputs_are_those_of_a_run_without_failures",
     "engine/test_fast_prefix_cache.py",
     "engine/test_hits_of_repairs.py",
