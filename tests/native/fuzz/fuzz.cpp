@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "../cpu/copier.h"
+#include "cpu/copier.h"
 #include "kvext/copies.h"
 #include "kvext/page_transfer.h"
 #include "kvext/rotation.h"
