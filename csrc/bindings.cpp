@@ -27,7 +27,7 @@ void bind(nb::module_& module);  // retention/bindings.cpp
 
 namespace {
 
-constexpr int kMostThreads = 256;
+constexpr int kMaxThreads = 256;
 
 // A buffer of the caller's, held as long as this lives.
 class HeldBuffer {
@@ -159,8 +159,8 @@ kvext::Placement checked_placement(const std::vector<int>& cpus, int64_t nicenes
 
 kvext::CopyOptions checked_options(int64_t num_threads, int64_t streaming,
                                    const std::vector<int>& cpus, int64_t niceness) {
-  if (num_threads < 1 || num_threads > kMostThreads) {
-    refuse_option("num_threads: expected 1 to " + std::to_string(kMostThreads) + ", found " +
+  if (num_threads < 1 || num_threads > kMaxThreads) {
+    refuse_option("num_threads: expected 1 to " + std::to_string(kMaxThreads) + ", found " +
                   std::to_string(num_threads) + ".");
   }
   if (streaming < -1 || streaming > 1) {

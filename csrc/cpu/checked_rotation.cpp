@@ -10,7 +10,7 @@ namespace kvext {
 namespace {
 
 // With so many positions an angle still has an error below 1e-6.
-constexpr int64_t kMostPositions = int64_t{1} << 30;
+constexpr int64_t kMaxPositions = int64_t{1} << 30;
 constexpr double kFullTurn = 6.283185307179586;
 
 constexpr const char* kTable = "rotations";
@@ -105,9 +105,9 @@ void check_shifts(const CheckedTransfer& checked, const KeyRotation& rotation) {
              "a group that one of the " + std::to_string(transfer.planes.num_rows) + " planes has",
              std::to_string(shift.group), "Leave out the shifts of groups without planes.");
     }
-    if (shift.positions < -kMostPositions || shift.positions > kMostPositions) {
+    if (shift.positions < -kMaxPositions || shift.positions > kMaxPositions) {
       refuse(cell("shifts", i, "positions"),
-             std::to_string(-kMostPositions) + " to " + std::to_string(kMostPositions),
+             std::to_string(-kMaxPositions) + " to " + std::to_string(kMaxPositions),
              std::to_string(shift.positions), "Pass a difference of positions.");
     }
   }

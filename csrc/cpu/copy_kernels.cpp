@@ -69,7 +69,7 @@ __attribute__((target("avx2"))) inline void stream_step(uint8_t* destination,
 template <size_t kTogether, int64_t kTurn>
 __attribute__((target("avx2"))) void stream_together_avx2(const Copy* copies, size_t num_copies,
                                                           const Copy* later, size_t num_later) {
-  static_assert(kTogether <= kMostTogether && kTurn % kStep == 0);
+  static_assert(kTogether <= kMaxTogether && kTurn % kStep == 0);
   const auto to = [](const Copy& copy) { return reinterpret_cast<uint8_t*>(copy.destination); };
   const auto from = [](const Copy& copy) { return reinterpret_cast<const uint8_t*>(copy.source); };
   int64_t done = 0, least = INT64_MAX, most = 0, unaligned = 0;
@@ -91,7 +91,7 @@ __attribute__((target("avx2"))) void stream_together_avx2(const Copy* copies, si
     }
     if (done == most) return;
   }
-  int64_t heads[kMostTogether];
+  int64_t heads[kMaxTogether];
   for (size_t j = 0; j < num_copies; ++j) {
     heads[j] = copy_head(to(copies[j]) + done, from(copies[j]) + done, copies[j].num_bytes - done);
   }

@@ -13,7 +13,7 @@
 
 namespace kvext {
 
-constexpr size_t kMostTogether = 16;
+constexpr size_t kMaxTogether = 16;
 
 struct CopyKernel {
   std::string name;

@@ -8,8 +8,8 @@ namespace kvext::retention {
 namespace {
 
 constexpr std::size_t kRemembered = 8192;
-constexpr std::size_t kMostContinuations = 16;
-constexpr int kMostAncestors = 16;
+constexpr std::size_t kMaxContinuations = 16;
+constexpr int kMaxAncestors = 16;
 
 }  // namespace
 
@@ -23,7 +23,7 @@ Checkpoint::~Checkpoint() {
 
 std::shared_ptr<Checkpoint> nearest_with_tail(const std::shared_ptr<Checkpoint>& node) {
   const std::shared_ptr<Checkpoint>* nearest = &node;
-  for (int seen = 0; seen < kMostAncestors; ++seen) {
+  for (int seen = 0; seen < kMaxAncestors; ++seen) {
     if ((*nearest)->is_root() || (*nearest)->has_tail()) break;
     nearest = &(*nearest)->parent;
   }
@@ -359,7 +359,7 @@ void CheckpointTree::take_ahead(Checkpoint& node, const BlockIds& ahead) {
   for (const BlockId id : ahead) {
     if (std::find(known, node.tail.end(), id) == node.tail.end()) more.push_back(id);
   }
-  if (more.empty() || node.num_ahead >= kMostContinuations * more.size()) return;
+  if (more.empty() || node.num_ahead >= kMaxContinuations * more.size()) return;
   extend_tail(node, more);
   node.num_ahead += more.size();
 }

@@ -26,7 +26,7 @@ enum class Origin : std::int32_t {
 struct Reason {
   Origin origin = Origin::kLatest;
   std::int32_t step = 0;    // rung of the ladder; 1 for a last boundary that is the prompt's, too
-  std::int32_t uses = 0;    // how often it has been resumed from, counted up to `kMostUses`
+  std::int32_t uses = 0;    // how often it has been resumed from, counted up to `kMaxUses`
 
   /// The reason to keep a checkpoint after one more use: its origin matters no more.
   Reason used_again() const;
@@ -38,10 +38,14 @@ struct Reason {
   }
 };
 
+/// The reason of every boundary of the grid.
+inline constexpr Reason kGridReason{Origin::kGrid, 0, 0};
+
 class UseRates {
  public:
-  /// Whether to leave one more checkpoint that nobody asked for. Even one that is the first to give
-  /// way takes blocks for a while. One in `kRetryAfter` is left all the same, for workloads change.
+  /// Whether to leave one more checkpoint that no request asked for. Even a checkpoint that is the
+  /// first to give way takes blocks for a while. One in `kTryEvery` is left all the same, for
+  /// workloads change.
   bool is_worth_trying(const Reason& reason);
 
   /// Odds that a checkpoint is used before it is evicted; 1 while nothing is known.
@@ -114,12 +118,12 @@ class EvictedPrefixes {
   bool pop(const std::string& key, Entry* entry);
 
   /// The length in tokens of the longest prefix of a prompt, 0 if there is none. Tries the lengths
-  /// that are known, the longest first and at most `kMostProbes` of them.
+  /// that are known, the longest first and at most `kMaxProbes` of them.
   /// @param prefix_key  the prompt's key per length in tokens
   std::int64_t longest(const std::function<std::string(std::int64_t)>& prefix_key,
                        std::int64_t after_tokens, std::int64_t upto_tokens) const;
 
-  static constexpr int kMostProbes = 256;
+  static constexpr int kMaxProbes = 256;
 
  private:
   using Order = std::list<Entry>;
