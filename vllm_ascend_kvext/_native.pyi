@@ -110,7 +110,7 @@ class Geometry:
 
     def __init__(self, tables: dict[str, Any]) -> None: ...
     def lasting_boundaries(
-        self, plan: list[Boundary], after_tokens: int, upto_tokens: int
+        self, plan: Sequence[Boundary], after_tokens: int, upto_tokens: int
     ) -> list[Boundary]:
         """Boundaries in ``(after_tokens, upto_tokens]`` that are planned or on the grid, ascending.
 
@@ -205,9 +205,9 @@ class RetainedRequest:
 
     def plan(
         self,
-        plan: list[Boundary],
-        rungs: list[tuple[int, int]],
-        stops_tokens: list[int],
+        plan: Sequence[Boundary],
+        rungs: Sequence[tuple[int, int]],
+        stops_tokens: Sequence[int],
         replay_tokens: int,
     ) -> None:
         """Plan which boundaries to keep.
@@ -254,7 +254,7 @@ class RetainedRequest:
         """Computed tokens without those of steps in flight, which may be rejected."""
 
     def before_skip(
-        self, total_tokens: int, is_settled: bool, skipped_tokens: list[int] = ...
+        self, total_tokens: int, is_settled: bool, skipped_tokens: Sequence[int] = ...
     ) -> int:
         """See `CheckpointRetention.before_skip`.
 

@@ -400,11 +400,14 @@ class ModelCache:
         request.hash_blocks(self.pool.hash_block_size)
         return request
 
+    def state_of(self, text: str) -> RetainedRequest:
+        """What is known of a request that has not been admitted."""
+        return RetainedRequest(self.cache_state, self.request("asks", text))
+
     def find_evicted(self, text: str, after_tokens: int, upto_tokens: int) -> int:
         """The longest boundary of a text whose checkpoint was evicted; 0 if there is none."""
-        state = RetainedRequest(self.cache_state, self.request("asks", text))
         key_table = self.pool.cached_block_hash_to_block
-        return state.find_prefixes(key_table, after_tokens, upto_tokens)[1]
+        return self.state_of(text).find_prefixes(key_table, after_tokens, upto_tokens)[1]
 
     def hit_tokens(self, text: str, limit_tokens: int) -> int:
         """What upstream's lookup finds of a text."""
