@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ascend_kvext._native import RetainedCache
-    from vllm_ascend_kvext.retention.checkpoint_retention import ManagedGroup
+    from vllm_ascend_kvext.retention.managed import ManagedGroup
 
 
 class RetainedPool:

@@ -23,8 +23,9 @@ from vllm_ascend_kvext.patches.upstream import (
     tokens_per_block,
 )
 from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30, Kind, Patch
-from vllm_ascend_kvext.retention.checkpoint_retention import CheckpointRetention, ManagedGroup
+from vllm_ascend_kvext.retention.checkpoint_retention import CheckpointRetention
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
+from vllm_ascend_kvext.retention.managed import ManagedGroup
 from vllm_ascend_kvext.retention.policy import RetentionPolicy, check_interval
 from vllm_ascend_kvext.upstream_state import CoordinatorState, PoolState
 

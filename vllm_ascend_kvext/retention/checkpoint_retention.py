@@ -18,48 +18,19 @@ are not worth caching any more. What it answers is done here: it calls nothing o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.retention.demand import Demand, count_losses, find_demand
 from vllm_ascend_kvext.retention.hints import report_unusable_hints
+from vllm_ascend_kvext.retention.managed import ManagedGroup, Pool
 from vllm_ascend_kvext.retention.policy import Plan, RetentionPolicy
 from vllm_ascend_kvext.retention.reasons import Origin, Reason
 from vllm_ascend_kvext.retention.stats import RetentionStats
 
 if TYPE_CHECKING:
     from vllm_ascend_kvext._native import GroupRun, RetainedCache, RetainedRequest
-    from vllm_ascend_kvext.upstream_types import BlockPool, GroupManager, Request
-
-
-@dataclass(frozen=True, slots=True)
-class ManagedGroup:
-    """A KV cache group of upstream's. The compiled module reads it by these names.
-
-    Attributes:
-        geometry_index: Its place in ``HitGeometry.groups``.
-        is_upstreams: Whether upstream's own code caches its blocks and moves its window on.
-        hashes_in_key: How many of the hashes that a block spans make its key: the last ones.
-    """
-
-    manager: GroupManager
-    geometry_index: int
-    block_tokens: int
-    is_upstreams: bool = False
-    hashes_in_key: int = 1
-
-
-class Pool(Protocol):
-    """Upstream's block pool, adapted in ``vllm_ascend_kvext.patches.retention.block_pool``."""
-
-    @property
-    def block_pool(self) -> BlockPool: ...
-
-    def cache(self, request: Request, group: ManagedGroup, run: range) -> None:
-        """Cache a run of a request's blocks, all full and none cached yet, and report it."""
-
-    def discard(self, blocks: list[Any]) -> None:
-        """Uncache blocks; those that are free become the next ones to be reallocated."""
+    from vllm_ascend_kvext.upstream_types import Request
 
 
 @dataclass(slots=True)

@@ -20,9 +20,10 @@ from unit.retention.lookup_model import look_up
 from vllm_ascend_kvext._native import RetainedRequest
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
-from vllm_ascend_kvext.retention.checkpoint_retention import CheckpointRetention, ManagedGroup
+from vllm_ascend_kvext.retention.checkpoint_retention import CheckpointRetention
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
 from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT
+from vllm_ascend_kvext.retention.managed import ManagedGroup
 from vllm_ascend_kvext.retention.policy import RetentionPolicy
 from vllm_ascend_kvext.retention.stats import RetentionStats
 

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What retention manages: upstream's groups and pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from vllm_ascend_kvext.upstream_types import BlockPool, GroupManager, Request
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedGroup:
+    """A KV cache group of upstream's. ``csrc/retention/bindings.cpp`` reads it by these names.
+
+    Attributes:
+        geometry_index: Its place in ``HitGeometry.groups``.
+        is_upstreams: Whether upstream's own code caches its blocks and moves its window on.
+        hashes_in_key: How many of the hashes that a block spans make its key: the last ones.
+    """
+
+    manager: GroupManager
+    geometry_index: int
+    block_tokens: int
+    is_upstreams: bool = False
+    hashes_in_key: int = 1
+
+
+class Pool(Protocol):
+    """Upstream's block pool, adapted in ``vllm_ascend_kvext.patches.retention.block_pool``."""
+
+    @property
+    def block_pool(self) -> BlockPool: ...
+
+    def cache(self, request: Request, group: ManagedGroup, run: range) -> None:
+        """Cache a run of a request's blocks, all full and none cached yet, and report it."""
+
+    def discard(self, blocks: list[Any]) -> None:
+        """Uncache blocks; those that are free become the next ones to be reallocated."""
