@@ -29,7 +29,7 @@ namespace {
 
 constexpr int kMaxThreads = 256;
 
-// A buffer of the caller's, held as long as this lives.
+// A buffer of the caller's, held for as long as this object lives.
 class HeldBuffer {
  public:
   HeldBuffer(const HeldBuffer&) = delete;
@@ -41,7 +41,7 @@ class HeldBuffer {
     if (view_.obj != nullptr) PyBuffer_Release(&view_);
   }
 
-  // Whether the object has one.
+  // Whether the object has a buffer.
   bool take(nb::handle object) {
     if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_RECORDS_RO) == 0) return true;
     PyErr_Clear();
@@ -278,7 +278,7 @@ NB_MODULE(_native, module) {
       PyErr_SetString(type.ptr(), error.what());
     }
   });
-  // What each does is said in vllm_ascend_kvext/_native.pyi.
+  // vllm_ascend_kvext/_native.pyi says what each function does.
   using nb::literals::operator""_a;
   // None is refused like any other object that is no table.
   const auto pools = "pools"_a.none(), planes = "planes"_a.none(), runs = "runs"_a.none();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Does the copies of one thread: which kernel, and what is fetched ahead.
+// Does the copies of one thread: chooses the kernel, and what is fetched ahead.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,8 @@
 
 namespace kvext {
 
-// Transfers smaller than this may be read again from the cache.
+// Bytes of the smallest transfer that goes past the caches: a smaller one may be read again from
+// there.
 constexpr int64_t kMinStreamedBytes = 1024 * 1024;
 
 inline bool streams(int64_t num_bytes, Streaming streaming) {
@@ -30,9 +31,9 @@ inline void fetch_lines(int64_t source, int64_t num_bytes) {
   }
 }
 
-// Copies may be done in any order. Those that are streamed are cut into parts, and several parts are
-// copied together while the next ones are fetched. Other short copies wait in a queue while their
-// sources come from memory: the CPU's own prefetching does not know where the next one begins.
+// Copies may be done in any order. A streamed copy is cut into parts, and several parts are copied
+// together while the next ones are fetched. Other short copies wait in a queue while their sources
+// come from memory: the CPU's own prefetching does not know where the next one begins.
 class Copier {
  public:
   explicit Copier(bool is_streaming, const CopyKernel& kernel = copy_kernels().front())
@@ -52,7 +53,7 @@ class Copier {
     if (follows && copy.num_bytes <= kMaxFollowingBytes) {
       move(copy);
     } else if (is_streaming_ && copy.num_bytes >= kMinStreamedCopyBytes &&
-               copy.num_bytes <= kernel_.most_together_bytes) {
+               copy.num_bytes <= kernel_.max_together_bytes) {
       cut(copy);
     } else if (copy.num_bytes > kMaxWaitingBytes) {
       move(copy);
@@ -62,14 +63,16 @@ class Copier {
   }
 
  private:
-  // Shorter copies are streamed only where they fill whole lines: a line that is filled in part is
-  // read first.
+  // Bytes of the shortest copy that is always streamed. A shorter one is streamed only where it fills
+  // whole lines: a line that is filled in part is read first.
   static constexpr int64_t kMinStreamedCopyBytes = 256;
-  // Where short copies read on where the last one ended, the CPU's own prefetching is enough.
+  // Bytes of the longest copy that does not wait where it reads on where the last one ended: there
+  // the CPU's own prefetching is enough.
   static constexpr int64_t kMaxFollowingBytes = 1024;
-  // Longer parts would not stay in the smallest second-level caches until they are copied.
+  // Bytes of the longest part. Longer ones would not stay in the smallest second-level caches until
+  // they are copied.
   static constexpr int64_t kPartBytes = 4096;
-  // What is fetched of each copy that waits: the CPU finds the lines behind these by itself.
+  // Bytes that are fetched of each copy that waits: the CPU finds the lines behind these by itself.
   static constexpr int64_t kFetchedBytes = 2 * kLineBytes;
   static constexpr int64_t kMaxWaitingBytes = 8192;
   static constexpr uint32_t kMaxWaiting = 64;
@@ -89,7 +92,7 @@ class Copier {
     if (++num_gathered_ == kernel_.num_together) exchange();
   }
 
-  // Copies the parts that have been fetched; those that have been gathered take their place.
+  // Copies the parts that have been fetched; the parts that have been gathered take their place.
   void exchange() {
     if (num_fetched_ > 0) {
       kernel_.stream_together(fetched_, num_fetched_, gathered_, num_gathered_);

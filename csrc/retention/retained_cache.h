@@ -94,8 +94,8 @@ struct RetainedCache {
   /// @param hashes  a list, with one for every so many tokens
   std::string prefix_key(PyObject* hashes, std::int64_t num_tokens) const;
 
-  /// What it keeps alive of upstream's that leads to others: since vLLM 0.30 a block to its pool,
-  /// which has this cache.
+  /// Objects of upstream's that it keeps alive, and that lead to others: since vLLM 0.30 a block leads
+  /// to its pool, which has this cache.
   std::vector<nb::handle> held() const;
 };
 

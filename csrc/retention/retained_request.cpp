@@ -422,7 +422,7 @@ void RetainedRequest::pass_boundaries(const KeyTable& keys) {
   const bool is_planned = !boundaries.empty() && boundaries.back().boundary_tokens == passed_tokens;
   if (step_.is_last && passed_tokens) {
     if (is_planned) boundaries.pop_back();
-    // Where an answer has crossed no boundary, the last one is the prompt's, too. Told apart, the
+    // An answer that has crossed no boundary ends at the prompt's last one. Told apart, the
     // boundaries that only an answer reaches do not hide how useful this one is, nor does it hide
     // how useful they are.
     boundaries.push_back({passed_tokens, Reason{Origin::kLatest, passed_tokens == replay_tokens_, 0}});
@@ -491,7 +491,7 @@ void RetainedRequest::hold(std::size_t index, Range run, std::int64_t skipped_to
 }
 
 void RetainedRequest::let_go(std::int64_t before_tokens) {
-  // What was held for boundaries below the latest one.
+  // Blocks that were held for boundaries below the latest one are needed no more.
   for (std::size_t index = 0; index < groups_.size(); ++index) {
     auto& left = groups_[index].left;
     if (left.empty()) continue;
@@ -510,7 +510,7 @@ void RetainedRequest::let_go(std::int64_t before_tokens) {
 }
 
 nb::list RetainedRequest::find_unreachable() const {
-  // What the request cached for boundaries that it did not reach.
+  // The request has cached these blocks for boundaries that it did not reach.
   const BlockFields& fields = cache_.blocks.fields();
   nb::list unreachable;
   for (std::size_t index = 0; index < groups_.size(); ++index) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What one request has cached, and what is to be cached of it: the work of every step.
+// The blocks that one request has cached, and those that are to be cached: the work of every step.
 //
 // A step has three parts. The request answers which runs of blocks are to be cached, Python has
 // them cached, and the request settles the step: it keeps the boundaries that are complete now.

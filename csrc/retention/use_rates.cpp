@@ -164,7 +164,8 @@ void UseRates::count(Counts& counts, bool is_use) {
 void UseRates::estimate(Counts& counts, const Reason& reason) const {
   const Reason other{reason.origin, 1 - reason.step, reason.uses};
   const auto alike = reason.origin == Origin::kLatest ? counts_.find(other.code()) : counts_.end();
-  std::array<double, kNumAges> likely;  // to be used in this class of age, for those that get there
+  // Odds of a use in each class of age, of a checkpoint that grows so old.
+  std::array<double, kNumAges> likely;
   for (std::size_t age = 0; age < kNumAges; ++age) {
     double uses = counts.uses[age] + ages().prior_uses[age];
     double exposed = counts.exposed[age] + ages().prior_alive[age];

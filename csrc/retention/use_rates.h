@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How useful checkpoints turn out, by why they are kept and by how long ago they were of use.
 //
-// What a workload resumes from, and when, is not known in advance: chats resume at the end of an
+// Nothing is known in advance of what a workload resumes from, and when: chats resume at the end of an
 // answer after a while, edited messages before the end of a prompt, questions about a document at
 // its end. So nothing is assumed. Every reason starts out equal and is judged by what became of its
 // checkpoints, evicted ones that are asked for again included.
@@ -17,7 +17,7 @@
 
 namespace kvext::retention {
 
-/// What suggested a boundary: `vllm_ascend_kvext.retention.reasons.Origin`, which explains each.
+/// The origin of a boundary: `vllm_ascend_kvext.retention.reasons.Origin`, which explains each.
 enum class Origin : std::int32_t {
   kGrid, kPrompt, kLatest, kLadder, kChunk, kJunction, kWanted, kHint, kOverlap, kUse
 };
@@ -79,7 +79,7 @@ class UseRates {
     double used = 0, evicted = 0;
     std::int64_t num_refused = 0;
     std::int64_t num_uses = 0, num_noted = 0;
-    // By class of age: those that were used in it, or lived through it; those that were used.
+    // By class of age: checkpoints that were used in it or lived through it; those that were used.
     std::array<double, kNumAges> exposed{}, uses{};
     std::array<double, kNumAges> best{};  // uses_per_pool
     bool is_stale = true;
@@ -96,7 +96,7 @@ class UseRates {
 /// its chained hash and its length.
 class EvictedPrefixes {
  public:
-  /// What had kept a checkpoint, and when it was last of use.
+  /// A checkpoint that was evicted: why it was kept, and when it was last of use.
   struct Entry {
     std::string key;
     std::int64_t boundary_tokens;
