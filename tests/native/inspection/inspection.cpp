@@ -75,6 +75,11 @@ nb::list describe_checkpoints(const RetainedCache& cache) {
 NB_MODULE(_kvext_inspection, module) {
   // It has the classes of the objects.
   nb::module_::import_("vllm_ascend_kvext._native");
+  if (!nb::type<RetainedCache>().is_valid()) {
+    throw nb::import_error(
+        "_kvext_inspection: expected the nanobind that vllm_ascend_kvext._native was compiled with, "
+        "found another one. Install the package again, and the newest nanobind.");
+  }
 
   module.def("num_needs", &count_needs);
   module.def("surplus", &list_surplus);

@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -116,7 +117,7 @@ def _include_flags(nanobind: Path) -> list[str]:
 
 
 def _compile(sources: list[Path], include_flags: list[str], library: Path) -> None:
-    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("c++") or "g++"]
 
     def to_object(source: Path) -> str:
         target = str(library.with_name(f"{source.stem}.o"))
