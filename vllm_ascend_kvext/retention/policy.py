@@ -45,7 +45,7 @@ class RetentionPolicy:
     is_adaptive: bool = False
     ladder_budget: float = 4.0
     grid_tokens: int = field(init=False)
-    tables: Geometry = field(init=False)
+    tables: Geometry = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grid_tokens", self._choose_grid_tokens())
