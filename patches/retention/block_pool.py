@@ -55,19 +55,6 @@ class RetainedPool:
                 for index, block in states
             ]
 
-    def cache_full(self, request: Request, group: ManagedGroup, num_tokens: int) -> None:
-        manager = group.manager
-        if not group.is_upstreams:
-            manager.cache_blocks(request, num_tokens)
-            return
-        # Not by upstream's manager, which since vLLM 0.30 caches the block in which a prompt ends,
-        # too: without partial hits nothing can hit it.
-        first = manager.num_cached_block.get(request.request_id, 0)
-        stop = num_tokens // group.block_tokens
-        if first < stop:
-            self.cache(request, group, range(first, stop))
-            manager.num_cached_block[request.request_id] = stop
-
     def discard(self, blocks: list[KVCacheBlock]) -> None:
         uncache(self.block_pool, blocks)
 

@@ -19,6 +19,7 @@ import pytest
 from pytest_mock import MockerFixture
 from support import family
 from support.installed import retention_installed
+from support.retention import inspection
 from support.retention.checkpoints import adaptive_retention, cache_state_of
 from support.retention.reachability import (
     Difference,
@@ -428,16 +429,16 @@ def test_a_prefix_recovers_from_blocks_that_a_connector_uncached(is_running: boo
         reader = world.request(prompt)
         if is_running:
             assert world.prefill(reader, 64) > 0
-        first = min(cache_state.describe(), key=lambda node: node["boundary_tokens"])
+        first = min(inspection.describe(cache_state), key=lambda node: node["boundary_tokens"])
         world.pool.evict_blocks({first["runs"][0][0]})
         if is_running:
             world.finish(reader)
         assert serve_in_chunks(world, prompt) == 0
         for _ in range(3):
-            world.pool.evict_blocks(set(cache_state.surplus()))
+            world.pool.evict_blocks(set(inspection.surplus(cache_state)))
             assert serve_in_chunks(world, prompt) == 196
         uncached = [block for block in world.pool.blocks[1:] if block.block_hash is None]
-        assert not any(cache_state.num_needs(block.block_id) for block in uncached)
+        assert not any(inspection.num_needs(cache_state, block.block_id) for block in uncached)
 
 
 def test_a_long_path_of_checkpoints_is_dropped_with_its_engine() -> None:
