@@ -2,7 +2,8 @@
 """Methods of single objects of upstream that are replaced, and given back in any order.
 
 A patch that is for one scheduler or block manager, and not for all, puts a function of its own
-into the ``__dict__`` of the object. Several patches do that to one method, and each can be reverted while others stay::
+into the ``__dict__`` of the object. Several patches do that to one method, and each can be
+reverted while others stay::
 
     scheduler.schedule()  ->  replaced last  ->  replaced first  ->  what the object had
 
