@@ -40,6 +40,7 @@ if os.environ.get("KVEXT_ASCEND_SOURCES"):
 
 import vllm
 from common.report import Table, parser, write
+from common.turns import whose_methods_stay
 from retention.layouts import BenchLayout, get_layout
 from support.scheduler.block_manager import INTERVAL_VARIABLE
 from support.scheduler.layouts import Attention
@@ -368,7 +369,8 @@ def main() -> int:
     arguments = options.parse_args()
     init_none_hash(sha256)
     register_all_kvcache_specs(None)
-    plans = {plan.feature: plan for plan in survey(Settings(mode=Mode.STRICT)).plans}
+    stays = whose_methods_stay(survey(Settings(mode=Mode.STRICT)).plans)
+    plans = {plan.feature: plan for plan in stays}
     turns = {8192: 9, 131072: 5} if arguments.quick else {8192: 15, 32768: 9, 131072: 7, 1 << 20: 3}
     lines = [f"vLLM {vllm.__version__}, Python {platform.python_version()}", TABLE.head]
     print(*lines, sep="\n", flush=True)

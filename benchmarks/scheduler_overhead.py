@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import vllm
 from common.report import Table, parser, verdict, write
+from common.turns import whose_methods_stay
 from retention.layouts import DSV4, FULL_16, GEMMA
 from support.scheduler.block_manager import INTERVAL_VARIABLE
 from support.scheduler.engine import SchedulerEngine
@@ -273,7 +274,7 @@ def main() -> int:
     num_turns = arguments.turns or (4 if arguments.quick else 20)
     lines = [f"vLLM {vllm.__version__}, Python {platform.python_version()}", TABLE.head]
     print(*lines, sep="\n")
-    plans = survey(Settings(mode=Mode.STRICT)).plans
+    plans = whose_methods_stay(survey(Settings(mode=Mode.STRICT)).plans)
     results: list[Result] = []
     for name in arguments.layout or LAYOUTS:
         for scenario in SCENARIOS:

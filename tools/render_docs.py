@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from vllm_ascend_kvext.compat import SUPPORTED, VLLM, VLLM_ASCEND, version_in
+from vllm_ascend_kvext.compat import VLLM, VLLM_ASCEND, version_in
 from vllm_ascend_kvext.connector.common.option_values import CONFIG
 from vllm_ascend_kvext.connector.common.options import OPTIONS, ConnectorOptions
 from vllm_ascend_kvext.declared import declared
@@ -24,6 +24,7 @@ from vllm_ascend_kvext.patching.declaration import Feature
 from vllm_ascend_kvext.patching.store import FingerprintStore
 from vllm_ascend_kvext.segments.options import OPTION, SEGMENT_OPTIONS, SegmentOptions
 from vllm_ascend_kvext.settings import Settings
+from vllm_ascend_kvext.supported import SUPPORTED
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

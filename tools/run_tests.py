@@ -76,6 +76,7 @@ to the end. Files share a process, because an import of vLLM takes a core ten se
 
 ON_ASCENDS_MANAGERS = (
     "engine/test_aligned_steps.py",
+    "engine/test_bound_methods.py",
     "engine/test_failed_loads.py::test_outputs_are_those_of_a_run_without_failures",
     "engine/test_fast_prefix_cache.py",
     "engine/test_hits_of_repairs.py",

@@ -17,25 +17,11 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from vllm_ascend_kvext.supported import SUPPORTED
+
 VLLM = "vllm"
 VLLM_ASCEND = "vllm-ascend"
 LMCACHE = "lmcache"
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Closed version ranges (PEP 440) of a supported vLLM and of the vLLM-Ascend made for it."""
-
-    vllm: str
-    vllm_ascend: str
-
-
-SUPPORTED = (
-    # 0.23.0 and 0.23.0.post1.
-    Release(vllm="==0.23.0.*", vllm_ascend="==0.23.0.*"),
-    # 0.30.0rc2 so far.
-    Release(vllm="==0.30.0.*", vllm_ascend="==0.30.0.*"),
-)
 
 
 @dataclass(frozen=True, slots=True)

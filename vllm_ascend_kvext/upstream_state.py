@@ -18,13 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from array import array
 
-    from vllm_ascend_kvext._native import RetainedCache
     from vllm_ascend_kvext.counted import Report
-    from vllm_ascend_kvext.patches.repairs.discarded_frames import StepsInFlight
     from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
     from vllm_ascend_kvext.prefix_cache.limits import RequestLimits
-    from vllm_ascend_kvext.prefix_cache.lookup import Lookup
-    from vllm_ascend_kvext.prefix_cache.runs import TailRule
     from vllm_ascend_kvext.prefix_cache.steps import Steps
     from vllm_ascend_kvext.retention.checkpoint_retention import CheckpointRetention
 
@@ -71,52 +67,47 @@ class PoolState(_OfObject):
     group_keys: dict[tuple[int, int], GroupKeys] = field(default_factory=dict)
     """The keys of a group, by group id and tokens per block."""
 
-    retained: RetainedCache | None = None
-    """The checkpoints that decide which block is reallocated next; None without retention."""
-
-
-@dataclass(slots=True)
-class GroupManagerState(_OfObject):
-    """State of a ``SingleTypeKVCacheManager``."""
-
-    tail_rule: tuple[bool, TailRule | None] | None = None
-    """Whether the manager leaves blocks out when it caches, and the rule if it is known. It is set
-    when the manager first caches."""
+    on_uncached: Callable[[list[Any]], None] | None = None
+    """Is told of blocks that are free and have left the prefix cache, once they are the next ones
+    to be reallocated. None where the pool keeps no books but upstream's."""
 
 
 @dataclass(slots=True)
 class CoordinatorState(_OfObject):
     """State of a ``vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator``."""
 
-    lookup: Lookup | None = None
-    """Looks up all groups. It is None before the first lookup, and if upstream's lookup is used."""
-
-    has_described_lookup: bool = False
-    """Whether ``lookup`` has been decided."""
-
     full_groups: tuple[tuple[int, int], ...] | None = None
     """The group id and the tokens per block of each full-attention group; None before first use."""
 
     retention: CheckpointRetention | None = None
-    """Decides which blocks are cached, and when; None if upstream decides. It is set before the
-    first step."""
+    """What decides which blocks are cached, and when, if it is not upstream. Set when the block
+    manager is made."""
+
+    interval_tokens: int = 0
+    """The distance of the boundaries that it keeps in any case; 0 if there are none."""
+
+    waits_for_drafts: bool = False
+    """Whether windows move on only past tokens that no draft in flight can take back."""
 
 
 @dataclass(slots=True)
 class BlockManagerState(_OfObject):
     """State of a ``vllm.v1.core.kv_cache_manager.KVCacheManager``."""
 
+    features: set[str] = field(default_factory=set)
+    """The features that bind methods of this manager, and of what it is made of."""
+
     steps: Steps | None = None
-    """It is set in the first step."""
+    """Steps of running requests, where the fast path takes them."""
 
 
 @dataclass(slots=True)
 class SchedulerState(_OfObject):
     """State of a ``vllm.v1.core.sched.scheduler.Scheduler``."""
 
-    steps_in_flight: StepsInFlight | None = None
-    """The steps whose outputs have not arrived yet. It is None before the first step, and if the
-    scheduler has its own method to process outputs."""
+    steps_in_flight: Any = None
+    """The steps whose outputs are still to come, as the repair ``discarded-frames`` keeps them.
+    None where the scheduler processes outputs in a method of its own, and before the first step."""
 
     has_looked_at_outputs: bool = False
     """Whether ``steps_in_flight`` has been decided."""

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import field, fields, make_dataclass
 from typing import TYPE_CHECKING
 
-from vllm_ascend_kvext.counted import Report
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
+
+    from vllm_ascend_kvext.counted import Report
 
 _REPORT = "kvext_retention"
 

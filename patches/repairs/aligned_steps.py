@@ -20,9 +20,10 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_kvext.groups.kinds import kind_of
 from vllm_ascend_kvext.groups.model import GroupKind
-from vllm_ascend_kvext.groups.spec_attributes import kind_of
 from vllm_ascend_kvext.patches.repairs import patch_mamba_block_aligned_split
+from vllm_ascend_kvext.patches.upstream import step_start_tokens
 from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30, Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 
@@ -47,8 +48,8 @@ def plan_step_inside_block(
     num_split_tokens = wrapped(
         request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
     )
-    start_tokens = (
-        request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+    start_tokens = step_start_tokens(
+        request, num_new_local_computed_tokens, num_external_computed_tokens
     )
     if (
         not num_split_tokens
@@ -72,9 +73,9 @@ def end_step_with_its_block(
         request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
     )
     if scheduler.mamba_has_prefill_checkpoint_blocks:
-        return num_split_tokens  # A step leaves states of other tokens, too.
-    start_tokens = (
-        request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+        return num_split_tokens  # A step leaves further states besides that of its last token.
+    start_tokens = step_start_tokens(
+        request, num_new_local_computed_tokens, num_external_computed_tokens
     )
     return _within_block(scheduler, request, start_tokens, num_split_tokens)
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
+from vllm_ascend_kvext.upstream_state import CoordinatorState
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -60,7 +60,7 @@ def wait_for_drafts(
     if (
         request is not None
         and request.num_output_placeholders > 1
-        and retention_of(coordinator) is None
+        and not CoordinatorState.of(coordinator).waits_for_drafts
     ):
         num_drafts = drafts_in_flight(request)
     if not num_drafts:

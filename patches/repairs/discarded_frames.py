@@ -137,7 +137,8 @@ def _steps_of(scheduler: Scheduler) -> StepsInFlight | None:
         is_upstreams = processes is inspect.getattr_static(Upstreams, "update_from_output")
         state.steps_in_flight = StepsInFlight() if is_upstreams else None
         state.has_looked_at_outputs = True
-    return state.steps_in_flight
+    steps: StepsInFlight | None = state.steps_in_flight
+    return steps
 
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"

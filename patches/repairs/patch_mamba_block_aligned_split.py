@@ -19,6 +19,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_kvext.patches.upstream import step_start_tokens
 from vllm_ascend_kvext.patching.declaration import SINCE_0_30, Patch
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def end_prompt_steps_at_blocks(
     """Shorten the steps of a prompt as without a connector, except the step of its last token."""
     computed = (num_new_local_computed_tokens, num_external_computed_tokens)
     prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
-    tokens_left = prefill_end - request.num_computed_tokens - sum(computed)
+    tokens_left = prefill_end - step_start_tokens(request, *computed)
     connected = scheduler.vllm_config.kv_transfer_config
     ascends = sys.modules.get(_ASCENDS)
     if ascends is None or connected is None or not connected.is_kv_consumer or tokens_left <= 1:

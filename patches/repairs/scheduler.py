@@ -24,14 +24,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.groups.specs import is_all_full_attention
-from vllm_ascend_kvext.patches.retention.block_pool import RetainedPool
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
-from vllm_ascend_kvext.patches.upstream import set_external_hit_tokens, tokens_per_block
+from vllm_ascend_kvext.groups.kinds import is_all_full_attention
+from vllm_ascend_kvext.patches.upstream import set_external_hit_tokens, tokens_per_block, uncache
 from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 from vllm_ascend_kvext.prefix_cache.failed_blocks import Holder, reach_of
-from vllm_ascend_kvext.upstream_state import RequestState
+from vllm_ascend_kvext.upstream_state import PoolState, RequestState
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -232,8 +230,8 @@ class LoadRecovery:
         block_pool = self.scheduler.kv_cache_manager.block_pool
         blocks = [block_pool.blocks[block_id] for block_id in block_ids]
         cached = [block for block in blocks if block.block_hash is not None]
-        if cached and retention_of(self._coordinator) is not None:
-            RetainedPool(block_pool).discard(cached)  # Retention must know of it.
+        if cached and PoolState.of(block_pool).on_uncached is not None:
+            uncache(block_pool, cached)
         elif cached:
             block_pool.evict_blocks({block.block_id for block in cached})
 

@@ -10,11 +10,12 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from vllm_ascend_kvext.activation import FEATURES
-from vllm_ascend_kvext.compat import SUPPORTED, VLLM, VLLM_ASCEND, version_in
+from vllm_ascend_kvext.compat import VLLM, VLLM_ASCEND, version_in
 from vllm_ascend_kvext.patches import PATCHES
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.patching.ids import RETIRED_IDS, free_ids, misused_ids
 from vllm_ascend_kvext.patching.store import FingerprintStore
+from vllm_ascend_kvext.supported import SUPPORTED
 
 CHECKOUT = Path(__file__).parents[2]
 

@@ -11,19 +11,8 @@ import math
 from typing import Any
 
 from vllm_ascend_kvext.errors import GroupError
+from vllm_ascend_kvext.groups.kinds import kind_of, stands_for_tokens
 from vllm_ascend_kvext.groups.model import GroupKind
-
-_KINDS = {
-    "MambaSpec": GroupKind.STATE,
-    "SlidingWindowSpec": GroupKind.WINDOW,
-    "ChunkedLocalAttentionSpec": GroupKind.CHUNKED,
-    "FullAttentionSpec": GroupKind.FULL,
-}
-"""The kind of a spec, by the name of one of its base classes. The first match counts."""
-
-_OWN_RULES = {"RSWASpec"}
-"""Base classes whose layers read other tokens than their parent class says: all tokens of a prompt,
-and the last tokens of an output."""
 
 _TOKENS_PER_ROW = ("tokens_per_state", "compress_ratio")
 """The two names of one attribute. vLLM has the first name since 0.30; before, and in the windows of
@@ -36,35 +25,6 @@ is a sliding window."""
 _PACKED_ROW_BYTES = {"fp8_ds_mla": {"deepseek_v4": 584}}
 """Bytes per row, by cache dtype and model version, of specs whose ``head_size`` does not say it
 (``real_page_size_bytes`` in ``vllm/v1/kv_cache_interface.py``)."""
-
-
-def kind_of(spec: Any) -> GroupKind:
-    """Which tokens a layer of this spec reads.
-
-    A spec whose pages are scratch memory of one request (``prefix_cacheable`` is False) is
-    ``OTHER``, whatever its class is: such a page does not stand for tokens.
-    """
-    bases = _bases(spec)
-    if not _stands_for_tokens(spec) or not _OWN_RULES.isdisjoint(bases):
-        return GroupKind.OTHER
-    return next((kind for name, kind in _KINDS.items() if name in bases), GroupKind.OTHER)
-
-
-def window_tokens_of(spec: Any) -> int:
-    """The sliding window or attention chunk in tokens; 0 for specs that have neither.
-
-    ``FullAttentionSpec`` has a ``sliding_window``, too. It only says that the hybrid manager is
-    off; all blocks of such a group are kept. Blocks that drafts keep in addition
-    (``extra_retained_tokens``) do not count: a request that resumes at a boundary does not read
-    them.
-    """
-    match kind_of(spec):
-        case GroupKind.WINDOW:
-            return int(spec.sliding_window)
-        case GroupKind.CHUNKED:
-            return int(spec.attention_chunk_size)
-        case _:
-            return 0
 
 
 def compress_ratio_of(spec: Any) -> int:
@@ -92,7 +52,7 @@ def tokens_per_page_of(spec: Any) -> int:
     Raises:
         GroupError: If the spec contradicts itself, or if its blocks do not stand for tokens.
     """
-    if not _stands_for_tokens(spec):
+    if not stands_for_tokens(spec):
         raise GroupError(
             f"{type(spec).__name__}: expected blocks that stand for tokens, found scratch memory "
             "of one request; such a layer is not supported"
@@ -229,14 +189,6 @@ def tokens_per_page(
     return meanings[rows]
 
 
-def _stands_for_tokens(spec: Any) -> bool:
-    return bool(getattr(spec, "prefix_cacheable", True))
-
-
 def _is_declared(spec: Any) -> bool:
     """Whether the spec has the number of rows per page itself (since vLLM 0.30)."""
     return getattr(spec, "tokens_per_state", None) is not None
-
-
-def _bases(spec: Any) -> set[str]:
-    return {base.__name__ for base in type(spec).__mro__}

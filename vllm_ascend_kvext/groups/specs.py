@@ -13,15 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_ascend_kvext.errors import GroupError
+from vllm_ascend_kvext.groups.kinds import kind_of, spec_of_layer, window_tokens_of
 from vllm_ascend_kvext.groups.model import CacheGroup, GroupKind
 from vllm_ascend_kvext.groups.spec_attributes import (
     compress_ratio_of,
     config_rows_of,
     holds_states,
-    kind_of,
     min_page_bytes_of,
     tokens_per_page,
-    window_tokens_of,
 )
 
 
@@ -84,22 +83,13 @@ def read_layer_specs(kv_cache_config: Any) -> tuple[tuple[LayerSpec, ...], ...]:
         _check_pool(group, index)
     groups = tuple(
         tuple(
-            _read_spec(name, index, _spec_of_layer(group.kv_cache_spec, name))
+            _read_spec(name, index, spec_of_layer(group.kv_cache_spec, name))
             for name in group.layer_names
         )
         for index, group in enumerate(kv_cache_config.kv_cache_groups)
     )
     ratios = {spec.compress_ratio for specs in groups for spec in specs}
     return tuple(tuple(_with_restart(spec, ratios) for spec in specs) for specs in groups)
-
-
-def is_all_full_attention(kv_cache_config: Any) -> bool:
-    """Whether all layers are full attention in one group. A request can resume anywhere then."""
-    groups = kv_cache_config.kv_cache_groups
-    specs = [
-        _spec_of_layer(group.kv_cache_spec, name) for group in groups for name in group.layer_names
-    ]
-    return len(groups) <= 1 and all(kind_of(spec) is GroupKind.FULL for spec in specs)
 
 
 def cache_group(specs: Sequence[LayerSpec]) -> CacheGroup:
@@ -125,11 +115,6 @@ def scheduler_spec(spec: Any) -> Any:
     """A group's spec as the scheduler has it. For a bundle this is the spec of its first layer."""
     bundle = getattr(spec, "kv_cache_specs", None)
     return next(iter(bundle.values())) if bundle else spec
-
-
-def _spec_of_layer(spec: Any, layer_name: str) -> Any:
-    bundle = getattr(spec, "kv_cache_specs", None)
-    return spec if bundle is None else bundle[layer_name]
 
 
 def _check_pool(group: Any, index: int) -> None:

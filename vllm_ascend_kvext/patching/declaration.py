@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ascend_kvext.compat import SUPPORTED
+from vllm_ascend_kvext.supported import SUPPORTED
 
 Wrapper = Callable[..., Any]
 """``(wrapped, instance, ...) -> result``. Upstream's own parameters follow under their own names.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaces methods of single objects of upstream, and gives them back in any order.
 
-A patch for one scheduler, and not for all, puts its own function into the ``__dict__`` of that
-object. Several patches may replace the same method, and each can be reverted while others stay::
+A patch for one scheduler or block manager, and not for all, puts its own function into the
+``__dict__`` of that object. Several patches may replace the same method, and each can be reverted
+while others stay::
 
     scheduler.schedule()  ->  replaced last  ->  replaced first  ->  the object's own method
 
@@ -16,7 +17,8 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from vllm_ascend_kvext.patching.target import MISSING
+_MISSING = object()
+"""Stands for an attribute that the object itself does not have."""
 
 
 class InstanceMethods:
@@ -60,7 +62,7 @@ class _Layer:
     def __init__(self, owner: Any, replacement: Callable[..., Any]) -> None:
         self.owner = owner
         self._name = replacement.__name__
-        self._found = vars(owner).get(self._name, MISSING)
+        self._found = vars(owner).get(self._name, _MISSING)
         self._below = getattr(owner, self._name)
         self._replacement = replacement  # A call that is under way may be all else that has it.
         self._call: Any = partial(replacement, self._below)
@@ -76,7 +78,7 @@ class _Layer:
         self._is_on = False
         self._call.__setstate__((self._below, (), {}, vars(self._call)))
         while (top := _top_layer(self.owner, self._name)) is not None and not top._is_on:
-            if top._found is MISSING:
+            if top._found is _MISSING:
                 delattr(self.owner, self._name)
             else:
                 setattr(self.owner, self._name, top._found)

@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from support.retention import inspection
+
 
 def num_checkpoints(cache_state: Any) -> int:
     """The number of boundaries at which a request can resume."""
-    return sum(bool(node["tail"]) for node in cache_state.describe())
+    return sum(bool(node["tail"]) for node in inspection.describe(cache_state))
 
 
 def check_cache_state(
@@ -22,7 +24,7 @@ def check_cache_state(
     blocks were uncached that the checkpoints did not give up. The order is not checked then.
     """
     cache_state = retention.cache_state
-    nodes = cache_state.describe()
+    nodes = inspection.describe(cache_state)
     check_structure(nodes, [group.block_tokens for group in retention.full_groups])
     assert cache_state.counts()[0] == sum(bool(node["tail"]) for node in nodes)
     needs: Counter[int] = Counter()
@@ -30,9 +32,9 @@ def check_cache_state(
         for ids in (*node["runs"], node["tail"]):
             needs.update(ids)
     for request in retention._request_states.values():
-        needs.update(request.held_blocks())
+        needs.update(inspection.held_blocks(request))
     for block in blocks:
-        counted = cache_state.num_needs(block.block_id)
+        counted = inspection.num_needs(cache_state, block.block_id)
         assert counted == needs[block.block_id], f"{block} is miscounted as needed {counted} times"
     if not is_exact:
         return

@@ -16,9 +16,9 @@ from unittest import mock
 
 from support.installed import installed, retention_installed
 from support.retention.cache_state import check_cache_state, num_checkpoints
+from support.retention.started import retention_of
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.transcript import Step
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.settings import RETENTION_VARIABLE, Retention
 
 

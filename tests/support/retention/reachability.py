@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from vllm.v1.request import Request
 
+from support.retention import inspection
+from support.retention.started import retention_of
 from support.scheduler.block_manager import BlockManager
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 
 Hits = dict[str, int]
 """By the name of a point in the life of a request: the tokens that a lookup hits there."""
@@ -24,13 +25,13 @@ class UnderPressure(BlockManager):
 
     def request(self, token_ids: Sequence[int], **arguments: object) -> Request:
         retained = retention_of(self.manager.coordinator).cache_state
-        self.pool.evict_blocks(set(retained.surplus()))
+        self.pool.evict_blocks(set(inspection.surplus(retained)))
         return super().request(token_ids, **arguments)
 
     def preempt(self, request: Request) -> None:
         super().preempt(request)
         retained = retention_of(self.manager.coordinator).cache_state
-        self.pool.evict_blocks(set(retained.surplus()))
+        self.pool.evict_blocks(set(inspection.surplus(retained)))
 
 
 def serve_conversation(

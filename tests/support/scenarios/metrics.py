@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from support.retention.started import retention_of
 from support.scenarios import retention
 from support.scenarios.engine import watch
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.retention.checkpoint_retention import CheckpointRetention
 from vllm_ascend_kvext.retention.stats import LossCause, RetentionStats
 

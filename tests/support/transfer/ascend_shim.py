@@ -18,6 +18,7 @@ from vllm_ascend_kvext.transfer.backend import Transfer
 from vllm_ascend_kvext.transfer.schema import PoolColumn, Table
 
 SOURCES = Path(__file__).resolve().parents[3] / "csrc" / "ascend"
+SHIM = Path(__file__).resolve().parents[2] / "native" / "shim"
 KERNEL = SOURCES / "page_transfer_kernel.cpp"
 
 
@@ -25,8 +26,8 @@ def compile_shim(folder: Path, kernel: Path = KERNEL) -> Path:
     """Compile a kernel and the shim's driver into a library in ``folder``."""
     library = folder / "libkvext_ascend_shim.so"
     command = ["g++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    includes = [f"-I{SOURCES / 'shim'}", f"-I{SOURCES}"]
-    sources = [str(SOURCES / "shim" / "driver.cpp"), str(kernel)]
+    includes = [f"-I{SHIM}", f"-I{SOURCES}"]
+    sources = [str(SHIM / "driver.cpp"), str(kernel)]
     subprocess.run([*command, *includes, *sources, "-o", str(library)], check=True)
     return library
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from support.transfer.ascend_shim import SOURCES
+from support.transfer.ascend_shim import SHIM, SOURCES
 
 PACKAGE = "vllm_ascend_kvext"
 """The folder into which both libraries are installed."""
@@ -27,7 +27,7 @@ ASCENDC_CMAKE = f"""
 set(CMAKE_SKIP_RPATH TRUE)
 function(ascendc_library name kind)
   add_library(${{name}} ${{kind}} ${{ARGN}} "${{ASCEND_CANN_PACKAGE_PATH}}/runtime.cpp")
-  target_include_directories(${{name}} PRIVATE "{SOURCES}/shim")
+  target_include_directories(${{name}} PRIVATE "{SHIM}")
   target_include_directories(${{name}} INTERFACE "${{ASCEND_CANN_PACKAGE_PATH}}/made")
 endfunction()
 function(ascendc_include_directories name scope)

@@ -27,6 +27,7 @@ from support.layout.fakes import (
 )
 
 from vllm_ascend_kvext.errors import GroupError
+from vllm_ascend_kvext.groups.kinds import kind_of, window_tokens_of
 from vllm_ascend_kvext.groups.model import (
     CacheGroup,
     GroupKind,
@@ -35,10 +36,8 @@ from vllm_ascend_kvext.groups.model import (
 from vllm_ascend_kvext.groups.spec_attributes import (
     config_rows_of,
     holds_states,
-    kind_of,
     tokens_per_page,
     tokens_per_page_of,
-    window_tokens_of,
 )
 
 

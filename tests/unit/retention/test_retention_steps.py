@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step is begun, carried out and ended: what is answered, in which order, what errors leave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.retention import inspection
+from unit.retention.small_cache import LAYOUTS, NULL, ModelCache, ModelRequest, spelled
+
+from vllm_ascend_kvext._native import RetainedRequest
+from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
+from vllm_ascend_kvext.retention.checkpoint_retention import CheckpointRetention
+
+TEXT = spelled("abcdef")
+
+
+class RefusedError(Exception):
+    """What caching a run is made to raise."""
+
+
+def make_cache(layout: str = "full and window", has_events: bool = False) -> ModelCache:
+    return ModelCache(layout, 60, has_events=has_events, is_upstreams=True)
+
+
+def give_blocks(cache: ModelCache, text: str = TEXT) -> ModelRequest:
+    request = cache.request("r", text)
+    for manager in cache.managers:
+        manager.extend("r", len(text))
+    return request
+
+
+def admit(cache: ModelCache, text: str = TEXT) -> tuple[ModelRequest, RetainedRequest]:
+    """A request that has blocks for all of its text, none of them cached."""
+    request = give_blocks(cache, text)
+    return request, cache.retention._admit(request, None)
+
+
+def begin(cache: ModelCache, request: ModelRequest, state: RetainedRequest) -> Any:
+    key_table = cache.pool.cached_block_hash_to_block
+    return state.begin_step(key_table, len(request.text), request.num_tokens)
+
+
+def cached_blocks(cache: ModelCache) -> list[list[int]]:
+    """Per group, which blocks of the request are cached."""
+    return [
+        [index for index, block in enumerate(manager.req_to_blocks["r"]) if block._block_hash]
+        for manager in cache.managers
+    ]
+
+
+@pytest.mark.parametrize("layout", ["full and window", "two full, two windows"])
+def test_an_answer_changes_nothing_and_is_given_again(layout: str) -> None:
+    cache = make_cache(layout)
+    request, state = admit(cache)
+    runs = begin(cache, request, state)
+    assert runs == begin(cache, request, state) and len(runs) == len(LAYOUTS[layout])
+    assert not any(cached_blocks(cache))
+    assert not any(manager.num_cached_block for manager in cache.managers)
+    assert not inspection.describe(cache.cache_state)
+
+
+def test_runs_of_sparse_groups_come_first_and_those_of_others_end_at_the_boundary() -> None:
+    cache = make_cache("two full, two windows")
+    request, state = admit(cache, spelled("abcdef") + "yyyy")
+    # Blocks of 2 and 4 tokens in windows, of 4 in full attention. The last token of 29 is computed
+    # again by a request that resumes: its boundary is at 28.
+    assert begin(cache, request, state) == [(0, 0, 14), (1, 0, 7), (2, 0, 7), (3, 0, 7)]
+
+
+def test_runs_end_at_nulls_and_at_cached_blocks() -> None:
+    cache = make_cache()
+    request, state = admit(cache)
+    full, window = cache.managers
+    cache.pool.cache(request, window.group, range(1, 2))
+    window.req_to_blocks["r"][3] = NULL
+    cache.pool.cache(request, full.group, range(2, 3))
+    runs = begin(cache, request, state)
+    assert runs == [(0, 0, 1), (0, 2, 3), (0, 4, 6), (1, 0, 2), (1, 3, 6)]
+
+
+def test_a_foreign_manager_is_asked_for_its_whole_range_at_once() -> None:
+    cache = ModelCache("full and window", 60, is_upstreams=False)
+    request, state = admit(cache)
+    cache.pool.cache(request, cache.managers[0].group, range(2, 3))
+    assert begin(cache, request, state) == [(0, 0, 6), (1, 0, 6)]
+
+
+@pytest.mark.parametrize("has_events", [False, True], ids=["quiet", "events"])
+@pytest.mark.parametrize("num_cached", range(4))
+def test_a_step_that_raises_leaves_nothing_settled_and_is_done_again(
+    monkeypatch: pytest.MonkeyPatch, has_events: bool, num_cached: int
+) -> None:
+    """Runs that were cached before it raised stay cached, and are not cached a second time."""
+    layout = "two full, two windows"
+    cache, expected = make_cache(layout, has_events), make_cache(layout, has_events)
+    expected.retention.cache(give_blocks(expected), len(TEXT))
+    request = give_blocks(cache)
+    cache_runs = CheckpointRetention._cache_runs
+
+    def cache_some(
+        retention: CheckpointRetention, of: Any, state: Any, key_table: Any, runs: list[Any]
+    ) -> None:
+        cache_runs(retention, of, state, key_table, runs[:num_cached])
+        raise RefusedError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointRetention, "_cache_runs", cache_some)
+        with pytest.raises(RefusedError):
+            cache.retention.cache(request, len(TEXT))
+    assert sum(map(bool, cached_blocks(cache))) == num_cached
+    assert not inspection.describe(cache.cache_state), "nothing is kept of half a step"
+    assert not any(manager.num_cached_block for manager in cache.managers)
+    cache.retention.cache(request, len(TEXT))
+    assert cached_blocks(cache) == cached_blocks(expected)
+    assert cache.pool.reported == expected.pool.reported
+    assert inspection.describe(cache.cache_state) == inspection.describe(expected.cache_state)
+    assert [manager.num_cached_block for manager in cache.managers] == [
+        manager.num_cached_block for manager in expected.managers
+    ]
+
+
+def test_a_release_that_raises_leaves_the_request_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = make_cache()
+    request = cache.start(TEXT)
+    request.finished = True
+    state = cache.retention._request_states[request.request_id]
+
+    def refuse(*_arguments: object) -> None:
+        raise RefusedError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointRetention, "_cache_runs", refuse)
+        with pytest.raises(RefusedError):
+            cache.retention.release(request)
+    assert state.holds_blocks
+    cache.check()
+    cache.finish(request)
+    assert not state.holds_blocks and not cache.retention._request_states
+    cache.check()
+    assert cache.serve(TEXT) == 24
+
+
+def test_a_step_that_was_not_begun_is_not_ended() -> None:
+    cache = make_cache()
+    request, state = admit(cache)
+    key_table = cache.pool.cached_block_hash_to_block
+    state.end_step(key_table)
+    assert state.end_last_step(key_table) == []
+    assert state.holds_blocks and state.next_event_tokens == 0
+    runs = begin(cache, request, state)
+    cache.retention._cache_runs(request, state, key_table, runs)
+    state.end_step(key_table)
+    described = inspection.describe(cache.cache_state)
+    state.end_step(key_table)
+    assert described and inspection.describe(cache.cache_state) == described
+
+
+@pytest.mark.parametrize("run", [(0, -1, 2), (0, 0, 8), (2, 0, 1), (1, 7, 9)])
+def test_a_run_that_the_request_does_not_have_is_refused(run: tuple[int, int, int]) -> None:
+    cache = make_cache()
+    _, state = admit(cache)
+    with pytest.raises(IndexError):
+        state.cache_run(cache.pool.cached_block_hash_to_block, *run)
+    assert not any(cached_blocks(cache))
+
+
+@pytest.mark.parametrize("group_id", [3, 0x0102, 0x01020304])
+def test_keys_end_with_the_group_id(group_id: int) -> None:
+    cache = make_cache()
+    window = cache.managers[1]
+    window.kv_cache_group_id = group_id
+    retention = CheckpointRetention(
+        cache.retention.policy, (window.group,), cache.retention.full_groups, cache.pool
+    )
+    cache.retention = retention
+    request = give_blocks(cache)
+    retention.cache(request, len(TEXT))
+    keys = GroupKeys.of_group(group_id, 1)
+    found = [block._block_hash for block in window.req_to_blocks["r"][:6]]
+    assert found == keys.of(request.block_hashes, range(6))
+    assert all(key in cache.pool.cached_block_hash_to_block._cache for key in found)
