@@ -13,6 +13,7 @@ from unit.retention.small_cache import (
     ModelBlock,
     ModelCache,
     ModelKeyTable,
+    ModelManager,
     ModelRequest,
     spelled,
 )
@@ -132,6 +133,24 @@ def test_a_foreign_manager_is_asked_for_its_whole_range_at_once() -> None:
     request, state = admit(cache)
     cache.pool.cache(request, cache.managers[0].group, range(2, 3))
     assert begin(cache, request, state) == [(1, 0, 6)]
+
+
+@pytest.mark.parametrize("has_events", [False, True], ids=["quiet", "events"])
+def test_a_foreign_manager_caches_its_full_attention_blocks_itself(
+    monkeypatch: pytest.MonkeyPatch, has_events: bool
+) -> None:
+    cache = ModelCache("full and window", 60, has_events=has_events, is_upstreams=False)
+    cached: list[tuple[int, int]] = []
+    cache_blocks = ModelManager.cache_blocks
+
+    def note(manager: ModelManager, request: ModelRequest, num_tokens: int) -> None:
+        cached.append((manager.kv_cache_group_id, num_tokens))
+        cache_blocks(manager, request, num_tokens)
+
+    monkeypatch.setattr(ModelManager, "cache_blocks", note)
+    cache.retention.cache(give_blocks(cache), len(TEXT))
+    assert cached == [(0, 24)]
+    assert cached_blocks(cache) == [[0, 1, 2, 3, 4, 5]] * 2
 
 
 class StoppingTable(ModelKeyTable):
