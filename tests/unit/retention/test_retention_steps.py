@@ -21,6 +21,7 @@ from unit.retention.small_cache import (
 from vllm_ascend_kvext._native import RetainedRequest
 from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
 from vllm_ascend_kvext.retention.checkpoint_retention import CheckpointRetention
+from vllm_ascend_kvext.retention.reasons import Origin
 
 TEXT = spelled("abcdef")
 
@@ -58,6 +59,36 @@ def cached_blocks(cache: ModelCache) -> list[list[int]]:
         [index for index, block in enumerate(manager.req_to_blocks["r"]) if block._block_hash]
         for manager in cache.managers
     ]
+
+
+def planned_reasons(cache: ModelCache, text: str, hints: object = None) -> dict[int, Any]:
+    """Origin and rung of each checkpoint that a prompt leaves, by its tokens."""
+    cache.start(text, hints)
+    nodes = inspection.describe(cache.cache_state)
+    return {node["boundary_tokens"]: node["reason"][:2] for node in nodes if node["tail"]}
+
+
+def test_a_prompt_leaves_rungs_and_what_it_names_goes_before_them() -> None:
+    text = spelled("abcdefghij" * 2)
+    rungs = {80 - (4 << rung): (Origin.LADDER, rung) for rung in range(5)}
+    expected = {80: (Origin.PROMPT, 0), 32: (Origin.GRID, 0)} | rungs
+    cache = ModelCache("full and window", 200)
+    assert cache.retention.policy.grid_tokens == 32
+    assert planned_reasons(cache, text) == expected
+    hinted = planned_reasons(ModelCache("full and window", 200), text, [72, 30])
+    assert hinted == expected | {72: (Origin.HINT, 0), 28: (Origin.HINT, 0)}
+
+
+def test_rungs_that_are_not_worth_trying_are_left_out() -> None:
+    text = spelled("abcdefghij" * 2)
+    cache = ModelCache("full and window", 200)
+    rates = inspection.rates_of(cache.cache_state)
+    for _ in range(100):
+        rates.count_eviction((Origin.LADDER, 1, 0))
+        rates.count_eviction((Origin.GRID, 0, 0))
+    found = planned_reasons(cache, text)
+    assert 72 not in found and found[76] == (Origin.LADDER, 0)
+    assert (Origin.GRID, 0) not in found.values()
 
 
 @pytest.mark.parametrize("layout", ["full and window", "two full, two windows"])
