@@ -110,6 +110,23 @@ def test_runs_of_sparse_groups_come_first_and_those_of_others_end_at_the_boundar
     assert begin(cache, request, state) == [(0, 0, 14), (1, 0, 7), (2, 0, 7), (3, 0, 7)]
 
 
+@pytest.mark.parametrize("has_events", [False, True], ids=["quiet", "events"])
+def test_upstreams_books_say_how_far_groups_are_cached(has_events: bool) -> None:
+    cache = make_cache("two full, two windows", has_events)
+    request = give_blocks(cache)
+    cache.retention.cache(request, 11)
+    # Full attention is cached up to the boundary at 8 tokens, a window up to its last full block.
+    assert [manager.num_cached_block for manager in cache.managers] == [
+        {"r": 2},
+        {"r": 2},
+        {"r": 5},
+        {"r": 2},
+    ]
+    cache.retention.cache(request, len(TEXT))
+    found = [manager.num_cached_block["r"] for manager in cache.managers]
+    assert found == [6, 6, 12, 6] == list(map(len, cached_blocks(cache)))
+
+
 def test_runs_end_at_nulls_and_at_cached_blocks() -> None:
     cache = make_cache()
     request, state = admit(cache)
