@@ -401,7 +401,6 @@ void RetainedRequest::cache_quiet_runs(nb::handle key_table) {
     }
     for (std::int64_t index = run.blocks.start; index < run.blocks.stop; ++index) {
       PyObject* block = PyList_GET_ITEM(blocks, index);
-      if (fields.is_cached(block)) continue;  // an earlier call has cached it, and then raised
       group->keys.require(known.ptr(), index);
       const nb::object key = group->keys.at(known.ptr(), index);
       keys.insert(key, block);
