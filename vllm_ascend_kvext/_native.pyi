@@ -135,6 +135,8 @@ class RetainedCache:
         geometry: Geometry,
         sparse_groups: Sequence[Any],
         full_groups: Sequence[Any],
+        quiet_sparse_groups: Sequence[bool],
+        quiet_full_groups: Sequence[bool],
     ) -> None:
         """Take over the order of a pool's free blocks, of which none is cached.
 
@@ -145,6 +147,9 @@ class RetainedCache:
             hash_block_tokens: Tokens per hash of a request.
             sparse_groups: Of `ManagedGroup`.
             full_groups: Of `ManagedGroup`.
+            quiet_sparse_groups: Whether a sparse group is quiet: neither an event nor upstream's
+                books tell what of it is cached.
+            quiet_full_groups: The same of full-attention groups.
 
         Raises:
             TypeError: These are not upstream's blocks as they are known.
@@ -176,8 +181,8 @@ class RetainedCache:
 class RetainedRequest:
     """What one request has cached: ``csrc/retention/retained_request.h``.
 
-    A step is begun, its runs are cached, and it is ended. What was begun and not ended is begun
-    once more.
+    A step is begun, its runs are cached, and it is ended. A step that was begun and not ended is
+    begun once more.
 
     Methods that are given a key table raise `TypeError` where upstream's objects are not as they
     are known, and `IndexError` where a full block has no hash; then nothing has been cached.
@@ -226,26 +231,35 @@ class RetainedRequest:
     def begin_step(
         self, key_table: Any, num_computed_tokens: int, num_tokens: int
     ) -> list[GroupRun] | None:
-        """Which runs are to be cached now, in their order; None where there is nothing to do."""
+        """Begin a step.
+
+        Returns:
+            Which runs upstream's functions are to cache now, in their order: those of groups that
+            are not quiet. None where there is nothing to do at all.
+        """
 
     def begin_last_step(
         self, key_table: Any, computed_tokens: int, own_tokens: int
     ) -> list[GroupRun] | None:
-        """Which runs are to be cached before the request's blocks are freed.
+        """Begin the last step, before the request's blocks are freed.
 
         Args:
             computed_tokens: What it really computed.
             own_tokens: Up to which token a request that extends it, or resumes it, reads.
 
         Returns:
-            None where it holds no blocks.
+            As `begin_step`; None where it holds no blocks.
         """
 
-    def cache_run(self, key_table: Any, group: int, start: int, stop: int) -> None:
-        """Cache a run of blocks, none of them null or cached yet. Emits no event."""
+    def cache_quiet_runs(self, key_table: Any) -> None:
+        """Cache the step's runs of quiet groups."""
 
     def end_step(self, key_table: Any) -> None:
-        """Keep the boundaries that are complete, now that the runs are cached."""
+        """Keep the boundaries that are complete, now that the runs are cached.
+
+        Raises:
+            RuntimeError: Runs of quiet groups are not cached yet.
+        """
 
     def end_last_step(self, key_table: Any) -> list[Any]:
         """Keep the boundaries that are complete; returns blocks to be uncached."""

@@ -104,11 +104,13 @@ Group read_group(const nb::handle managed, const Geometry& geometry,
   return group;
 }
 
+/// @param quiet  whether a group is quiet, for each of them
 std::vector<Group> read_groups(const nb::handle managed, const Geometry& geometry,
-                               std::int64_t hash_block_tokens) {
+                               std::int64_t hash_block_tokens, const std::vector<bool>& quiet) {
   std::vector<Group> groups;
   for (const nb::handle one : nb::iter(managed)) {
     groups.push_back(read_group(one, geometry, hash_block_tokens));
+    groups.back().is_quiet = quiet.at(groups.size() - 1);
   }
   return groups;
 }
@@ -204,13 +206,15 @@ void bind(nb::module_& module) {
           "__init__",
           [](RetainedCache* self, nb::list blocks, nb::object head, nb::object tail,
              std::int64_t hash_block_tokens, const Geometry& geometry, nb::handle sparse_groups,
-             nb::handle full_groups) {
-            new (self) RetainedCache(std::move(blocks), std::move(head), std::move(tail), geometry,
-                                     read_groups(sparse_groups, geometry, hash_block_tokens),
-                                     read_groups(full_groups, geometry, hash_block_tokens));
+             nb::handle full_groups, const std::vector<bool>& quiet_sparse_groups,
+             const std::vector<bool>& quiet_full_groups) {
+            new (self) RetainedCache(
+                std::move(blocks), std::move(head), std::move(tail), geometry,
+                read_groups(sparse_groups, geometry, hash_block_tokens, quiet_sparse_groups),
+                read_groups(full_groups, geometry, hash_block_tokens, quiet_full_groups));
           },
           "blocks"_a, "head"_a, "tail"_a, "hash_block_tokens"_a, "geometry"_a, "sparse_groups"_a,
-          "full_groups"_a)
+          "full_groups"_a, "quiet_sparse_groups"_a, "quiet_full_groups"_a)
       .def("make_room",
            [](RetainedCache& self, std::int64_t num_blocks) { self.tree.make_room(num_blocks); })
       .def("clear", [](RetainedCache& self) { self.tree.clear(); })
@@ -261,11 +265,7 @@ void bind(nb::module_& module) {
               std::int64_t own_tokens) {
              return list_runs(self.begin_last_step(key_table, computed_tokens, own_tokens));
            })
-      .def("cache_run",
-           [](const RetainedRequest& self, nb::handle key_table, std::size_t group,
-              std::int64_t start, std::int64_t stop) {
-             self.cache_run(key_table, group, {start, stop});
-           })
+      .def("cache_quiet_runs", &RetainedRequest::cache_quiet_runs)
       .def("end_step", &RetainedRequest::end_step)
       .def("end_last_step", &RetainedRequest::end_last_step)
       .def("settled_tokens", &RetainedRequest::settled_tokens)

@@ -40,6 +40,7 @@ struct Group {
   nb::dict tables;                  // request id -> list of blocks
   nb::dict num_cached;              // request id -> number of cached blocks
   bool is_upstreams = true;         // upstream's own manager: its rules are known
+  bool is_quiet = false;            // no event and no books of upstream's tell what is cached
   bool is_state = false;
   std::int64_t window_tokens = 0;   // with what drafts may compute again
 };

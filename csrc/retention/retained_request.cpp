@@ -332,7 +332,8 @@ std::vector<GroupRun> RetainedRequest::plan_step(const KeyTable& keys, std::int6
     if (!blocks) continue;
     for (const Range part : geometry.reachable(group.geometry_index, group.block_tokens,
                                                {progress.next_block, stop})) {
-      add_uncached(index, keys, blocks, part, progress.behind_hit, runs);
+      add_uncached(index, keys, blocks, part, progress.behind_hit,
+                   group.is_quiet ? step.quiet_runs : runs);
     }
     step.stops.push_back({index, stop});
   }
@@ -350,7 +351,7 @@ std::vector<GroupRun> RetainedRequest::plan_step(const KeyTable& keys, std::int6
       if (!blocks) continue;
       const std::size_t place = num_sparse_groups + index;
       if (group.is_upstreams) {
-        add_uncached(place, keys, blocks, range, Range{}, runs);
+        add_uncached(place, keys, blocks, range, Range{}, group.is_quiet ? step.quiet_runs : runs);
       } else {
         runs.push_back({place, range});
       }
@@ -383,25 +384,36 @@ void RetainedRequest::add_uncached(std::size_t place, const KeyTable& keys, PyOb
   }
 }
 
-void RetainedRequest::cache_run(nb::handle key_table, std::size_t place, Range run) const {
+void RetainedRequest::cache_quiet_runs(nb::handle key_table) {
+  if (step_.quiet_runs.empty()) return;
   const KeyTable keys(key_table);
   const BlockFields& fields = cache_.blocks.fields();
-  const Group& group = cache_.group(place);
   const nb::list known = hashes();
-  PyObject* blocks = table(group);
-  if (!blocks || run.start < 0 || run.stop > PyList_GET_SIZE(blocks)) {
-    throw std::out_of_range("cache: expected a run of the request's blocks.");
+  const Group* group = nullptr;
+  PyObject* blocks = nullptr;
+  for (const GroupRun& run : step_.quiet_runs) {
+    if (const Group& next = cache_.group(run.group); &next != group) {
+      group = &next;
+      blocks = table(next);
+    }
+    if (!blocks || run.blocks.stop > PyList_GET_SIZE(blocks)) {
+      throw std::out_of_range("cache: expected the blocks that the step began with.");
+    }
+    for (std::int64_t index = run.blocks.start; index < run.blocks.stop; ++index) {
+      PyObject* block = PyList_GET_ITEM(blocks, index);
+      group->keys.require(known.ptr(), index);
+      const nb::object key = group->keys.at(known.ptr(), index);
+      keys.insert(key, block);
+      fields.set_key(block, key.ptr(), (index + 1) * group->block_tokens);
+    }
   }
-  for (std::int64_t index = run.start; index < run.stop; ++index) {
-    PyObject* block = PyList_GET_ITEM(blocks, index);
-    group.keys.require(known.ptr(), index);
-    const nb::object key = group.keys.at(known.ptr(), index);
-    fields.set_key(block, key.ptr(), (index + 1) * group.block_tokens);
-    keys.insert(key, block);
-  }
+  step_.quiet_runs.clear();
 }
 
 void RetainedRequest::settle(const KeyTable& keys) {
+  if (!step_.quiet_runs.empty()) {
+    throw std::logic_error("end_step: expected that the runs of the step are cached.");
+  }
   step_.is_settled = true;
   for (const GroupStop& stop : step_.stops) {
     if (stop.group < groups_.size()) groups_[stop.group].next_block = stop.num_blocks;

@@ -3,7 +3,7 @@
 //
 // A step has three parts. The request answers which runs of blocks are to be cached, Python has
 // them cached, and the request settles the step: it keeps the boundaries that are complete now.
-// Nothing is settled of a step that Python did not carry out: it is asked for once more.
+// Nothing is settled of a step that Python did not carry out: it is begun once more.
 #pragma once
 
 #include <map>
@@ -56,10 +56,11 @@ class RetainedRequest {
 
   /// Begins a step: which runs are to be cached once tokens are scheduled, in their order.
   ///
-  /// The blocks of a run are full and not cached, but for groups whose manager is not upstream's:
-  /// their manager finds them out itself.
-  /// @param num_tokens  of the request, those of its answer included
-  /// @return nothing where nothing happens before `next_event_tokens`
+  /// The blocks of a run are full and not cached, but for full-attention groups whose manager is not
+  /// upstream's: their manager finds them out itself.
+  /// @param num_tokens  tokens of the request, with its answer
+  /// @return runs of groups that are not quiet, for upstream's functions; the runs of quiet groups
+  ///   are left to `cache_quiet_runs`. Nothing before `next_event_tokens`.
   std::optional<std::vector<GroupRun>> begin_step(nb::handle key_table,
                                                   std::int64_t num_computed_tokens,
                                                   std::int64_t num_tokens);
@@ -72,11 +73,11 @@ class RetainedRequest {
                                                        std::int64_t computed_tokens,
                                                        std::int64_t own_tokens);
 
-  /// Caches a run of blocks under their keys: for groups of upstream's own manager, where no event
-  /// has to tell of it.
-  void cache_run(nb::handle key_table, std::size_t group, Range run) const;
+  /// Caches the runs of quiet groups in the step that was begun last.
+  void cache_quiet_runs(nb::handle key_table);
 
-  /// Settles the step that was begun last; its runs are cached.
+  /// Settles the step that was begun last.
+  /// @throws std::logic_error if runs of quiet groups are not cached yet
   void end_step(nb::handle key_table);
 
   /// Settles the last step; the request's blocks are not freed yet.
@@ -130,6 +131,7 @@ class RetainedRequest {
   struct Step {
     bool is_last = false;
     bool is_settled = true;
+    std::vector<GroupRun> quiet_runs;  // of quiet groups, not cached yet
     bool passes_boundary = false;    // it has left every state of the boundary
     std::int64_t passed_tokens = 0;  // the latest boundary that it reaches
     std::vector<GroupStop> stops;    // how far groups are cached then

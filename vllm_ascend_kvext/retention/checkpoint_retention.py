@@ -52,15 +52,16 @@ class CheckpointRetention:
     _looked_up: tuple[Request, Demand] | None = field(init=False, default=None)
     _new_request_state: type[RetainedRequest] = field(init=False)
     _groups: tuple[ManagedGroup, ...] = field(init=False)
-    # By place in `_groups`: whether the compiled module caches its runs, or its own manager does.
-    _is_compiled: list[bool] = field(init=False)
-    _caches_itself: list[bool] = field(init=False)
+    _caches_itself: list[bool] = field(init=False)  # By place in `_groups`: its manager alone may.
     _asks_managers: bool = field(init=False)  # Some manager alone knows how its window moves on.
 
     def __post_init__(self) -> None:
         block_pool = self.pool.block_pool
         queue = block_pool.free_block_queue
         sparse, full = self.sparse_groups, self.full_groups
+        # Upstream's own code emits events, and keeps books of the states that it caches.
+        has_events = block_pool.enable_kv_cache_events
+        kinds = self.policy.geometry.groups
         self._new_request_state = native().RetainedRequest
         self.cache_state = native().RetainedCache(
             blocks=block_pool.blocks,
@@ -70,15 +71,13 @@ class CheckpointRetention:
             geometry=self.policy.tables,
             sparse_groups=sparse,
             full_groups=full,
+            quiet_sparse_groups=[
+                not has_events and not kinds[each.geometry_index].is_state for each in sparse
+            ],
+            quiet_full_groups=[not has_events and each.is_upstreams for each in full],
         )
         self._groups = sparse + full
         self._caches_itself = [False for _ in sparse] + [not each.is_upstreams for each in full]
-        # Upstream's own code emits events, and keeps books of the states that it caches.
-        has_events = block_pool.enable_kv_cache_events
-        states = [self.policy.geometry.groups[each.geometry_index].is_state for each in sparse]
-        self._is_compiled = [not has_events and not is_state for is_state in states] + [
-            not has_events and each.is_upstreams for each in full
-        ]
         self._asks_managers = not all(each.is_upstreams for each in sparse)
 
     @property
@@ -200,12 +199,11 @@ class CheckpointRetention:
     ) -> None:
         for place, start, stop in runs:
             group = self._groups[place]
-            if self._is_compiled[place]:
-                state.cache_run(key_table, place, start, stop)
-            elif self._caches_itself[place]:
+            if self._caches_itself[place]:
                 group.manager.cache_blocks(request, stop * group.block_tokens)
             else:
                 self.pool.cache(request, group, range(start, stop))
+        state.cache_quiet_runs(key_table)
 
     def _admit(self, request: Request, state: RetainedRequest | None) -> RetainedRequest:
         if state is None:

@@ -38,6 +38,8 @@ def make_cache_state(cache: ModelCache, blocks: Any, head: Any = None) -> Retain
         geometry=retention.policy.tables,
         sparse_groups=retention.sparse_groups,
         full_groups=retention.full_groups,
+        quiet_sparse_groups=[True],
+        quiet_full_groups=[True],
     )
 
 
