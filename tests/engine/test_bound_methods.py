@@ -28,8 +28,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_ascend_kvext.compat import version_in
 from vllm_ascend_kvext.patches import PATCHES
 from vllm_ascend_kvext.patches.block_managers.kv_cache_manager import bind
-from vllm_ascend_kvext.patches.upstream import defining_class
+from vllm_ascend_kvext.patches.upstream import defining_class, uncache
 from vllm_ascend_kvext.patching.target import resolve, wrapper_chain
+from vllm_ascend_kvext.upstream_state import PoolState
 
 DIRECT = Layout((full(16), window(16, 40)))
 STATES = Layout((full(16), mamba(16)))
@@ -328,3 +329,30 @@ def test_bound_methods_take_what_upstreams_take() -> None:
         assert not rest or inspect.Parameter.VAR_KEYWORD in kinds, name
         num_checked += 1
     assert num_checked >= 15
+
+
+def test_the_books_of_retention_are_told_of_what_leaves_the_cache() -> None:
+    with installed(RETENTION):
+        assert PoolState.of(BlockManager(DIRECT).pool).on_uncached is None
+        world = BlockManager(DIRECT, interval=0)
+        state = PoolState.of(world.pool)
+        note_uncached, told = state.on_uncached, []
+
+        def tell(blocks: list[Any]) -> None:
+            told.extend(blocks)
+            note_uncached(blocks)
+
+        state.on_uncached = tell
+        request = world.request(range(100))
+        world.prefill(request, 48)
+        held = world.manager.coordinator.single_type_managers[0].req_to_blocks[request.request_id][
+            0
+        ]
+        uncache(world.pool, [held])
+        assert told == [] and held.block_hash is None  # It is not free.
+        world.finish(request)
+        told.clear()
+        cached = [block for block in world.pool.blocks if block.block_hash is not None][:2]
+        uncache(world.pool, cached)
+        assert told == cached and not any(block.block_hash for block in cached)
+        assert world.pool.free_block_queue.get_all_free_blocks()[:2] == cached
