@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 from support.retention import inspection
 from unit.retention.small_cache import (
+    FULL,
     LAYOUTS,
     NULL,
+    STATE,
+    WINDOW,
     ModelBlock,
     ModelCache,
     ModelKeyTable,
@@ -21,6 +24,7 @@ from unit.retention.small_cache import (
 from vllm_ascend_kvext._native import RetainedRequest
 from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
 from vllm_ascend_kvext.retention.checkpoint_retention import CheckpointRetention
+from vllm_ascend_kvext.retention.geometry import GroupGeometry
 from vllm_ascend_kvext.retention.reasons import Origin
 
 TEXT = spelled("abcdef")
@@ -140,16 +144,20 @@ def test_runs_end_at_nulls_and_at_cached_blocks() -> None:
 
 def test_runs_of_quiet_groups_are_cached_without_upstreams_functions() -> None:
     """States are not quiet: upstream keeps further books of them."""
-    cache = make_cache("full and state", has_events=False)
+    cache = ModelCache(
+        (GroupGeometry(FULL, 4), GroupGeometry(WINDOW, 4, 9), GroupGeometry(STATE, 4)),
+        60,
+        is_upstreams=True,
+    )
     request = cache.request("r", TEXT)
     for manager in cache.managers:
         manager.extend("r", 24)
     state = cache.retention._admit(request, None)
     key_table = cache.pool.cached_block_hash_to_block
-    assert state.begin_step(key_table, 24, request.num_tokens) == [(0, 5, 6)]
+    assert state.begin_step(key_table, 24, request.num_tokens) == [(1, 5, 6)]
     for _ in range(2):
         state.cache_quiet_runs(key_table)
-        assert cached_blocks(cache) == [[0, 1, 2, 3, 4, 5], []]
+        assert cached_blocks(cache) == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5], []]
     assert not cache.pool.reported
 
 
