@@ -24,8 +24,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 LMCACHE_MODE = {"lmcache.mp.mp_transfer_mode": "lmcache_driven", "lmcache.mp.mq_timeout": 30}
-"""What LMCache's worker and server disagree about by default, on a CPU. And seconds: so long a worker
-waits for an answer that does not come, 300 by default."""
+"""LMCache's worker and server disagree about the mode by default, on a CPU.
+
+A worker waits so many seconds for an answer that does not come; by default it waits 300.
+"""
 HEARTBEAT = {"lmcache.mp.heartbeat_interval": 1.0}
 """In seconds: so soon the connector notices that its server is gone."""
 NO_HYBRID = {"disable_hybrid_kv_cache_manager": True}
