@@ -23,8 +23,11 @@ pytestmark = pytest.mark.skipif(
     reason="LMCache is not installed here: `make test-lmcache` has an environment with it",
 )
 
-LMCACHE_MODE = {"lmcache.mp.mp_transfer_mode": "lmcache_driven"}
-"""LMCache's worker and server disagree about it by default, on a CPU."""
+LMCACHE_MODE = {"lmcache.mp.mp_transfer_mode": "lmcache_driven", "lmcache.mp.mq_timeout": 30}
+"""LMCache's worker and server disagree about the mode by default, on a CPU.
+
+A worker waits so many seconds for an answer that does not come; by default it waits 300.
+"""
 HEARTBEAT = {"lmcache.mp.heartbeat_interval": 1.0}
 """In seconds: so soon the connector notices that its server is gone."""
 NO_HYBRID = {"disable_hybrid_kv_cache_manager": True}
