@@ -3,7 +3,7 @@
 
 The choice between both, the launcher and the kernel's source are the real ones, on streams that are
 on time and late. A block of 128 tokens is a run, so that all runs of these models are larger than
-`page_transfer.MIN_MEAN_RUN_BYTES_FOR_DMA`: the workload lowers and raises it, so that transfers go
+`npu_transfers.MIN_MEAN_RUN_BYTES_FOR_DMA`: the workload lowers and raises it, so that transfers go
 by turns. What one way has stored the other one loads.
 
 Tokens of segments lie anywhere in their pages: there the real size decides.
@@ -30,7 +30,7 @@ from support.scenarios.kernel_or_dma import SEEDS
 from support.scenarios.processes import ADAPTIVE, NO_PREFIX_CACHING, NPU, PLUGIN_OFF, Plan
 from test_blending import HEAD_TOKENS, POOL, wrong_errors
 
-from vllm_ascend_kvext.transfer.page_transfer import MIN_MEAN_RUN_BYTES_FOR_DMA
+from vllm_ascend_kvext.transfer.ascend.npu_transfers import MIN_MEAN_RUN_BYTES_FOR_DMA
 
 pytestmark = pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
 

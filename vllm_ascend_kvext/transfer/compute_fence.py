@@ -13,16 +13,9 @@ records an event, and whoever copies lets a stream of its own wait for it::
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-from vllm_ascend_kvext.transfer.ascend.device import npu
-from vllm_ascend_kvext.transfer.errors import BackendError
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 
 class ComputeFence:
@@ -47,54 +40,3 @@ class ComputeFence:
         begun_s = time.perf_counter()
         copy()
         return time.perf_counter() - begun_s
-
-
-class AscendFence(ComputeFence):
-    """Of a model that runs on one NPU. It has not run on an NPU: tests use a stand-in.
-
-    Every thread that copies has a stream of its own, so that none waits for copies of another.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._of_thread = threading.local()
-
-    def record(self) -> Any:
-        with npu().device(self._device):
-            event = npu().Event()
-            event.record(npu().current_stream())
-        return event
-
-    def run(self, recorded: Any, copy: Callable[[], None]) -> float:
-        stream = self._stream()
-        begin, end = (npu().Event(enable_timing=True) for _ in range(2))
-        with npu().stream(stream):
-            stream.wait_event(recorded)
-            begin.record(stream)
-            try:
-                copy()
-                end.record(stream)
-            finally:
-                # Also after a failure: some copies may have been enqueued.
-                stream.synchronize()
-        return float(begin.elapsed_time(end)) / 1000  # milliseconds
-
-    def _stream(self) -> Any:
-        stream = getattr(self._of_thread, "stream", None)
-        if stream is None:
-            # The current device is a thread's own; a new thread has the first one.
-            npu().set_device(self._device)
-            stream = self._of_thread.stream = npu().Stream(device=self._device)
-        return stream
-
-
-def fence_of(device: torch.device) -> ComputeFence:
-    """The fence for pages on a device; raises `BackendError` if no backend serves it."""
-    if device.type == "cpu":
-        return ComputeFence()
-    if device.type == "npu":
-        return AscendFence(device)
-    raise BackendError(
-        f"kv_caches: expected pages on cpu or npu, found some on {device}: no backend moves them. "
-        "Leave the connector out."
-    )

@@ -7,12 +7,13 @@ import contextlib
 import logging
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.errors import ConnectorError
 from vllm_ascend_kvext.settings import ASCEND_KERNEL_VARIABLE, parse_uses_ascend_kernel
-from vllm_ascend_kvext.transfer.ascend.kernel import AscendKernelBackend
+from vllm_ascend_kvext.transfer.devices import transfers_on
 from vllm_ascend_kvext.transfer.errors import BackendError
 from vllm_ascend_kvext.transfer.schema import HOST_ALIGNMENT_BYTES
 
@@ -37,9 +38,9 @@ class HostBuffer:
         tensor: dtype: uint8, shape: [num_bytes], contiguous. Its content is undefined at first.
     """
 
-    def __init__(self, tensor: torch.Tensor, mapped_by: AscendKernelBackend | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, unmap: Callable[[], None] | None = None) -> None:
         self.tensor = tensor
-        self._mapped_by = mapped_by
+        self._unmap = unmap
 
     @classmethod
     def allocate(cls, num_bytes: int, device: torch.device) -> HostBuffer:
@@ -48,7 +49,7 @@ class HostBuffer:
         All of it is taken at once. Where the kernel hands it out page by page, as it is written to
         for the first time, stores have been seen to take five times as long.
 
-        For an NPU it is mapped as well, where ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL`` asks for the
+        Pinned memory is mapped as well, where ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL`` asks for the
         kernel. Where it cannot be mapped, one WARNING says so and the DMA engines serve it.
         Another says where much of the pinned memory is lost.
 
@@ -82,7 +83,7 @@ class HostBuffer:
                 f"this worker, found less ({error}); give the connector less memory, and mind "
                 "that every worker of a node takes as much"
             ) from error
-        return cls(tensor, _map(tensor) if device.type == "npu" else None)
+        return cls(tensor, _map(tensor, device.type) if is_pinned else None)
 
     @property
     def num_bytes(self) -> int:
@@ -90,9 +91,9 @@ class HostBuffer:
 
     def unmap(self) -> None:
         """End what `allocate` has mapped. The caller has waited for every transfer. Idempotent."""
-        backend, self._mapped_by = self._mapped_by, None
-        if backend is not None:
-            backend.unmap_host(self.tensor)
+        unmap, self._unmap = self._unmap, None
+        if unmap is not None:
+            unmap()
 
 
 def _taken_memory(num_bytes: int) -> torch.Tensor:
@@ -137,13 +138,12 @@ def _warn_of_rounding(num_bytes: int) -> None:
         )
 
 
-def _map(tensor: torch.Tensor) -> AscendKernelBackend | None:
-    """The backend that has mapped it; None where that is not wanted or not possible."""
+def _map(tensor: torch.Tensor, device_type: str) -> Callable[[], None] | None:
+    """Map it for a kernel; returns what ends that, None where it is not wanted or not possible."""
     if not parse_uses_ascend_kernel(os.environ):
         return None
     try:
-        backend = AscendKernelBackend()
-        backend.map_host(tensor)
+        return transfers_on(device_type).map_host(tensor)
     except BackendError as error:
         logger.warning(
             "%s=1: host memory is not mapped, the DMA engines serve it: %s",
@@ -151,4 +151,3 @@ def _map(tensor: torch.Tensor) -> AscendKernelBackend | None:
             error,
         )
         return None
-    return backend
