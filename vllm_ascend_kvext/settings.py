@@ -3,7 +3,7 @@
 
 The fields of `Settings` are the one declaration, see ``declared``. Knows nothing of vLLM: whether a
 retention interval suits a model is decided at engine start, where the unit of its prefix-cache hits
-is known.
+is known. Knows no feature either: which of them a name means, `activation` looks up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Annotated, Any
 
 from vllm_ascend_kvext.declared import declared, did_you_mean
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.features import DEFAULTS, FAST_PREFIX_CACHE, FEATURES, with_requirements
 
 OWN_PREFIX = "VLLM_ASCEND_KVEXT_"
 MODE_VARIABLE = f"{OWN_PREFIX}MODE"
@@ -52,9 +51,12 @@ class Retention(enum.Enum):
     ADAPTIVE = "adaptive"
 
 
+_RETENTION_FEATURE = "retention"
+_FAST_PREFIX_CACHE_FEATURE = "fast-prefix-cache"
+
 HOW_TO_ASK = {
-    "retention": f"{RETENTION_VARIABLE}={Retention.ADAPTIVE.value}",
-    FAST_PREFIX_CACHE.name: f"{FAST_PREFIX_CACHE_VARIABLE}={Switch.ON.value}",
+    _RETENTION_FEATURE: f"{RETENTION_VARIABLE}={Retention.ADAPTIVE.value}",
+    _FAST_PREFIX_CACHE_FEATURE: f"{FAST_PREFIX_CACHE_VARIABLE}={Switch.ON.value}",
 }
 """For each feature that is off unless it is asked for: a setting that asks for it."""
 
@@ -108,38 +110,36 @@ class Settings:
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
         """Read and validate the variables.
 
-        With mode ``off`` no other variable is looked at.
+        With mode ``off`` no other variable is looked at. `activation.read_settings` looks at the
+        names of features besides.
 
         Raises:
-            SettingsError: If a variable has a value that is not one of its own, a
-                ``VLLM_ASCEND_KVEXT_*`` variable is not one of `Settings`, or a feature that is
-                asked for is built on a repair that is disabled.
+            SettingsError: If a variable has a value that is not one of its own, or a
+                ``VLLM_ASCEND_KVEXT_*`` variable is not one of `Settings`.
         """
         mode = _read("mode", environ)
         if mode is Mode.OFF:
             return cls(mode=mode)
         _refuse_unknown_variables(environ)
-        settings = cls(**{key: _read(key, environ) for key in _VARIABLES})
-        settings._refuse_contradictions()
-        return settings
+        return cls(**{key: _read(key, environ) for key in _VARIABLES})
 
     @property
     def requests(self) -> dict[str, str]:
         """The features that the user asked for, each with the variable that says so."""
         requests = {}
         if self.retention is Retention.ADAPTIVE:
-            requests["retention"] = RETENTION_VARIABLE
+            requests[_RETENTION_FEATURE] = RETENTION_VARIABLE
         elif self.retention_interval is not None:
-            requests["retention"] = RETENTION_INTERVAL_VARIABLE
+            requests[_RETENTION_FEATURE] = RETENTION_INTERVAL_VARIABLE
         if self.fast_prefix_cache is Switch.ON:
-            requests[FAST_PREFIX_CACHE.name] = FAST_PREFIX_CACHE_VARIABLE
+            requests[_FAST_PREFIX_CACHE_FEATURE] = FAST_PREFIX_CACHE_VARIABLE
         return requests
 
     @property
     def implied_features(self) -> frozenset[str]:
         """What goes with the features asked for, where it fits."""
-        if self.fast_prefix_cache is Switch.AUTO and "retention" in self.requests:
-            return frozenset({FAST_PREFIX_CACHE.name})
+        if self.fast_prefix_cache is Switch.AUTO and _RETENTION_FEATURE in self.requests:
+            return frozenset({_FAST_PREFIX_CACHE_FEATURE})
         return frozenset()
 
     def refuse_wrong_interval(self) -> None:
@@ -156,16 +156,6 @@ class Settings:
                 f"is in the log of an engine that starts with 0. Unset the variable to keep "
                 f"all blocks."
             )
-
-    def _refuse_contradictions(self) -> None:
-        for feature, variable in self.requests.items():
-            missing = sorted(with_requirements([feature], FEATURES) & self.disabled)
-            if missing:
-                raise SettingsError(
-                    f"{DISABLE_VARIABLE} leaves out {', '.join(missing)}, on which the feature "
-                    f"{feature!r} is built, and {variable} asks for that. Take it off the list, or "
-                    f"unset {variable}."
-                )
 
 
 _VARIABLES = {each.key: each for each in declared(Settings)}
@@ -185,7 +175,8 @@ def _read(key: str, environ: Mapping[str, str]) -> Any:
     """The value of one field of `Settings`; `SettingsError` if it is not one of its own."""
     _, kind, name, default = _VARIABLES[key]
     if key == "disabled":
-        return _parse_disabled(environ.get(name, ""))
+        names = environ.get(name, "").split(",")
+        return frozenset(each.strip() for each in names if each.strip())
     if key == "retention_interval":
         text = environ.get(name, "")
         return text if text.strip() else None
@@ -213,18 +204,6 @@ def _word(environ: Mapping[str, str], name: str, default: str, words: Collection
             f"{did_you_mean(word, words)}"
         )
     return word
-
-
-def _parse_disabled(text: str) -> frozenset[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    known = [feature.name for feature in DEFAULTS]
-    for name in names:
-        if name not in known:
-            raise SettingsError(
-                f"{DISABLE_VARIABLE}={text!r}: {name!r} is not one of them: expected some of "
-                f"{', '.join(known)}, separated by commas.{did_you_mean(name, known)}"
-            )
-    return frozenset(names)
 
 
 def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:

@@ -32,6 +32,7 @@ from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import (
 )
 from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30, Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
+from vllm_ascend_kvext.retention.offload_boundaries import OffloadBoundaries
 from vllm_ascend_kvext.segments.scheduler.segments_side import segments_of
 
 if TYPE_CHECKING:
@@ -368,7 +369,9 @@ def _view_of(scheduler: Scheduler, connector: KvextConnector) -> SchedulerView:
         num_blocks=manager.block_pool.num_gpu_blocks,
         hash_block_size=manager.block_pool.hash_block_size,
         enable_caching=manager.enable_caching,
-        interval_tokens=interval_tokens_of(manager.coordinator),
+        make_boundary_planner=partial(
+            OffloadBoundaries, interval_tokens=interval_tokens_of(manager.coordinator)
+        ),
         max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
         # Before 0.30, windows move on when a step is planned.
         num_steps_in_flight=(

@@ -68,7 +68,7 @@ class SimulatedWorker:
             pages.config,
             self._connector.options,
             move=self.transfers.move,
-            extension=None if extension is None else extension.worker_side(vllm_config, None),
+            extension=None if extension is None else extension.worker_side(vllm_config),
         )
         # The device would say which rows can be addressed; here it is a CPU for all layouts.
         build = partial(build_layout, addressing=pages.addressing)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm_ascend_kvext.connector.scheduler.worker_jobs import Pages
 from vllm_ascend_kvext.holes.eligibility import HoleRefusal
 from vllm_ascend_kvext.holes.load_plan import LoadPlan
-from vllm_ascend_kvext.retention.reasons import Reason
 from vllm_ascend_kvext.store.entries import EntryState, Load
 from vllm_ascend_kvext.store.lookup import Shortfall
 
 if TYPE_CHECKING:
     from vllm_ascend_kvext.connector.scheduler.shared_side import SharedRequest
+    from vllm_ascend_kvext.retention.reasons import Reason
 
 
 @dataclass(slots=True)

@@ -16,14 +16,14 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_ascend_kvext.connector.common.block_references import MAX_REFERENCED_SHARE
+from vllm_ascend_kvext.connector.common.boundary_planner import NEVER
 from vllm_ascend_kvext.connector.common.messages import StoreJob
 from vllm_ascend_kvext.connector.common.scheduler_view import Block, Request
-from vllm_ascend_kvext.connector.scheduler.boundaries import NEVER, UNASKED, BoundaryPlanner
 from vllm_ascend_kvext.connector.scheduler.parts import SchedulerParts
 from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadState, StoreProgress
 from vllm_ascend_kvext.connector.scheduler.worker_jobs import Pages, table_parts
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk
-from vllm_ascend_kvext.retention.reasons import Origin, Reason
+from vllm_ascend_kvext.retention.reasons import UNASKED, Origin, Reason
 from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Entry, Piece
 from vllm_ascend_kvext.store.prefix import HashedPrefix
@@ -81,8 +81,7 @@ class Stores:
         self._events = events
         self._under_way = parts.jobs
         self._shared = shared
-        interval_tokens = parts.view.interval_tokens
-        self.planner = BoundaryPlanner(layout.groups, layout.unit_tokens, interval_tokens)
+        self.planner = parts.view.make_boundary_planner(layout.groups, layout.unit_tokens)
         self.chooser = StoreChooser(policy)
         self._is_off = policy is StorePolicy.NEVER
         self._jobs: dict[str, _Job] = {}  # of this step

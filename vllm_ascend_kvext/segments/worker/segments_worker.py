@@ -7,7 +7,7 @@ import logging
 import os
 from typing import Any
 
-from vllm_ascend_kvext.connector.worker.cpu_backend import CpuBackend
+from vllm_ascend_kvext.segments.worker.cpu_backend import CpuBackend
 from vllm_ascend_kvext.connector.worker.extension import RegisteredPages, WorkerExtension
 from vllm_ascend_kvext.errors import KvextError
 from vllm_ascend_kvext.segments.messages import ProbeJob, SegmentOutput, SegmentsOfWorker

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.connector.worker.cpu_backend import CpuBackend
+from vllm_ascend_kvext.segments.worker.cpu_backend import CpuBackend
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.connector.worker.loaded_models import model_with
 from vllm_ascend_kvext.errors import BlendingError

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""At which boundaries of a request tails are stored.
+"""At which boundaries of a request tails are stored in host memory.
 
-The same policy as that of the local prefix cache (`RetentionPolicy`), on another grid: a host hit
+The policy is that of the local prefix cache (`RetentionPolicy`), on another grid: a host hit
 is a multiple of the layout's row unit, where a local one is a multiple of every group's page. What
 suggested a boundary is remembered: suggestions that nobody uses are made less often.
 """
@@ -11,24 +11,22 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
+from typing import Protocol
 
 from vllm_ascend_kvext.groups.model import GroupKind
-from vllm_ascend_kvext.layout.model import LayoutGroup
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
 from vllm_ascend_kvext.retention.hints import hinted_boundaries, report_unusable_hints
 from vllm_ascend_kvext.retention.policy import RetentionPolicy
-from vllm_ascend_kvext.retention.reasons import STEPS_END_AT, Origin, Reason
+from vllm_ascend_kvext.retention.reasons import STEPS_END_AT, UNASKED, Origin, Reason
 from vllm_ascend_kvext.upstream_types import Request
-
-UNASKED = frozenset({Origin.LADDER, Origin.GRID, Origin.CHUNK})
-"""Reasons of boundaries that nobody asked for."""
 
 _END_STEPS = STEPS_END_AT | {Origin.PROMPT, Origin.LADDER}
 """Where prefill steps have to end for a state. vLLM ends them elsewhere: at the last block of a
 prompt, even if it ends with the prompt, or one block earlier with EAGLE and MTP."""
 
 _CHUNK = Reason(Origin.CHUNK)
-NEVER = 1 << 60
+_NEVER = 1 << 60
+"""A number of tokens that no request reaches."""
 
 _TRIALS = 16
 """Tails of one reason that are tried before their hits are looked at."""
@@ -41,11 +39,30 @@ _TRY_EVERY = 32
 """One in so many tails that are not worth it is stored, to notice when that changes."""
 
 
-class BoundaryPlanner:
-    """Plans boundaries, multiples of the layout's unit, and learns which reasons pay."""
+class PagedGroup(Protocol):
+    """What is needed of one group of the layout; see ``layout.model.LayoutGroup``."""
+
+    @property
+    def kind(self) -> GroupKind: ...
+
+    @property
+    def tokens_per_page(self) -> int: ...
+
+    @property
+    def window_tokens(self) -> int: ...
+
+
+class OffloadBoundaries:
+    """Plans boundaries, multiples of the layout's unit, and learns which reasons pay.
+
+    Args:
+        groups: Those of the layout.
+        unit_tokens: Hits in host memory are multiples of it.
+        interval_tokens: ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; 0 if unset.
+    """
 
     def __init__(
-        self, groups: Sequence[LayoutGroup], unit_tokens: int, interval_tokens: int = 0
+        self, groups: Sequence[PagedGroup], unit_tokens: int, interval_tokens: int = 0
     ) -> None:
         geometry = HitGeometry(_geometries(groups, unit_tokens), unit_tokens)
         # On the coarser grid of the host, the interval means the next multiple.
@@ -62,11 +79,11 @@ class BoundaryPlanner:
     def plan(self, request: Request, hit_tokens: int, shared_tokens: int) -> dict[int, Reason]:
         """Boundaries past the hit that are known at admission.
 
-        Somebody has computed the first ``shared_tokens`` of the prompt before.
+        Another request has computed the first ``shared_tokens`` of the prompt before.
         """
         geometry = self._policy.geometry
         demand = {}
-        # The last token of a prompt is always computed: nobody resumes behind it.
+        # The last token of a prompt is always computed: no request resumes behind it.
         shared_tokens = min(shared_tokens, request.num_prompt_tokens - 1)
         junction_tokens = geometry.reachable_tokens(shared_tokens)
         if junction_tokens > hit_tokens:
@@ -103,7 +120,7 @@ class BoundaryPlanner:
 
     def next_after(self, plan: dict[int, Reason], tokens: int) -> int:
         """The next boundary that `crossed` may name; a very large number if there is none."""
-        following = min((each for each in plan if each > tokens), default=NEVER)
+        following = min((each for each in plan if each > tokens), default=_NEVER)
         return min(following, _next_multiple(self._policy.grid_tokens, tokens))
 
     def next_stop_after(self, plan: dict[int, Reason], tokens: int) -> int:
@@ -113,7 +130,7 @@ class BoundaryPlanner:
             A very large number if there is none.
         """
         asked = (each for each, reason in plan.items() if reason.origin in _END_STEPS)
-        following = min((each for each in asked if each > tokens), default=NEVER)
+        following = min((each for each in asked if each > tokens), default=_NEVER)
         return min(following, _next_multiple(self._policy.interval_tokens, tokens))
 
     def note_tried(self, reason: Reason) -> None:
@@ -142,11 +159,11 @@ class BoundaryPlanner:
 def _next_multiple(distance_tokens: int, after_tokens: int) -> int:
     """The next multiple of a distance; 0 has none."""
     if not distance_tokens:
-        return NEVER
+        return _NEVER
     return (after_tokens // distance_tokens + 1) * distance_tokens
 
 
-def _geometries(groups: Sequence[LayoutGroup], unit_tokens: int) -> tuple[GroupGeometry, ...]:
+def _geometries(groups: Sequence[PagedGroup], unit_tokens: int) -> tuple[GroupGeometry, ...]:
     # Equal groups are one to the lookup; the order is full attention first.
     counts: dict[tuple[GroupKind, int, int], int] = {}
     for group in sorted(groups, key=lambda group: group.kind is not GroupKind.FULL):
