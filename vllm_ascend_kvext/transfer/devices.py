@@ -81,8 +81,8 @@ def transfers_on(device_type: str) -> DeviceTransfers:
         return _CPU
     if device_type not in _PLACES:
         raise BackendError(
-            f"kv_caches: expected pages on {' or '.join(DEVICE_TYPES)}, found some on {device_type}: no backend moves "
-            "them. Leave the connector out."
+            f"kv_caches: expected pages on {' or '.join(DEVICE_TYPES)}, found some on "
+            f"{device_type}: no backend moves them. Leave the connector out."
         )
     module, name = _PLACES[device_type]
     made: DeviceTransfers = getattr(import_module(module), name)()

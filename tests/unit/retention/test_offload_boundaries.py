@@ -115,7 +115,7 @@ def test_rung_ends_steps_while_requests_resume_there() -> None:
     assert {frozenset(plan) for plan in plans} == {frozenset(rungs), frozenset({useful})}
 
 
-def rungs_of(planner: BoundaryPlanner, number: int) -> dict[Reason, int]:
+def rungs_of(planner: OffloadBoundaries, number: int) -> dict[Reason, int]:
     request = a_request(1000)
     request.request_id = f"request-{number}"
     plan = planner.plan(request, 0, 0)
