@@ -17,8 +17,11 @@ from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
 from vllm_ascend_kvext.retention.hints import hinted_boundaries, report_unusable_hints
 from vllm_ascend_kvext.retention.policy import RetentionPolicy
-from vllm_ascend_kvext.retention.reasons import STEPS_END_AT, UNASKED, Origin, Reason
+from vllm_ascend_kvext.retention.reasons import STEPS_END_AT, Origin, Reason
 from vllm_ascend_kvext.upstream_types import Request
+
+_UNASKED = frozenset({Origin.LADDER, Origin.GRID, Origin.CHUNK})
+"""Reasons of boundaries that no request asked for."""
 
 _END_STEPS = STEPS_END_AT | {Origin.PROMPT, Origin.LADDER}
 """Where prefill steps have to end for a state. vLLM ends them elsewhere: at the last block of a
@@ -60,6 +63,9 @@ class OffloadBoundaries:
         unit_tokens: Hits in host memory are multiples of it.
         interval_tokens: ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; 0 if unset.
     """
+
+    end_of_turn = Reason(Origin.LATEST)
+    """Of the boundary at which an answer ends."""
 
     def __init__(
         self, groups: Sequence[PagedGroup], unit_tokens: int, interval_tokens: int = 0
@@ -118,6 +124,10 @@ class OffloadBoundaries:
             boundaries.append((upto_tokens, _CHUNK))
         return [(tokens, reason) for tokens, reason in boundaries if self._is_worth_storing(reason)]
 
+    def is_unasked(self, reason: Reason) -> bool:
+        """Whether no request asked for the boundaries of a reason."""
+        return reason.origin in _UNASKED
+
     def next_after(self, plan: dict[int, Reason], tokens: int) -> int:
         """The next boundary that `crossed` may name; a very large number if there is none."""
         following = min((each for each in plan if each > tokens), default=_NEVER)
@@ -142,7 +152,7 @@ class OffloadBoundaries:
         self._hits[reason] = self._hits.get(reason, 0) + 1
 
     def _is_worth_storing(self, reason: Reason) -> bool:
-        if reason.origin not in UNASKED or self._pays(reason, _MIN_HITS_PER_TAIL):
+        if reason.origin not in _UNASKED or self._pays(reason, _MIN_HITS_PER_TAIL):
             return True
         if reason.origin is Origin.LADDER and self._policy.geometry.has_states:
             return True  # `plan` has decided, and a step has ended there.

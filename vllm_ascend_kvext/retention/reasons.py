@@ -44,9 +44,6 @@ class Origin(enum.IntEnum):
 STEPS_END_AT = frozenset({Origin.JUNCTION, Origin.WANTED, Origin.HINT})
 """Worth a prefill step of their own where a state exists only at the end of a step."""
 
-UNASKED = frozenset({Origin.LADDER, Origin.GRID, Origin.CHUNK})
-"""Reasons of boundaries that no request asked for."""
-
 
 class Reason(NamedTuple):
     """What checkpoints are judged by until they are of use.

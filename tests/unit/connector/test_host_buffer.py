@@ -141,6 +141,7 @@ def test_without_a_mapping_the_dma_engines_serve(
         refusing = mocker.patch.object(npu_transfers, "AscendKernelBackend").return_value
         refusing.map_host.side_effect = BackendError("507001 of CANN's runtime")
     with caplog.at_level(logging.WARNING, logger="vllm.ascend_kvext.connector"):
+        HostBuffer.allocate(4096, CPU)
         HostBuffer.allocate(4096, NPU)
     (record,) = caplog.records
     assert "the DMA engines serve it" in record.message

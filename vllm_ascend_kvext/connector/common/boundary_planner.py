@@ -2,7 +2,7 @@
 """What the scheduler side asks for the boundaries at which tails are stored.
 
 The room ``retention`` answers: ``retention.offload_boundaries``. The patch that makes the
-`SchedulerView` brings it.
+`SchedulerView` brings it. To the connector a reason is a key that it hands back.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ class BoundaryPlanner(Protocol):
     """Plans boundaries, multiples of the layout's unit, and may learn which reasons pay."""
 
     @property
+    def end_of_turn(self) -> Reason:
+        """The reason of the boundary at which an answer ends."""
+
+    @property
     def min_prompt_tokens(self) -> int:
         """The shortest prompt that hits in host memory when it comes again."""
 
@@ -40,6 +44,9 @@ class BoundaryPlanner(Protocol):
         self, plan: dict[int, Reason], after_tokens: int, upto_tokens: int
     ) -> list[tuple[int, Reason]]:
         """Boundaries that a step passes, at which tails are to be stored, ascending."""
+
+    def is_unasked(self, reason: Reason) -> bool:
+        """Whether no request asked for the boundaries of a reason."""
 
     def next_after(self, plan: dict[int, Reason], tokens: int) -> int:
         """The next boundary that `crossed` may name; `NEVER` or more if there is none."""
