@@ -201,6 +201,16 @@ class SharedSide:
             known.question, known.found = None, ()
         return not self._awaited.keys().isdisjoint(known.gets)
 
+    def got_tokens(self, state: RequestOffloadState) -> int:
+        """Tokens whose rows were got for a request, and are in host memory."""
+        known = state.shared
+        got = (
+            entry.piece.end_tokens - entry.piece.first_tokens
+            for entry in (known.gets if known is not None else ())
+            if entry.state is EntryState.STORED
+        )
+        return sum(got)
+
     def _ask(self, known: SharedRequest, question: Question) -> None:
         is_paused = self._clock() < self._paused_until_s
         if not is_paused and (why := self._why_hanging()):
