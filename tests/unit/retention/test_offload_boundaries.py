@@ -156,3 +156,11 @@ def test_suggestion_that_nobody_uses_is_made_less_often(
             if is_used:
                 planner.note_hit(reason)
     assert num in nums
+
+
+def test_grids_rungs_and_ends_of_steps_are_not_asked_for() -> None:
+    """So their tails get less of the pool, and are stored last."""
+    planner = OffloadBoundaries(GROUPS, UNIT_TOKENS)
+    unasked = {origin for origin in Origin if planner.is_unasked(Reason(origin))}
+    assert unasked == {Origin.GRID, Origin.LADDER, Origin.CHUNK}
+    assert planner.end_of_turn == Reason(Origin.LATEST)
