@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What we remember with upstream's objects: one attribute, ``_kvext``, on each of them.
+"""Keeps the state of this package with upstream's objects, in one attribute ``_kvext`` of each.
 
-There is one kind of state for each kind of object, made at the first look at it::
+There is one class of state for each class of object. The state is made at the first access::
 
     RequestState.of(request).hit_tokens = 512     # request._kvext.hit_tokens
 
-State goes when its object does. Features that are taken back leave it there, without effect.
-Imports nothing: types are named for the type checker alone.
+The state is freed with its object. If a feature is taken back, its state stays and has no effect.
+The module imports nothing at run time; the type checker alone imports the types.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ class _OfObject:
 
     @classmethod
     def of(cls: type[_State], owner: Any) -> _State:
-        """The state of an object of upstream, which has room for one."""
+        """The state of an object of upstream that can have further attributes."""
         try:
             state: _State = owner._kvext
         except AttributeError:
-            state = owner._kvext = cls()
+            state = cls()
+            owner._kvext = state
         return state
 
 
@@ -49,10 +50,18 @@ class RequestState(_OfObject):
     """State of a ``vllm.v1.request.Request``."""
 
     limits: RequestLimits | None = None
-    hit_tokens: int = 0  # Found in the prefix cache when it was admitted last.
-    has_failed_load: bool = False  # It was started again for a load that failed.
-    has_reported_hints: bool = False  # The log has been told of hints that cannot be used.
-    token_ids: array[int] | None = None  # Its first tokens, as workers copy them fastest.
+
+    hit_tokens: int = 0
+    """The tokens that the prefix cache had when the request was last admitted."""
+
+    has_failed_load: bool = False
+    """Whether the request was started again because a load failed."""
+
+    has_reported_hints: bool = False
+    """Whether hints that cannot be used have been logged."""
+
+    token_ids: array[int] | None = None
+    """Its first tokens, in the form that workers copy fastest."""
 
 
 @dataclass(slots=True)
@@ -60,10 +69,10 @@ class PoolState(_OfObject):
     """State of a ``vllm.v1.core.block_pool.BlockPool``."""
 
     group_keys: dict[tuple[int, int], GroupKeys] = field(default_factory=dict)
-    """By group id and tokens per block."""
+    """The keys of a group, by group id and tokens per block."""
 
     retained: RetainedCache | None = None
-    """The checkpoints that decide what is reallocated next, if any do."""
+    """The checkpoints that decide which block is reallocated next; None without retention."""
 
 
 @dataclass(slots=True)
@@ -71,8 +80,8 @@ class GroupManagerState(_OfObject):
     """State of a ``SingleTypeKVCacheManager``."""
 
     tail_rule: tuple[bool, TailRule | None] | None = None
-    """Whether blocks are left out when it caches, and the rule where it is known. Set when it first
-    caches."""
+    """Whether the manager leaves blocks out when it caches, and the rule if it is known. It is set
+    when the manager first caches."""
 
 
 @dataclass(slots=True)
@@ -80,22 +89,25 @@ class CoordinatorState(_OfObject):
     """State of a ``vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator``."""
 
     lookup: Lookup | None = None
-    """Looks all groups up; None where upstream has to, and before the first lookup."""
+    """Looks up all groups. It is None before the first lookup, and if upstream's lookup is used."""
 
-    has_described_lookup: bool = False  # ``lookup`` has been decided on.
+    has_described_lookup: bool = False
+    """Whether ``lookup`` has been decided."""
+
     full_groups: tuple[tuple[int, int], ...] | None = None
-    """Group id and tokens per block of each full-attention group, once asked for."""
+    """The group id and the tokens per block of each full-attention group; None before first use."""
 
     retention: CheckpointRetention | None = None
-    """What decides which blocks are cached, and when, if it is not upstream. Set before the first
-    step."""
+    """Decides which blocks are cached, and when; None if upstream decides. It is set before the
+    first step."""
 
 
 @dataclass(slots=True)
 class BlockManagerState(_OfObject):
     """State of a ``vllm.v1.core.kv_cache_manager.KVCacheManager``."""
 
-    steps: Steps | None = None  # Set with its first step.
+    steps: Steps | None = None
+    """It is set in the first step."""
 
 
 @dataclass(slots=True)
@@ -103,17 +115,19 @@ class SchedulerState(_OfObject):
     """State of a ``vllm.v1.core.sched.scheduler.Scheduler``."""
 
     steps_in_flight: StepsInFlight | None = None
-    """Those whose outputs are still to come; None where the scheduler processes outputs in a method
-    of its own, and before the first step."""
+    """The steps whose outputs have not arrived yet. It is None before the first step, and if the
+    scheduler has its own method to process outputs."""
 
-    has_looked_at_outputs: bool = False  # ``steps_in_flight`` has been decided on.
+    has_looked_at_outputs: bool = False
+    """Whether ``steps_in_flight`` has been decided."""
 
 
 @dataclass(slots=True)
 class ReportsState(_OfObject):
-    """State of what passes reports of retention on: stat loggers and the output processor."""
+    """State of the stat loggers and of the output processor, which pass on reports of retention."""
 
     observe: Callable[[Report, int], None] | None = None
     """Adds the report of one engine, by its index, to Prometheus."""
 
-    counts: Report = field(default_factory=dict)  # Reported, and not logged or recorded so far.
+    counts: Report = field(default_factory=dict)
+    """Counts that were reported, but not logged or recorded yet."""

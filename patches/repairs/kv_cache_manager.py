@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/core/kv_cache_manager.py``: hits end in all groups alike, and were computed."""
+"""``vllm/v1/core/kv_cache_manager.py``: all groups hit equally far, and only computed blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def trim_full_groups(
     manager: KVCacheManager,
     request: Request,
 ) -> tuple[KVCacheBlocks, int]:
-    """Hand out no block past the hit, in any full-attention group."""
+    """Return no block behind the hit in any full-attention group."""
     blocks, hit_tokens = wrapped(request)
     for group_id, block_tokens in _full_groups(manager.coordinator):
         group_blocks = blocks.blocks[group_id]
@@ -32,7 +32,7 @@ def trim_full_groups(
 
 
 def _full_groups(coordinator: KVCacheCoordinator) -> tuple[tuple[int, int], ...]:
-    """Group id and tokens per block of each full-attention group; they never change."""
+    """The group id and the tokens per block of each full-attention group. They never change."""
     state = CoordinatorState.of(coordinator)
     if state.full_groups is None:
         from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -50,9 +50,10 @@ def uncache_what_was_not_computed(
 ) -> None:
     """Uncache the blocks of a preempted request whose tokens were scheduled and never computed.
 
-    They are counted as computed once the step is planned. A request that is preempted before has
-    cached more than it counts. Only what runs is preempted; of others, a load that failed may have
-    set the count to 0, and what they had hit is right.
+    The request counts its tokens as computed when the planning of the step ends. If it is preempted
+    before that, it has cached more tokens than it counts. Only running requests are preempted. In
+    other requests, a failed load may have set the count to 0, but the blocks of their hit are
+    right.
     """
     from vllm.v1.request import RequestStatus
 
@@ -84,8 +85,8 @@ PATCHES = (
         feature="trim-full-groups",
         vllm=BEFORE_0_30,
         wrapper=trim_full_groups,
-        why="Upstream trims the first full-attention group to the hit; the others hand out cached "
-        "blocks past it, which the request then writes into.",
+        why="Upstream trims the first full-attention group to the hit. The other groups return "
+        "cached blocks behind the hit, and the request then writes into these.",
         retire_when="0.23 is not supported any more: vLLM 0.30 trims every full-attention group",
         relies_on=(
             "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator.find_longest_cache_hit",
@@ -100,8 +101,8 @@ PATCHES = (
         target="vllm.v1.core.kv_cache_manager:KVCacheManager.free",
         feature="preempted-in-step",
         wrapper=uncache_what_was_not_computed,
-        why="Upstream caches blocks when their tokens are scheduled. A request that is preempted "
-        "(by priority) in the same step leaves blocks that can be hit and were never computed.",
+        why="Upstream caches blocks when their tokens are scheduled. If a request is preempted (by "
+        "priority) in the same step, it leaves blocks that can be hit and were never computed.",
         retire_when="upstream uncaches them; vLLM 0.30.0 does not (pull request 43569 is open)",
         relies_on=(
             f"{_SCHEDULER}._preempt_request",

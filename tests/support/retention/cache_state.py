@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has to hold between retention's state and a pool of blocks. Imports no vLLM."""
+"""Checks retention's state against a pool of blocks. The module imports no vLLM."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 
 def num_checkpoints(cache_state: Any) -> int:
-    """Boundaries that can be resumed from."""
+    """The number of boundaries at which a request can resume."""
     return sum(bool(node["tail"]) for node in cache_state.describe())
 
 
 def check_cache_state(
     retention: Any, blocks: Iterable[Any], free_blocks: Iterable[Any], is_exact: bool = True
 ) -> None:
-    """Structure, counts of needs and the order of free blocks agree with each other.
+    """Check that structure, counts of needs and the order of free blocks agree with each other.
 
-    ``free_blocks`` are in the order in which they will be reallocated. With ``is_exact`` false,
-    blocks were uncached that the checkpoints did not give up: the order is not looked at then.
+    ``free_blocks`` are in the order in which they will be reallocated. If ``is_exact`` is false,
+    blocks were uncached that the checkpoints did not give up. The order is not checked then.
     """
     cache_state = retention.cache_state
     nodes = cache_state.describe()
@@ -46,11 +46,12 @@ def check_cache_state(
 
 
 def check_structure(nodes: list[dict[str, Any]], block_tokens: list[int]) -> None:
-    """Parents and children agree, and no boundary is there for nothing."""
+    """Check that parents and children agree, and that every boundary is needed."""
     by_key = {node["key"]: node for node in nodes}
     num_children = Counter(node["parent_key"] for node in nodes)
     for node in nodes:
-        tokens, parent_tokens = node["boundary_tokens"], node["parent_tokens"]
+        tokens = node["boundary_tokens"]
+        parent_tokens = node["parent_tokens"]
         assert parent_tokens < tokens
         assert node["is_in_order"] == bool(node["tail"]), f"{node} is never evicted"
         assert len(set(node["tail"])) == len(node["tail"]), f"{node} has a block twice"

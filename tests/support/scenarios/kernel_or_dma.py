@@ -29,20 +29,20 @@ turns = connector.turns
 
 SEEDS = range(6)
 LATE_LENGTHS = (140, 300, 413, 700)
-"""One chunk goes by the kernel where windows are small, several by DMA."""
+"""Lengths of prompts. With small windows, the kernel moves one chunk, and DMA moves several."""
 LATE_REPLY_TOKENS = 6
 SKIPPED_TOKENS = 150
 """A prompt with one chunk."""
 
 EVERY_WAY = {"kernel": 1 << 62, "dma": 0}
-"""Sizes of runs from which on DMA is chosen, so that one way is taken whatever their size."""
+"""The sizes of runs from which on DMA is chosen. These two values force one way for all sizes."""
 
 
 class Ways:
-    """Counts by which way transfers went, and turns them there if asked.
+    """Counts the ways of transfers, and selects a way if asked.
 
     Args:
-        turns_of: See above; empty where the size of the runs decides.
+        turns_of: See above; empty if the size of the runs decides.
     """
 
     def __init__(self, turns_of: dict[str, list[str]]) -> None:
@@ -86,7 +86,7 @@ class Ways:
         return run_and_count
 
     def force(self, way: str) -> None:
-        """Let all transfers go one way, or, with an empty name, as before."""
+        """Let all transfers go one way; with an empty name, as before."""
         self._forced = way
 
     def report(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def _name(transfer: Any) -> str:
 
 
 class Moving:
-    """Beside a class of engines: has kernels and DMA move pages as the plan says."""
+    """A mixin for engines, in which kernels and DMA move pages as the plan says."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         import torch_npu  # noqa: F401 (kernels are linked with it)
@@ -126,7 +126,7 @@ class Moving:
 
 
 class Engine(Moving, connector.Engine):
-    """An engine whose requests are plain."""
+    """An engine with plain requests."""
 
 
 @scenario

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that this process has loaded, and the files that their weights are from.
+"""Remembers the models that this process has loaded, and the files of their weights.
 
-vLLM hands a connector neither. Models are held weakly: one that is thrown away is forgotten.
-``patches.connector.model_loader`` tells of both. Imports nothing of vLLM.
+vLLM gives a connector neither of them, so ``patches.connector.model_loader`` reports both. The
+module holds models by weak references: a model that is deleted is forgotten. It imports nothing of
+vLLM.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model, and what is read for it, in the order of reading.
+    """A model, and the files that were read for it.
 
     Attributes:
-        files: Grows when weights are loaded into the model again, by any loader of files.
+        model: A weak reference to the model.
+        files: The files in the order of reading. The list grows when a loader of files loads
+            weights into the model again.
     """
 
     model: weakref.ref[torch.nn.Module]
@@ -36,29 +39,30 @@ _models: list[LoadedModel] = []
 
 
 def remember(model: torch.nn.Module) -> None:
-    """A model has been built, and its weights are loaded next."""
+    """Remember a model that has been built. Its weights are loaded next."""
     _models[:] = [known for known in _models if known.model() not in (None, model)]
     _models.append(LoadedModel(weakref.ref(model)))
 
 
 def begin_reading(model: torch.nn.Module) -> None:
-    """A loader reads for this model next: the first time, or again when others are loaded, too."""
-    _models.sort(key=lambda known: known.model() is model)  # Stable: it becomes the last one.
+    """Note the model for which a loader reads next. Other models may have been loaded meanwhile."""
+    # The sort is stable, so this model becomes the last one, and the others keep their order.
+    _models.sort(key=lambda known: known.model() is model)
 
 
 def note_files(paths: Iterable[str | os.PathLike[str]]) -> None:
-    """A loader is about to read these files, for the model that was remembered or begun last."""
+    """Note files that a loader is about to read for the model that was noted last."""
     if _models:
         _models[-1].files.append(FilesOfWeights(paths))
 
 
 def forget_all() -> None:
-    """No model is known any more."""
+    """Forget all models."""
     _models.clear()
 
 
 def model_with(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The model that has a module among its parts; None if none is known."""
+    """The model that contains a module; None if no known model does."""
     for known in _models:
         model = known.model()
         if model is not None and any(part is module for part in model.modules()):
@@ -67,13 +71,13 @@ def model_with(module: torch.nn.Module) -> torch.nn.Module | None:
 
 
 class LoadedWeights:
-    """The files from which the models of one worker have their weights.
+    """The files of the weights of one worker's models.
 
     Args:
-        layers: Of these models: those that have KV.
+        layers: The layers of these models that have KV.
 
     Raises:
-        SettingsError: If not all of them are of models whose weights are read from files.
+        SettingsError: If a layer belongs to a model whose weights were not read from files.
     """
 
     def __init__(self, layers: Iterable[torch.nn.Module]) -> None:
@@ -95,16 +99,17 @@ class LoadedWeights:
         self._num_read = self._count_read()
 
     def digests(self) -> tuple[str, ...]:
-        """What each of the models is known by, in the order of loading.
+        """The digests of the files of all models, in the order of loading.
 
         Raises:
-            SettingsError: If files are not what they were before they were read.
+            SettingsError: If a file has changed since it was going to be read.
         """
         return tuple(files.digest() for known in self._models for files in known.files)
 
     def take_is_read_again(self) -> bool:
-        """Whether more files have been read for these models since this was asked."""
-        before, self._num_read = self._num_read, self._count_read()
+        """Whether files were read for these models since the last call."""
+        before = self._num_read
+        self._num_read = self._count_read()
         return self._num_read != before
 
     def _count_read(self) -> int:
@@ -112,9 +117,9 @@ class LoadedWeights:
 
 
 def _parts_of(model: torch.nn.Module) -> set[int]:
-    """Ids of a model's modules, and of what they hold in a list or a dictionary.
+    """The ids of a model's modules, and of the objects in their lists and dictionaries.
 
-    vLLM's Transformers models have their attention layers in a plain dictionary.
+    vLLM's Transformers models keep their attention layers in a plain dictionary.
     """
     found = set()
     for module in model.modules():

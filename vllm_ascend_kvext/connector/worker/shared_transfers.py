@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one worker gets from the shared tier into host memory, and puts there.
+"""Moves objects between the shared tier and the host memory of one worker.
 
-A request waits for gets, and nobody for puts: each kind has threads of its own. One that hangs is
-left behind, and reported when it ends, if ever: until then its place in host memory is not used.
+A request waits for gets, but no request waits for puts. So each kind has its own threads. A call
+that hangs is left behind, and is reported when it ends, if ever. Until then its place in host
+memory is not used for anything else.
 """
 
 from __future__ import annotations
@@ -29,16 +30,24 @@ from vllm_ascend_kvext.shared_tier.backend import (
 
 logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
 
-# What was queued while one call took longer is not begun: nobody waits for it any more.
-MAX_CALL_S, MAX_FAILED_S = 5.0, 0.5  # One that has failed may take less.
+MAX_CALL_S = 5.0
+"""After a call that took longer, the calls queued behind it are dropped. No request waits for them
+any more."""
+
+MAX_FAILED_S = 0.5
+"""The same limit for a call that has failed because the tier does not work."""
 
 
 class SharedTransfers:
-    """Moves objects between the tier of the options and the memory of one worker.
+    """Moves objects between the tier of the options and the host memory of one worker.
 
     Args:
-        num_equal: So many ranks, from 0 on, have the same KV: an object is put by one of them,
-            another one each time, and got by all.
+        options: The options with the tier.
+        rank: The rank of the worker.
+        num_equal: The number of ranks, from rank 0 on, that have the same KV. Each object is put by
+            one of them, chosen by its name, and got by all.
+        host: The host memory.
+        on_start: The first call of each thread.
 
     Raises:
         SettingsError: If the tier cannot be used.
@@ -48,7 +57,8 @@ class SharedTransfers:
         self, options: ConnectorOptions, rank: int, num_equal: int, host: HostBuffer, on_start: Call
     ) -> None:
         assert options.shared_tier is not None
-        self._rank, self._num_equal = rank, num_equal
+        self._rank = rank
+        self._num_equal = num_equal
         shared_rank = rank if num_equal == 1 else 0
         self._tier = open_tier(options.shared_tier, options.shared_tier_bytes, shared_rank)
         self._tier.register(memoryview(host.tensor.numpy()))
@@ -67,12 +77,12 @@ class SharedTransfers:
         puts: Iterable[SharedObject],
         touches: Iterable[UsedObjects] = (),
     ) -> None:
-        """Move objects some time later; those of each kind begin in their order."""
+        """Move objects at a later time. The calls of each kind begin in their order."""
         self._leave_hanging_behind()
         for (direction, thread), objects in zip(self._threads.items(), (gets, puts), strict=True):
             for each in objects:
                 self._submit(thread, partial(self._move, direction, each, time.monotonic()))
-        for used in touches:  # Behind the puts, which they may be about.
+        for used in touches:  # They come behind the puts, because they may touch what these put.
             self._submit(self._threads["put"], partial(self._touch, used, time.monotonic()))
 
     def _submit(self, thread: TierThread, call: Call) -> None:
@@ -87,23 +97,30 @@ class SharedTransfers:
 
     def _note_hanging(self, direction: Direction, num_threads: int) -> None:
         if direction == "put" or num_threads >= self._tier.num_get_threads:
-            # All of them: what was queued has stood there for as long.
+            # All threads of this kind hang. The calls in the queue have waited as long as they.
             self._stale_before_s[direction] = time.monotonic()
         logger.warning(
             "Shared tier: %d %s(s) have taken more than %.0f s, and others go on without them. "
             "Host memory that a get may still write to is not used before it ends.",
-            *(num_threads, direction, MAX_HANG_S),
+            num_threads,
+            direction,
+            MAX_HANG_S,
         )
 
     def take_output(self) -> WorkerOutput:
-        """What has ended, and come, since the last call."""
+        """The calls that have ended, and the bytes that have arrived, since the last call."""
         self._leave_hanging_behind()
         with self._changed:
-            output, self._output = self._output, WorkerOutput()
+            output = self._output
+            self._output = WorkerOutput()
         return output
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Return when something has come or ended, or in time; False if nothing is under way."""
+        """Wait until bytes have arrived or a call has ended, or until the timeout.
+
+        Returns:
+            False if no call is under way.
+        """
         with self._changed:
             if not self._num_left:
                 return False
@@ -111,7 +128,11 @@ class SharedTransfers:
         return True
 
     def shutdown(self) -> None:
-        """Begin nothing any more. Does not wait: the tier may hang, and is not closed then."""
+        """Begin no further calls.
+
+        The method does not wait, because the tier may hang. The tier is closed only if no call is
+        under way.
+        """
         for thread in self._threads.values():
             thread.close()
         with self._changed:
@@ -119,13 +140,16 @@ class SharedTransfers:
                 self._tier.close()
 
     def _move(self, direction: Direction, what: SharedObject, submitted_s: float) -> None:
-        answer, began_s = Answer.UNREACHABLE, time.monotonic()
+        answer = Answer.UNREACHABLE
+        began_s = time.monotonic()
         try:
             if submitted_s >= self._stale_before_s[direction]:
                 if direction == "get":
                     answer = self._tier.get_into(what, self._note_bytes)
                 elif not self._is_own(what.name):
-                    answer, what = Answer.WHOLE, what._replace(num_bytes=0)  # Another puts it.
+                    # Another rank puts the object.
+                    answer = Answer.WHOLE
+                    what = what._replace(num_bytes=0)
                 else:
                     answer = self._tier.put(what)
         finally:
@@ -164,13 +188,13 @@ class SharedTransfers:
                 self._changed.notify_all()
 
     def _is_own(self, name: str) -> bool:
-        """Whether this one, of the ranks with the same KV, puts and touches what has this name."""
+        """Whether this one of the ranks with equal KV puts and touches the object of a name."""
         return (zlib.crc32(name.encode()) - self._rank) % self._num_equal == 0
 
     def _note_duration(
         self, direction: Direction, began_s: float, ended_s: float, is_unreachable: bool
     ) -> None:
-        """A call has ended; after a slow one, what was queued behind it is not begun."""
+        """Note that a call has ended. After a slow call, the calls queued behind it are dropped."""
         max_s = MAX_FAILED_S if is_unreachable else MAX_CALL_S
         if ended_s - began_s > max_s and not self._threads[direction].is_left_behind():
             self._stale_before_s[direction] = ended_s

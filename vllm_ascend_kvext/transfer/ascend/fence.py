@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 class AscendFence(ComputeFence):
-    """Of a model that runs on one NPU. It has not run on an NPU: tests use a stand-in.
+    """The fence of a model that runs on one NPU.
 
-    Every thread that copies has a stream of its own, so that none waits for copies of another.
+    Every copying thread has its own stream, so that no thread waits for the copies of another. The
+    class has not run on an NPU; tests use a stand-in.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,14 +41,15 @@ class AscendFence(ComputeFence):
                 copy()
                 end.record(stream)
             finally:
-                # Also after a failure: some copies may have been enqueued.
+                # This is needed after an error, too: some copies may have been enqueued.
                 stream.synchronize()
-        return float(begin.elapsed_time(end)) / 1000  # milliseconds
+        return float(begin.elapsed_time(end)) / 1000  # elapsed_time is in milliseconds.
 
     def _stream(self) -> Any:
         stream = getattr(self._of_thread, "stream", None)
         if stream is None:
-            # The current device is a thread's own; a new thread has the first one.
+            # Each thread has its own current device. In a new thread it is the first device.
             npu().set_device(self._device)
-            stream = self._of_thread.stream = npu().Stream(device=self._device)
+            stream = npu().Stream(device=self._device)
+            self._of_thread.stream = stream
         return stream

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.ascend_kvext.transfer")
 
 MIN_MEAN_RUN_BYTES_FOR_DMA = 16 * 1024
-"""Below it a descriptor of the DMA engine costs more than the bytes that it moves. An estimate: it
-has not been measured on an NPU."""
+"""For smaller runs, a descriptor of the DMA engine costs more than the bytes that it moves. The
+value is an estimate; it has not been measured on an NPU."""
 
 
 class NpuTransfers:
@@ -59,7 +59,11 @@ class NpuTransfers:
 
 
 def mean_run_bytes(transfer: Transfer) -> float:
-    """Mean bytes of a run in one plane; 0 where nothing moves. Raises if a table is wrong."""
+    """The mean bytes of a run in one plane; 0 if nothing moves.
+
+    Raises:
+        DescriptorError: A table is wrong.
+    """
     num_bytes, num_plane_runs = native().validate(*transfer.descriptors)
     return num_bytes / num_plane_runs if num_plane_runs else 0.0
 
