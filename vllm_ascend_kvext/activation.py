@@ -14,13 +14,15 @@ from functools import partial
 
 from vllm_ascend_kvext import __version__, compat
 from vllm_ascend_kvext.compat import Upstream
-from vllm_ascend_kvext.errors import KvextError, PatchError
-from vllm_ascend_kvext.features import FEATURES, with_requirements
+from vllm_ascend_kvext.declared import did_you_mean
+from vllm_ascend_kvext.errors import KvextError, PatchError, SettingsError
+from vllm_ascend_kvext.features import DEFAULTS, FEATURES, with_requirements
 from vllm_ascend_kvext.patches import PATCHES
 from vllm_ascend_kvext.patching.install import BOOK
 from vllm_ascend_kvext.patching.plan import FeaturePlan, Finding, digest, plan_features
 from vllm_ascend_kvext.patching.store import FingerprintStore
 from vllm_ascend_kvext.settings import (
+    DISABLE_VARIABLE,
     MODE_VARIABLE,
     RETENTION_INTERVAL_VARIABLE,
     Mode,
@@ -39,7 +41,7 @@ _REMEDY = (
 
 def register() -> None:
     """Activate according to the environment; see `vllm_ascend_kvext.register`."""
-    settings = Settings.from_environ(os.environ)
+    settings = read_settings(os.environ)
     try:
         _introduce({name: partial(os.environ.get, name) for name in own_variables(os.environ)})
         install(survey(settings))
@@ -53,6 +55,31 @@ def register() -> None:
             "`python -m vllm_ascend_kvext status` shows where."
         )
         logger.debug("The unexpected failure:", exc_info=True)
+
+
+def read_settings(environ: Mapping[str, str]) -> Settings:
+    """The settings of a process whose variables these are.
+
+    Raises:
+        SettingsError: See `Settings.from_environ`. Also if a feature is to be left out that is not
+            known, cannot be left out, or is what a feature that is asked for is built on.
+    """
+    settings = Settings.from_environ(environ)
+    known = [feature.name for feature in DEFAULTS]
+    for name in sorted(settings.disabled.difference(known)):
+        raise SettingsError(
+            f"{DISABLE_VARIABLE}={environ[DISABLE_VARIABLE]!r}: {name!r} is not one of them: "
+            f"expected some of {', '.join(known)}, separated by commas.{did_you_mean(name, known)}"
+        )
+    for feature, variable in settings.requests.items():
+        missing = sorted(with_requirements([feature], FEATURES) & settings.disabled)
+        if missing:
+            raise SettingsError(
+                f"{DISABLE_VARIABLE} leaves out {', '.join(missing)}, on which the feature "
+                f"{feature!r} is built, and {variable} asks for that. Take it off the list, or "
+                f"unset {variable}."
+            )
+    return settings
 
 
 @dataclass(frozen=True, slots=True)

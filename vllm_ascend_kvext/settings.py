@@ -3,7 +3,8 @@
 
 The fields of `Settings` are the only declaration, see ``declared``. The module knows nothing of
 vLLM. Whether a retention interval suits a model is checked when the engine starts, because the unit
-of the model's prefix-cache hits is known there.
+of the model's prefix-cache hits is known there. The module knows no feature either: `activation`
+checks the names of features.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Annotated, Any
 
 from vllm_ascend_kvext.declared import declared, did_you_mean
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.features import DEFAULTS, FAST_PREFIX_CACHE, FEATURES, with_requirements
 
 OWN_PREFIX = "VLLM_ASCEND_KVEXT_"
 MODE_VARIABLE = f"{OWN_PREFIX}MODE"
@@ -51,9 +51,12 @@ class Retention(enum.Enum):
     ADAPTIVE = "adaptive"
 
 
+_RETENTION_FEATURE = "retention"
+_FAST_PREFIX_CACHE_FEATURE = "fast-prefix-cache"
+
 HOW_TO_ASK = {
-    "retention": f"{RETENTION_VARIABLE}={Retention.ADAPTIVE.value}",
-    FAST_PREFIX_CACHE.name: f"{FAST_PREFIX_CACHE_VARIABLE}={Switch.ON.value}",
+    _RETENTION_FEATURE: f"{RETENTION_VARIABLE}={Retention.ADAPTIVE.value}",
+    _FAST_PREFIX_CACHE_FEATURE: f"{FAST_PREFIX_CACHE_VARIABLE}={Switch.ON.value}",
 }
 """By the name of each feature that is off by default: a setting that requests it."""
 
@@ -100,37 +103,36 @@ class Settings:
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
         """Read and validate the variables.
 
-        In mode ``off`` no other variable is read.
+        In mode ``off`` no other variable is read. `activation.read_settings` also checks the names
+        of features.
 
         Raises:
-            SettingsError: If a variable has a wrong value, if a ``VLLM_ASCEND_KVEXT_*`` variable is
-                unknown, or if a requested feature needs a repair that is disabled.
+            SettingsError: If a variable has a wrong value, or if a ``VLLM_ASCEND_KVEXT_*`` variable
+                is unknown.
         """
         mode = _read("mode", environ)
         if mode is Mode.OFF:
             return cls(mode=mode)
         _refuse_unknown_variables(environ)
-        settings = cls(**{key: _read(key, environ) for key in _VARIABLES})
-        settings._refuse_contradictions()
-        return settings
+        return cls(**{key: _read(key, environ) for key in _VARIABLES})
 
     @property
     def requests(self) -> dict[str, str]:
         """The features that the user requests, each with the variable that requests it."""
         requests = {}
         if self.retention is Retention.ADAPTIVE:
-            requests["retention"] = RETENTION_VARIABLE
+            requests[_RETENTION_FEATURE] = RETENTION_VARIABLE
         elif self.retention_interval is not None:
-            requests["retention"] = RETENTION_INTERVAL_VARIABLE
+            requests[_RETENTION_FEATURE] = RETENTION_INTERVAL_VARIABLE
         if self.fast_prefix_cache is Switch.ON:
-            requests[FAST_PREFIX_CACHE.name] = FAST_PREFIX_CACHE_VARIABLE
+            requests[_FAST_PREFIX_CACHE_FEATURE] = FAST_PREFIX_CACHE_VARIABLE
         return requests
 
     @property
     def implied_features(self) -> frozenset[str]:
         """The features that come with the requested features, if they fit."""
-        if self.fast_prefix_cache is Switch.AUTO and "retention" in self.requests:
-            return frozenset({FAST_PREFIX_CACHE.name})
+        if self.fast_prefix_cache is Switch.AUTO and _RETENTION_FEATURE in self.requests:
+            return frozenset({_FAST_PREFIX_CACHE_FEATURE})
         return frozenset()
 
     def refuse_wrong_interval(self) -> None:
@@ -147,16 +149,6 @@ class Settings:
                 f"is in the log of an engine that starts with 0. Unset the variable to keep "
                 f"all blocks."
             )
-
-    def _refuse_contradictions(self) -> None:
-        for feature, variable in self.requests.items():
-            missing = sorted(with_requirements([feature], FEATURES) & self.disabled)
-            if missing:
-                raise SettingsError(
-                    f"{DISABLE_VARIABLE} leaves out {', '.join(missing)}, on which the feature "
-                    f"{feature!r} is built, and {variable} asks for that. Take it off the list, or "
-                    f"unset {variable}."
-                )
 
 
 _VARIABLES = {each.key: each for each in declared(Settings)}
@@ -176,7 +168,8 @@ def _read(key: str, environ: Mapping[str, str]) -> Any:
     """The value of one field of `Settings`; raises `SettingsError` if the value is wrong."""
     _, kind, name, default = _VARIABLES[key]
     if key == "disabled":
-        return _parse_disabled(environ.get(name, ""))
+        names = environ.get(name, "").split(",")
+        return frozenset(each.strip() for each in names if each.strip())
     if key == "retention_interval":
         text = environ.get(name, "")
         return text if text.strip() else None
@@ -203,18 +196,6 @@ def _word(environ: Mapping[str, str], name: str, default: str, words: Collection
             f"{did_you_mean(word, words)}"
         )
     return word
-
-
-def _parse_disabled(text: str) -> frozenset[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    known = [feature.name for feature in DEFAULTS]
-    for name in names:
-        if name not in known:
-            raise SettingsError(
-                f"{DISABLE_VARIABLE}={text!r}: {name!r} is not one of them: expected some of "
-                f"{', '.join(known)}, separated by commas.{did_you_mean(name, known)}"
-            )
-    return frozenset(names)
 
 
 def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:

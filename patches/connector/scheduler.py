@@ -27,6 +27,7 @@ from vllm_ascend_kvext.patches.repairs.scheduler import is_recovering
 from vllm_ascend_kvext.patches.upstream import step_start_tokens
 from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30, Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
+from vllm_ascend_kvext.retention.offload_boundaries import OffloadBoundaries
 from vllm_ascend_kvext.upstream_state import CoordinatorState
 
 if TYPE_CHECKING:
@@ -304,7 +305,10 @@ def _view_of(
         num_blocks=manager.block_pool.num_gpu_blocks,
         hash_block_size=manager.block_pool.hash_block_size,
         enable_caching=manager.enable_caching,
-        interval_tokens=CoordinatorState.of(manager.coordinator).interval_tokens,
+        make_boundary_planner=partial(
+            OffloadBoundaries,
+            interval_tokens=CoordinatorState.of(manager.coordinator).interval_tokens,
+        ),
         max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
         # Before 0.30, windows move on when a step is planned.
         num_steps_in_flight=(

@@ -3,7 +3,7 @@
 
 The choice between both, the launcher and the kernel's source are the real ones. Streams are on time
 or late. A block of 128 tokens is a run, so all runs of these models are larger than
-`page_transfer.MIN_MEAN_RUN_BYTES_FOR_DMA`. The workload lowers and raises this limit, so that
+`npu_transfers.MIN_MEAN_RUN_BYTES_FOR_DMA`. The workload lowers and raises this limit, so that
 transfers use the two ways in turn. One way loads what the other way has stored.
 
 Tokens of segments may be anywhere in their pages. For them the real limit decides.
@@ -30,7 +30,7 @@ from support.scenarios.kernel_or_dma import SEEDS
 from support.scenarios.processes import ADAPTIVE, NO_PREFIX_CACHING, NPU, PLUGIN_OFF, Plan
 from test_blending import HEAD_TOKENS, POOL, wrong_errors
 
-from vllm_ascend_kvext.transfer.page_transfer import MIN_MEAN_RUN_BYTES_FOR_DMA
+from vllm_ascend_kvext.transfer.ascend.npu_transfers import MIN_MEAN_RUN_BYTES_FOR_DMA
 
 pytestmark = pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
 

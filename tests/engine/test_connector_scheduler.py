@@ -35,6 +35,7 @@ from support.connector.paged_layouts import (
     LAYOUTS,
     STATE_LAYOUTS,
     UPSTREAM_LAYOUTS,
+    WINDOW,
     PagedLayout,
 )
 from support.connector.scripted_transfers import TransferScript
@@ -47,7 +48,9 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 
 from vllm_ascend_kvext.connector.scheduler import loads
 from vllm_ascend_kvext.holes.load_plan import plan_of_hit
+from vllm_ascend_kvext.patches.connector import scheduler as scheduler_patch
 from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT
+from vllm_ascend_kvext.retention.reasons import Origin
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
 from vllm_ascend_kvext.store.prefix import HashedPrefix
 
@@ -413,6 +416,21 @@ def test_hints_that_leave_no_checkpoint_are_reported_without_retention(
             serve(engine, replace(plan_of(name, prompt), extra_args=((HINT_ARGUMENT, hint),)))
     (message,) = {text for text in caplog.messages if HINT_ARGUMENT in text}
     assert message.startswith("Request wrong: ")
+
+
+def test_tails_are_stored_at_the_interval_of_retention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The patch that tells the connector of its scheduler brings the interval, too."""
+    layout = WINDOW
+    interval_tokens = 3 * layout.unit_tokens
+    monkeypatch.setattr(scheduler_patch, "interval_tokens_of", lambda coordinator: interval_tokens)
+    prompt = tokens(random.Random(layout.name), 7 * layout.unit_tokens + 1)
+    stored: list[int] = []
+    with engine_of(layout) as engine:
+        planner = engine.side._stores.planner
+        monkeypatch.setattr(planner, "note_tried", lambda reason: stored.append(reason.origin))
+        serve(engine, plan_of("a", prompt))
+        assert planner.next_after({}, 0) == interval_tokens
+    assert stored.count(Origin.GRID) == 2
 
 
 # What the cases are made of.

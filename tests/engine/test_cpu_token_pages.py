@@ -14,10 +14,10 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
 
-from vllm_ascend_kvext.connector.worker.cpu_backend import CpuBackend
 from vllm_ascend_kvext.errors import BlendingError
 from vllm_ascend_kvext.segments.keys.rotary import read_rotary_signature
 from vllm_ascend_kvext.segments.token_rows import HostRows, SegmentLayout
+from vllm_ascend_kvext.segments.worker.cpu_backend import CpuBackend
 from vllm_ascend_kvext.segments.worker.cpu_token_pages import CpuLayer, CpuTokenPages
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -26,15 +26,14 @@ from support.transfer.cases import (
 
 from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.transfer.ascend.dma import AscendDmaBackend
-from vllm_ascend_kvext.transfer.backend import CpuBackend, Transfer
-from vllm_ascend_kvext.transfer.errors import BackendError, DescriptorError
-from vllm_ascend_kvext.transfer.page_transfer import (
+from vllm_ascend_kvext.transfer.ascend.npu_transfers import (
     MIN_MEAN_RUN_BYTES_FOR_DMA,
     _warn_once,
-    choose_backend,
     mean_run_bytes,
-    page_transfer,
 )
+from vllm_ascend_kvext.transfer.backend import CpuBackend, Transfer
+from vllm_ascend_kvext.transfer.errors import BackendError, DescriptorError
+from vllm_ascend_kvext.transfer.page_transfer import choose_backend, page_transfer
 from vllm_ascend_kvext.transfer.placement import CALLING_THREAD
 from vllm_ascend_kvext.transfer.pools import Pools
 from vllm_ascend_kvext.transfer.schema import Direction
@@ -185,7 +184,7 @@ SMALL_ROW_BYTES = MIN_MEAN_RUN_BYTES_FOR_DMA // 4 - 1
 @pytest.fixture
 def kernel(mocker: MockerFixture) -> mock.MagicMock:
     """The class of a kernel that can be had."""
-    return mocker.patch("vllm_ascend_kvext.transfer.ascend.kernel.AscendKernelBackend")
+    return mocker.patch("vllm_ascend_kvext.transfer.ascend.npu_transfers.AscendKernelBackend")
 
 
 def chosen_on_npu(row_bytes: int, uses_kernel: bool = True) -> object:

@@ -79,6 +79,12 @@ CASES = {
     "unknown variable": Case(
         "untouched", {"VLLM_ASCEND_KVEXT_TYPO": "1"}, ("TYPO",), error=SettingsError
     ),
+    "unknown name of a feature": Case(
+        "untouched",
+        {DISABLE_VARIABLE: "typo"},
+        (f"{DISABLE_VARIABLE}='typo'",),
+        error=SettingsError,
+    ),
     "drift of what nobody asked for": Case("untouched", engine=DRIFTED),
     "drift, strict": Case(
         "imported", {"mode": "strict"}, ("DRIFTED",), error=PatchError, engine=DRIFTED

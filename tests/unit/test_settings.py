@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_kvext.activation import wanted_features
+from vllm_ascend_kvext.activation import read_settings, wanted_features
 from vllm_ascend_kvext.errors import KvextError, SettingsError
-from vllm_ascend_kvext.features import REPAIRS
+from vllm_ascend_kvext.features import FEATURES, REPAIRS
 from vllm_ascend_kvext.settings import (
     ASCEND_KERNEL_VARIABLE,
     BUNDLE_VARIABLE,
     DISABLE_VARIABLE,
     FAST_PREFIX_CACHE_VARIABLE,
+    HOW_TO_ASK,
     MODE_VARIABLE,
     RETENTION_INTERVAL_VARIABLE,
     RETENTION_VARIABLE,
@@ -85,7 +86,7 @@ def test_users_read_the_default_of_every_variable() -> None:
 
 
 def test_nothing_set_is_the_defaults_and_nothing_requested() -> None:
-    settings = Settings.from_environ({"PATH": "/bin", "VLLM_PLUGINS": "ascend", "VLLM_NO": "1"})
+    settings = read_settings({"PATH": "/bin", "VLLM_PLUGINS": "ascend", "VLLM_NO": "1"})
     assert settings == Settings()
     assert not settings.requests
 
@@ -99,7 +100,7 @@ def test_nothing_set_is_the_defaults_and_nothing_requested() -> None:
     ],
 )
 def test_a_variable_changes_its_field_and_no_other(name: str, text: str, expected: Any) -> None:
-    settings = Settings.from_environ({name: text})
+    settings = read_settings({name: text})
     assert asdict(settings) == {**asdict(Settings()), TABLE[name][0]: expected}
     assert name in ASK_FOR_FEATURES or not settings.requests
 
@@ -109,7 +110,7 @@ def test_a_variable_changes_its_field_and_no_other(name: str, text: str, expecte
 )
 def test_a_wrong_text_is_refused_with_the_variable_and_what_was_found(name: str, text: str) -> None:
     with pytest.raises(SettingsError) as raised:
-        Settings.from_environ({name: text})
+        read_settings({name: text})
     assert f"{name}={text!r}" in str(raised.value) and "expected " in str(raised.value)
     assert text != "dense" or "Did you mean" not in str(raised.value), "like nothing"
     assert isinstance(raised.value, KvextError) and isinstance(raised.value, ValueError)
@@ -140,14 +141,14 @@ def test_a_wrong_text_is_refused_with_the_variable_and_what_was_found(name: str,
 )
 def test_a_refusal_says_what_to_do(environ: dict[str, str], texts: tuple[str, ...]) -> None:
     with pytest.raises(SettingsError) as raised:
-        Settings.from_environ(environ)
+        read_settings(environ)
     assert all(text in str(raised.value) for text in texts)
 
 
 def test_a_repair_that_nothing_is_built_on_can_be_left_out() -> None:
     environ = {RETENTION_INTERVAL_VARIABLE: "0", DISABLE_VARIABLE: "two-phase-allocation"}
-    assert Settings.from_environ(environ).disabled
-    assert Settings.from_environ({DISABLE_VARIABLE: "trim-full-groups"}).disabled
+    assert read_settings(environ).disabled
+    assert read_settings({DISABLE_VARIABLE: "trim-full-groups"}).disabled
 
 
 @pytest.mark.parametrize(
@@ -164,9 +165,7 @@ def test_an_interval_or_adaptive_retention_requests_retention(
     retention: str | None, interval: str | None, requested_by: str | None
 ) -> None:
     environ = {RETENTION_VARIABLE: retention, RETENTION_INTERVAL_VARIABLE: interval}
-    settings = Settings.from_environ(
-        {name: text for name, text in environ.items() if text is not None}
-    )
+    settings = read_settings({name: text for name, text in environ.items() if text is not None})
     assert settings.requests == ({"retention": requested_by} if requested_by else {})
     assert settings.retention_interval == ((interval or "").strip() or None)
 
@@ -178,7 +177,15 @@ def test_an_interval_or_adaptive_retention_requests_retention(
 def test_retention_brings_the_fast_prefix_cache_where_the_switch_leaves_it_open(
     retention: dict[str, str], switch: str
 ) -> None:
-    settings = Settings.from_environ(retention | {FAST_PREFIX_CACHE_VARIABLE: switch})
+    settings = read_settings(retention | {FAST_PREFIX_CACHE_VARIABLE: switch})
     is_wanted = switch == "1" or (switch == "auto" and bool(retention))
     assert ("fast-prefix-cache" in settings.requests) is (switch == "1")
     assert ("fast-prefix-cache" in wanted_features(settings)) is is_wanted
+
+
+def test_settings_name_features_that_exist() -> None:
+    """The settings know the names of what they ask for, and not what the names stand for."""
+    asked = read_settings({RETENTION_VARIABLE: "adaptive", FAST_PREFIX_CACHE_VARIABLE: "1"})
+    implied = read_settings({RETENTION_VARIABLE: "adaptive"}).implied_features
+    named = {*asked.requests, *implied, *HOW_TO_ASK}
+    assert named == {feature.name for feature in FEATURES if not feature.default_on}

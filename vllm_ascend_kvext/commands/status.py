@@ -98,7 +98,7 @@ def diagnose() -> StatusReport:
         upstream = compat.detect(os.environ)
         report.upstream = asdict(upstream)
         report.supported = not compat.why_unsupported(upstream)
-        settings = Settings.from_environ(os.environ)
+        settings = activation.read_settings(os.environ)
         report.mode = settings.mode.value
         report.requested = {name: os.environ[name] for name in settings.requests.values()}
         surveyed = activation.survey(settings, plan_everything=True)

@@ -21,7 +21,6 @@ from vllm_ascend_kvext.store.entries import Entry
 
 if TYPE_CHECKING:
     from vllm_ascend_kvext.connector.scheduler.parts import SchedulerParts
-    from vllm_ascend_kvext.connector.worker.cpu_backend import CpuBackend
     from vllm_ascend_kvext.counted import MetricTable
 
 
@@ -71,12 +70,11 @@ class ConnectorExtension(ABC):
         """
 
     @abstractmethod
-    def worker_side(self, vllm_config: Any, cpu_backend: CpuBackend | None) -> WorkerExtension:
+    def worker_side(self, vllm_config: Any) -> WorkerExtension:
         """Its part of a worker side.
 
         Args:
             vllm_config: vLLM's ``VllmConfig``, as the worker has it.
-            cpu_backend: How vLLM's CPU attention writes pages.
         """
 
 

@@ -32,7 +32,6 @@ from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.connector.common.stats import KvextPromMetrics, KvextStats
 from vllm_ascend_kvext.connector.extension import known_extensions, parse_configuration
 from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
-from vllm_ascend_kvext.connector.worker.cpu_backend import CpuBackend
 from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide
 from vllm_ascend_kvext.errors import ConnectorError
 from vllm_ascend_kvext.groups.kinds import is_all_full_attention
@@ -133,7 +132,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         else:
             of_worker = None
             if extension is not None:
-                of_worker = extension.worker_side(vllm_config, CpuBackend(vllm_config))
+                of_worker = extension.worker_side(vllm_config)
             self.worker_side = WorkerSide(
                 vllm_config, kv_cache_config, options, extension=of_worker
             )

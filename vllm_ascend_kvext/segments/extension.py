@@ -10,12 +10,12 @@ from vllm_ascend_kvext.connector.common.messages import WorkerLayout
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.extension import ConnectorExtension
 from vllm_ascend_kvext.connector.scheduler.parts import SchedulerParts
-from vllm_ascend_kvext.connector.worker.cpu_backend import CpuBackend
 from vllm_ascend_kvext.segments.counters import SEGMENT_METRICS
 from vllm_ascend_kvext.segments.options import FORMER_KEYS, OPTION, parse_segment_options
 from vllm_ascend_kvext.segments.scheduler.make_segments import make_segments
 from vllm_ascend_kvext.segments.scheduler.segments_side import SegmentsSide
 from vllm_ascend_kvext.segments.segment_tokens import NO_SEGMENT_TOKENS, segment_tokens_of
+from vllm_ascend_kvext.segments.worker.cpu_backend import CpuBackend
 from vllm_ascend_kvext.segments.worker.segments_worker import SegmentsWorker
 from vllm_ascend_kvext.store.entries import Entry
 
@@ -44,5 +44,5 @@ class SegmentsExtension(ConnectorExtension):
         learns_new = self._options.learns_new(self._store_policy)
         return make_segments(parts, self._options, learns_new, self._tokens, workers, on_used)
 
-    def worker_side(self, vllm_config: Any, cpu_backend: CpuBackend | None) -> SegmentsWorker:
-        return SegmentsWorker(vllm_config, self._options, cpu_backend)
+    def worker_side(self, vllm_config: Any) -> SegmentsWorker:
+        return SegmentsWorker(vllm_config, self._options, CpuBackend(vllm_config))

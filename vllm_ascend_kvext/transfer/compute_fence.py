@@ -13,16 +13,9 @@ kernels records an event, and the copying thread lets its own stream wait for th
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-from vllm_ascend_kvext.transfer.ascend.device import npu
-from vllm_ascend_kvext.transfer.errors import BackendError
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 
 class ComputeFence:
@@ -47,56 +40,3 @@ class ComputeFence:
         begun_s = time.perf_counter()
         copy()
         return time.perf_counter() - begun_s
-
-
-class AscendFence(ComputeFence):
-    """The fence of a model that runs on one NPU.
-
-    Every copying thread has its own stream, so that no thread waits for the copies of another. The
-    class has not run on an NPU; tests use a stand-in.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._of_thread = threading.local()
-
-    def record(self) -> Any:
-        with npu().device(self._device):
-            event = npu().Event()
-            event.record(npu().current_stream())
-        return event
-
-    def run(self, recorded: Any, copy: Callable[[], None]) -> float:
-        stream = self._stream()
-        begin, end = (npu().Event(enable_timing=True) for _ in range(2))
-        with npu().stream(stream):
-            stream.wait_event(recorded)
-            begin.record(stream)
-            try:
-                copy()
-                end.record(stream)
-            finally:
-                # This is needed after an error, too: some copies may have been enqueued.
-                stream.synchronize()
-        return float(begin.elapsed_time(end)) / 1000  # elapsed_time is in milliseconds.
-
-    def _stream(self) -> Any:
-        stream = getattr(self._of_thread, "stream", None)
-        if stream is None:
-            # Each thread has its own current device. In a new thread it is the first device.
-            npu().set_device(self._device)
-            stream = npu().Stream(device=self._device)
-            self._of_thread.stream = stream
-        return stream
-
-
-def fence_of(device: torch.device) -> ComputeFence:
-    """The fence for pages on a device; raises `BackendError` if no backend serves it."""
-    if device.type == "cpu":
-        return ComputeFence()
-    if device.type == "npu":
-        return AscendFence(device)
-    raise BackendError(
-        f"kv_caches: expected pages on cpu or npu, found some on {device}: no backend moves them. "
-        "Leave the connector out."
-    )

@@ -7,15 +7,14 @@ listed once per chunk, with the chunk's ``HOST_OFFSET_BYTES`` and a group number
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm_ascend_kvext.native import native
-from vllm_ascend_kvext.transfer.backend import Backend, CpuBackend, Transfer
+from vllm_ascend_kvext.transfer.backend import Backend, Transfer
+from vllm_ascend_kvext.transfer.devices import DEVICE_TYPES, transfers_on
 from vllm_ascend_kvext.transfer.errors import BackendError
 from vllm_ascend_kvext.transfer.placement import CALLING_THREAD, CopyPlacement
 from vllm_ascend_kvext.transfer.pools import Pools, require_bytes
@@ -23,14 +22,6 @@ from vllm_ascend_kvext.transfer.schema import Direction, PlaneColumn, RunColumn,
 
 if TYPE_CHECKING:
     import torch
-
-logger = logging.getLogger("vllm.ascend_kvext.transfer")
-
-# For smaller runs, a descriptor of the DMA engine costs more than the bytes that it moves. The
-# value is an estimate; it has not been measured on an NPU.
-MIN_MEAN_RUN_BYTES_FOR_DMA = 16 * 1024
-
-_CPU = CpuBackend()
 
 
 def page_transfer(
@@ -55,7 +46,7 @@ def page_transfer(
         backend: The backend; None chooses it by the pools' device and the mean run size.
         placement: The CPUs of a copy on the host; None copies on the calling thread.
         is_bundled: False calls the backend once per plane, with the same result.
-        uses_kernel: Whether the AscendC kernel may serve an NPU, see `choose_backend`.
+        uses_kernel: Whether the AscendC kernel may serve an NPU, see `NpuTransfers`.
 
     Raises:
         DescriptorError: A tensor or table is wrong, or the pools are not where they were
@@ -110,49 +101,16 @@ def choose_backend(
     Args:
         transfer: The transfer that the backend is to run.
         device_types: The device types of its pools, without repetition.
-        uses_kernel: Whether the AscendC kernel moves small runs on an NPU. If the kernel is not
-            available, one WARNING says why, and the DMA engines move them.
+        uses_kernel: Whether a kernel of the device may serve it, see `DeviceTransfers`.
 
     Raises:
         DescriptorError: A table is wrong.
         BackendError: The pools are on a device that no backend serves, or on several.
     """
-    if device_types in (("cpu",), ()):
-        return _CPU
-    if tuple(device_types) != ("npu",):
+    device_type = device_types[0] if device_types else "cpu"
+    if len(device_types) > 1 or device_type not in DEVICE_TYPES:
         raise BackendError(
-            f"pools: expected all of them on cpu or all on npu, found {', '.join(device_types)}. "
-            "Pass the backend that serves them."
+            f"pools: expected all of them on {' or all on '.join(DEVICE_TYPES)}, found "
+            f"{', '.join(device_types)}. Pass the backend that serves them."
         )
-    from vllm_ascend_kvext.transfer.ascend.dma import AscendDmaBackend
-    from vllm_ascend_kvext.transfer.ascend.kernel import AscendKernelBackend
-
-    run_bytes = mean_run_bytes(transfer)
-    if not uses_kernel or run_bytes >= MIN_MEAN_RUN_BYTES_FOR_DMA:
-        return AscendDmaBackend()
-    try:
-        kernel = AscendKernelBackend()
-    except BackendError as error:
-        _warn_once(f"it cannot be had: {error}")
-        return AscendDmaBackend()
-    if not kernel.can_reach(transfer):
-        _warn_once("the host buffer is not mapped for the device. Call map_host on it, once.")
-        return AscendDmaBackend()
-    return kernel
-
-
-def mean_run_bytes(transfer: Transfer) -> float:
-    """The mean bytes of a run in one plane; 0 if nothing moves.
-
-    Raises:
-        DescriptorError: A table is wrong.
-    """
-    num_bytes, num_plane_runs = native().validate(*transfer.descriptors)
-    return num_bytes / num_plane_runs if num_plane_runs else 0.0
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    logger.warning(
-        "The AscendC kernel is asked for, and the DMA engines are used instead: %s", reason
-    )
+    return transfers_on(device_type).choose_backend(transfer, uses_kernel=uses_kernel)

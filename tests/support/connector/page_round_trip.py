@@ -33,6 +33,7 @@ from vllm_ascend_kvext.connector.worker import worker_side
 from vllm_ascend_kvext.connector.worker.worker_side import WorkerSide
 from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.layout.model import KVLayout
+from vllm_ascend_kvext.retention.offload_boundaries import OffloadBoundaries
 from vllm_ascend_kvext.token_range import TokenRange
 
 CHUNK_TOKENS = 1024
@@ -193,6 +194,7 @@ class _Sides:
             self._pool,
             MANY_BLOCKS,
             hash_block_size,
+            OffloadBoundaries,
             enable_caching=False,
         )
         self._side = ConnectorScheduler(engine, [worker.describe()], options, mock.Mock())

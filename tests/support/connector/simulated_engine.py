@@ -69,7 +69,7 @@ class SimulatedWorker:
             pages.config,
             self._connector.options,
             move=self.transfers.move,
-            extension=None if extension is None else extension.worker_side(vllm_config, None),
+            extension=None if extension is None else extension.worker_side(vllm_config),
         )
         # The device would decide which rows can be addressed. Here it is a CPU for all layouts.
         build = partial(build_layout, addressing=pages.addressing)

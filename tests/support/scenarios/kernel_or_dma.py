@@ -47,6 +47,7 @@ class Ways:
 
     def __init__(self, turns_of: dict[str, list[str]]) -> None:
         from vllm_ascend_kvext.transfer import page_transfer
+        from vllm_ascend_kvext.transfer.ascend import npu_transfers
         from vllm_ascend_kvext.transfer.ascend.dma import AscendDmaBackend
         from vllm_ascend_kvext.transfer.ascend.kernel import AscendKernelBackend
 
@@ -56,22 +57,22 @@ class Ways:
         self._turns = {name: itertools.cycle(ways) for name, ways in turns_of.items()}
         self._forced = ""
         choose = page_transfer.choose_backend
-        min_bytes = page_transfer.MIN_MEAN_RUN_BYTES_FOR_DMA
+        min_bytes = npu_transfers.MIN_MEAN_RUN_BYTES_FOR_DMA
 
         def choose_in_turns(transfer: Any, device_types: Any, **how: Any) -> Any:
             way = self._forced or next(self._turns.get(_name(transfer), iter(())), "")
-            page_transfer.MIN_MEAN_RUN_BYTES_FOR_DMA = EVERY_WAY.get(way, min_bytes)
+            npu_transfers.MIN_MEAN_RUN_BYTES_FOR_DMA = EVERY_WAY.get(way, min_bytes)
             try:
                 return choose(transfer, device_types, **how)
             finally:
-                page_transfer.MIN_MEAN_RUN_BYTES_FOR_DMA = min_bytes
+                npu_transfers.MIN_MEAN_RUN_BYTES_FOR_DMA = min_bytes
 
         page_transfer.choose_backend = choose_in_turns
         for backend in (AscendDmaBackend, AscendKernelBackend):
             backend.run = self._counting(backend.run)
 
     def _counting(self, run: Any) -> Any:
-        from vllm_ascend_kvext.transfer.page_transfer import mean_run_bytes
+        from vllm_ascend_kvext.transfer.ascend.npu_transfers import mean_run_bytes
 
         def run_and_count(backend: Any, transfer: Any) -> None:
             run(backend, transfer)

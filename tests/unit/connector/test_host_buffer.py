@@ -20,6 +20,7 @@ from vllm_ascend_kvext.connector.worker import host_buffer
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer, HostMemoryError
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.settings import ASCEND_KERNEL_VARIABLE
+from vllm_ascend_kvext.transfer.ascend import npu_transfers
 from vllm_ascend_kvext.transfer.errors import BackendError
 
 CPU, NPU = SimpleNamespace(type="cpu"), SimpleNamespace(type="npu")
@@ -113,7 +114,7 @@ def test_memory_that_rounding_loses_is_told(
 def test_memory_beside_an_npu_is_pinned_and_mapped_for_a_wanted_kernel(
     is_wanted: bool, pinned: list[bool], mocker: MockerFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel = mocker.patch.object(host_buffer, "AscendKernelBackend").return_value
+    kernel = mocker.patch.object(npu_transfers, "AscendKernelBackend").return_value
     if is_wanted:
         monkeypatch.setenv(ASCEND_KERNEL_VARIABLE, "1")
     buffer = HostBuffer.allocate(4096, NPU)
@@ -137,9 +138,10 @@ def test_without_a_mapping_the_dma_engines_serve(
 ) -> None:
     monkeypatch.setenv(ASCEND_KERNEL_VARIABLE, "1")
     if has_kernel:
-        refusing = mocker.patch.object(host_buffer, "AscendKernelBackend").return_value
+        refusing = mocker.patch.object(npu_transfers, "AscendKernelBackend").return_value
         refusing.map_host.side_effect = BackendError("507001 of CANN's runtime")
     with caplog.at_level(logging.WARNING, logger="vllm.ascend_kvext.connector"):
+        HostBuffer.allocate(4096, CPU)
         HostBuffer.allocate(4096, NPU)
     (record,) = caplog.records
     assert "the DMA engines serve it" in record.message

@@ -15,6 +15,7 @@ from pytest_mock import MockerFixture
 from vllm_ascend_kvext.connector.common.messages import WorkerLayout
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.holes.load_plan import Span, with_holes
+from vllm_ascend_kvext.retention.offload_boundaries import OffloadBoundaries
 from vllm_ascend_kvext.segments.counters import SegmentCounters
 from vllm_ascend_kvext.segments.messages import SegmentsOfWorker
 from vllm_ascend_kvext.segments.options import SegmentOptions, Selector
@@ -54,7 +55,9 @@ PLAN = BlendedPlan(
 
 def questions_of(ratio: float = 0.0, **engine: Any) -> tuple[Questions, SegmentCounters]:
     counters = SegmentCounters()
-    parts = SchedulerView({}, [], None, 10, 4, **({"max_num_batched_tokens": 1000} | engine))  # type: ignore[arg-type]
+    parts = SchedulerView(
+        {}, [], None, 10, 4, OffloadBoundaries, **({"max_num_batched_tokens": 1000} | engine)
+    )  # type: ignore[arg-type]
     return Questions(parts, ratio, counters), counters
 
 

@@ -14,7 +14,8 @@ from unittest import mock
 import pytest
 from pytest_mock import MockerFixture
 
-from vllm_ascend_kvext.transfer.compute_fence import AscendFence, fence_of
+from vllm_ascend_kvext.transfer.ascend.fence import AscendFence
+from vllm_ascend_kvext.transfer.devices import transfers_on
 from vllm_ascend_kvext.transfer.errors import BackendError
 
 NPU = SimpleNamespace(type="npu", index=3)
@@ -41,7 +42,7 @@ def test_copies_wait_for_kernels_and_the_thread_for_copies(
     npu.Event.side_effect = [recorded := mock.Mock(), begin, end]
     calls.attach_mock(begin.record, "begin")
     calls.attach_mock(end.record, "end")
-    fence = fence_of(NPU)
+    fence = transfers_on("npu").make_fence(NPU)
     assert fence.record() is recorded
     recorded.record.assert_called_once_with(npu.current_stream())
     npu.device.assert_called_once_with(NPU)
@@ -79,11 +80,11 @@ def test_what_a_failed_copy_has_enqueued_is_waited_for(npu: mock.MagicMock) -> N
 
 
 def test_on_a_cpu_there_is_nothing_to_wait_for() -> None:
-    fence = fence_of(SimpleNamespace(type="cpu"))
+    fence = transfers_on("cpu").make_fence(SimpleNamespace(type="cpu"))
     assert fence.record() is None
     assert 0.01 <= fence.run(fence.record(), lambda: time.sleep(0.01)) < 5
 
 
 def test_other_devices_are_refused() -> None:
     with pytest.raises(BackendError, match="expected pages on cpu or npu"):
-        fence_of(SimpleNamespace(type="cuda"))
+        transfers_on("cuda")

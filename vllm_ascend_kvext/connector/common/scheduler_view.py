@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from vllm_ascend_kvext.connector.common.boundary_planner import MakeBoundaryPlanner
 from vllm_ascend_kvext.holes.hole_queue import NewHoles
 from vllm_ascend_kvext.store.prefix import HashedPrefix
 from vllm_ascend_kvext.upstream_types import Block as Block
@@ -26,7 +27,7 @@ class SchedulerView:
         managers: By KV cache group: they have the block tables.
         num_blocks: Blocks of the pool, the null block among them.
         hash_block_size: Tokens per hash of a request.
-        interval_tokens: ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; 0 if unset.
+        make_boundary_planner: Decides at which boundaries tails are stored.
         num_steps_in_flight: Planned steps at most of which windows keep what they have left behind.
         use_eagle: Whether a local hit drops the last block that it finds (EAGLE, MTP).
         num_lookahead_tokens: Draft tokens of a step.
@@ -44,8 +45,8 @@ class SchedulerView:
     block_pool: BlockPool
     num_blocks: int
     hash_block_size: int
+    make_boundary_planner: MakeBoundaryPlanner
     enable_caching: bool = True
-    interval_tokens: int = 0
     max_num_batched_tokens: int = 1
     num_steps_in_flight: int = 1
     num_running: Callable[[], int] = lambda: 0

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.connector.common.block_references import BlockReferences
+from vllm_ascend_kvext.connector.common.boundary_planner import NEVER
 from vllm_ascend_kvext.connector.common.counters import ConnectorCounters
 from vllm_ascend_kvext.connector.common.host_layout import HostLayout, common_layout
 from vllm_ascend_kvext.connector.common.messages import (
@@ -29,7 +30,6 @@ from vllm_ascend_kvext.connector.common.messages import (
 )
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.common.scheduler_view import Request, SchedulerView
-from vllm_ascend_kvext.connector.scheduler.boundaries import NEVER
 from vllm_ascend_kvext.connector.scheduler.extension import LookupRule, SchedulerExtension
 from vllm_ascend_kvext.connector.scheduler.loads import MAX_FAILED_LOADS, Loads
 from vllm_ascend_kvext.connector.scheduler.parts import SchedulerParts

@@ -16,12 +16,12 @@ from vllm_ascend_kvext.connector.scheduler.request_report import Decision, Reque
 from vllm_ascend_kvext.connector.scheduler.worker_jobs import Pages
 from vllm_ascend_kvext.holes.eligibility import HoleRefusal
 from vllm_ascend_kvext.holes.load_plan import LoadPlan
-from vllm_ascend_kvext.retention.reasons import Reason
 from vllm_ascend_kvext.store.entries import EntryState, Load
 from vllm_ascend_kvext.store.lookup import Shortfall
 
 if TYPE_CHECKING:
     from vllm_ascend_kvext.connector.scheduler.shared_side import SharedRequest
+    from vllm_ascend_kvext.retention.reasons import Reason
 
 
 @dataclass(slots=True)

@@ -16,14 +16,13 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_ascend_kvext.connector.common.block_references import MAX_REFERENCED_SHARE
+from vllm_ascend_kvext.connector.common.boundary_planner import NEVER
 from vllm_ascend_kvext.connector.common.messages import StoreJob
 from vllm_ascend_kvext.connector.common.scheduler_view import Block, Request
-from vllm_ascend_kvext.connector.scheduler.boundaries import NEVER, UNASKED, BoundaryPlanner
 from vllm_ascend_kvext.connector.scheduler.parts import SchedulerParts
 from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadState, StoreProgress
 from vllm_ascend_kvext.connector.scheduler.worker_jobs import Pages, table_parts
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk
-from vllm_ascend_kvext.retention.reasons import Origin, Reason
 from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Entry, Piece
 from vllm_ascend_kvext.store.prefix import HashedPrefix
@@ -32,8 +31,7 @@ from vllm_ascend_kvext.store.store_policy import StoreChooser, StorePolicy
 if TYPE_CHECKING:
     from vllm_ascend_kvext.connector.common.events import TierEvents
     from vllm_ascend_kvext.connector.scheduler.shared_side import SharedSide
-
-_LATEST = Reason(Origin.LATEST)
+    from vllm_ascend_kvext.retention.reasons import Reason
 
 MAX_UNASKED_SHARE = 0.25
 """As `MAX_REFERENCED_SHARE`, for tails that nobody has asked for."""
@@ -81,8 +79,7 @@ class Stores:
         self._events = events
         self._under_way = parts.jobs
         self._shared = shared
-        interval_tokens = parts.view.interval_tokens
-        self.planner = BoundaryPlanner(layout.groups, layout.unit_tokens, interval_tokens)
+        self.planner = parts.view.make_boundary_planner(layout.groups, layout.unit_tokens)
         self.chooser = StoreChooser(policy)
         self._is_off = policy is StorePolicy.NEVER
         self._jobs: dict[str, _Job] = {}  # of this step
@@ -317,7 +314,7 @@ class Stores:
             return
         # Rows of all of them at once: in fewer pieces. Then what was asked for.
         has_rows = self._store_rows(request, progress, crossed[-1][0])
-        for tokens, reason in sorted(crossed, key=lambda each: each[1].origin in UNASKED):
+        for tokens, reason in sorted(crossed, key=lambda each: self.planner.is_unasked(each[1])):
             tails = Piece.tails(tokens)
             if not has_rows or self._store(request, progress, tails, reason) not in _THERE:
                 self.planner.note_tried(reason)
@@ -358,7 +355,8 @@ class Stores:
         if not self._layout.geometry.needs_tails:
             return True
         tails = Piece.tails(boundary_tokens)
-        return self._store(request, progress, tails, _LATEST, max_share) in _THERE
+        reason = self.planner.end_of_turn
+        return self._store(request, progress, tails, reason, max_share) in _THERE
 
     def _store_rows(
         self,
@@ -395,7 +393,7 @@ class Stores:
         if len(pages) < len(blocks):
             self._tier.counters.refused_stores[Refusal.PAGES_GONE] += 1
             return Refusal.PAGES_GONE
-        is_unasked = reason is not None and reason.origin in UNASKED
+        is_unasked = reason is not None and self.planner.is_unasked(reason)
         max_share = MAX_UNASKED_SHARE if is_unasked else max_share
         if self._references.num_references + len(pages) > max_share * self._view.num_blocks:
             self._tier.counters.refused_stores[Refusal.BUSY] += 1

@@ -7,12 +7,13 @@ import contextlib
 import logging
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.errors import ConnectorError
 from vllm_ascend_kvext.settings import ASCEND_KERNEL_VARIABLE, parse_uses_ascend_kernel
-from vllm_ascend_kvext.transfer.ascend.kernel import AscendKernelBackend
+from vllm_ascend_kvext.transfer.devices import transfers_on
 from vllm_ascend_kvext.transfer.errors import BackendError
 from vllm_ascend_kvext.transfer.schema import HOST_ALIGNMENT_BYTES
 
@@ -37,9 +38,9 @@ class HostBuffer:
         tensor: dtype: uint8, shape: [num_bytes], contiguous. Its content is undefined at first.
     """
 
-    def __init__(self, tensor: torch.Tensor, mapped_by: AscendKernelBackend | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, unmap: Callable[[], None] | None = None) -> None:
         self.tensor = tensor
-        self._mapped_by = mapped_by
+        self._unmap = unmap
 
     @classmethod
     def allocate(cls, num_bytes: int, device: torch.device) -> HostBuffer:
@@ -48,9 +49,9 @@ class HostBuffer:
         Each page of memory is written to once. Otherwise the kernel would hand out pages at the
         first write to them; stores have been seen to take five times as long then.
 
-        If ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL`` asks for the AscendC kernel, the memory of an NPU is
-        also mapped. If it cannot be mapped, one WARNING says so, and the DMA engines serve it.
-        Another WARNING says so if much of the pinned memory is lost.
+        If ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL`` asks for the AscendC kernel, pinned memory is also
+        mapped. If it cannot be mapped, one WARNING says so, and the DMA engines serve it. Another
+        WARNING says so if much of the pinned memory is lost.
 
         Args:
             num_bytes: The size. It is rounded down to a multiple of 64.
@@ -83,7 +84,7 @@ class HostBuffer:
                 f"this worker, found less ({error}); give the connector less memory, and mind "
                 "that every worker of a node takes as much"
             ) from error
-        return cls(tensor, _map(tensor) if device.type == "npu" else None)
+        return cls(tensor, _map(tensor, device.type) if is_pinned else None)
 
     @property
     def num_bytes(self) -> int:
@@ -91,10 +92,10 @@ class HostBuffer:
 
     def unmap(self) -> None:
         """Undo the mapping of `allocate`. The caller has waited for every transfer. Idempotent."""
-        backend = self._mapped_by
-        self._mapped_by = None
-        if backend is not None:
-            backend.unmap_host(self.tensor)
+        unmap = self._unmap
+        self._unmap = None
+        if unmap is not None:
+            unmap()
 
 
 def _taken_memory(num_bytes: int) -> torch.Tensor:
@@ -143,13 +144,12 @@ def _warn_of_rounding(num_bytes: int) -> None:
         )
 
 
-def _map(tensor: torch.Tensor) -> AscendKernelBackend | None:
-    """Map memory for an NPU. Returns the backend that mapped it; None if it is not mapped."""
+def _map(tensor: torch.Tensor, device_type: str) -> Callable[[], None] | None:
+    """Map memory for a kernel. Returns what undoes that; None if it is not mapped."""
     if not parse_uses_ascend_kernel(os.environ):
         return None
     try:
-        backend = AscendKernelBackend()
-        backend.map_host(tensor)
+        return transfers_on(device_type).map_host(tensor)
     except BackendError as error:
         logger.warning(
             "%s=1: host memory is not mapped, the DMA engines serve it: %s",
@@ -157,4 +157,3 @@ def _map(tensor: torch.Tensor) -> AscendKernelBackend | None:
             error,
         )
         return None
-    return backend

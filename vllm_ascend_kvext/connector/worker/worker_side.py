@@ -43,8 +43,8 @@ from vllm_ascend_kvext.layout.model import KVLayout
 from vllm_ascend_kvext.layout.views import storage_tensors
 from vllm_ascend_kvext.layout.worker_config import read_nz_layers
 from vllm_ascend_kvext.settings import parse_is_bundled, parse_uses_ascend_kernel
-from vllm_ascend_kvext.transfer.compute_fence import fence_of
 from vllm_ascend_kvext.transfer.cpus import as_ranges
+from vllm_ascend_kvext.transfer.devices import transfers_on
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
 from vllm_ascend_kvext.transfer.placement import CopyPlacement, default_placement, given_cpus
 from vllm_ascend_kvext.transfer.pools import Pools
@@ -129,7 +129,7 @@ class WorkerSide:
             self._register_extension(self._runner, kv_caches)
             return
         device = tensors[0].device
-        fence = fence_of(device)
+        fence = transfers_on(device.type).make_fence(device)
         pools = Pools(tensors)
         self._placement = placement = _placement(self._options, device.type)
         self._host = host = HostBuffer.allocate(self._options.host_memory_bytes_per_worker, device)

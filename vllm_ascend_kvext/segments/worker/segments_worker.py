@@ -7,11 +7,11 @@ import logging
 import os
 from typing import Any
 
-from vllm_ascend_kvext.connector.worker.cpu_backend import CpuBackend
 from vllm_ascend_kvext.connector.worker.extension import RegisteredPages, WorkerExtension
 from vllm_ascend_kvext.errors import KvextError
 from vllm_ascend_kvext.segments.messages import ProbeJob, SegmentOutput, SegmentsOfWorker
 from vllm_ascend_kvext.segments.options import SegmentOptions, Selector
+from vllm_ascend_kvext.segments.worker.cpu_backend import CpuBackend
 from vllm_ascend_kvext.segments.worker.question_probe import QuestionProbe
 from vllm_ascend_kvext.segments.worker.segment_mover import SegmentMover
 from vllm_ascend_kvext.segments.worker.worker_segments import WorkerSegments

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from support.layout.byte_memory import make_group
 
-from vllm_ascend_kvext.connector.scheduler.boundaries import BoundaryPlanner
 from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.retention.offload_boundaries import OffloadBoundaries
 from vllm_ascend_kvext.retention.reasons import Origin, Reason
 
 UNIT_TOKENS = 8
@@ -60,14 +60,14 @@ def test_ends_of_prompts_junctions_and_hints_are_planned(
 ) -> None:
     """At the last unit below them. The last token of a prompt is always computed."""
     request = a_request(prompt_tokens, **hints)
-    plan = BoundaryPlanner(groups, UNIT_TOKENS).plan(request, hit_tokens, shared_tokens)
+    plan = OffloadBoundaries(groups, UNIT_TOKENS).plan(request, hit_tokens, shared_tokens)
     assert plan[boundary].origin is origin
     assert min(plan) > hit_tokens
     assert max(plan) == (prompt_tokens - 1) // UNIT_TOKENS * UNIT_TOKENS
 
 
 def test_next_event_is_the_next_boundary_that_can_be_crossed() -> None:
-    planner = BoundaryPlanner(GROUPS, UNIT_TOKENS, interval_tokens=104)
+    planner = OffloadBoundaries(GROUPS, UNIT_TOKENS, interval_tokens=104)
     plan = planner.plan(a_request(1000), 0, 0)
     tokens = 0
     seen = []
@@ -79,7 +79,7 @@ def test_next_event_is_the_next_boundary_that_can_be_crossed() -> None:
 
 def test_steps_end_at_what_was_asked_for_and_where_the_prompt_is_hit_again() -> None:
     request = a_request(1000, kvext_checkpoint_tokens=[250])
-    planner = BoundaryPlanner(STATE_GROUPS, UNIT_TOKENS)
+    planner = OffloadBoundaries(STATE_GROUPS, UNIT_TOKENS)
     plan = planner.plan(request, 80, 333)
     assert [planner.next_stop_after(plan, tokens) for tokens in (80, 247, 248)] == [248, 248, 328]
     # Not 1,000: the last token is always computed.
@@ -88,13 +88,13 @@ def test_steps_end_at_what_was_asked_for_and_where_the_prompt_is_hit_again() -> 
 
 
 def test_steps_end_at_multiples_of_an_interval() -> None:
-    planner = BoundaryPlanner(GROUPS, UNIT_TOKENS, interval_tokens=100)
+    planner = OffloadBoundaries(GROUPS, UNIT_TOKENS, interval_tokens=100)
     assert [planner.next_stop_after({}, tokens) for tokens in (0, 103, 104)] == [104, 104, 208]
 
 
 def test_rung_ends_steps_while_requests_resume_there() -> None:
     """Each rung costs a prefill step where only the end of a step leaves a state."""
-    planner = BoundaryPlanner(STATE_GROUPS, UNIT_TOKENS)
+    planner = OffloadBoundaries(STATE_GROUPS, UNIT_TOKENS)
     rungs = rungs_of(planner, 0)
     assert len(rungs) > 2
     stops, tokens = [], 0
@@ -115,7 +115,7 @@ def test_rung_ends_steps_while_requests_resume_there() -> None:
     assert {frozenset(plan) for plan in plans} == {frozenset(rungs), frozenset({useful})}
 
 
-def rungs_of(planner: BoundaryPlanner, number: int) -> dict[Reason, int]:
+def rungs_of(planner: OffloadBoundaries, number: int) -> dict[Reason, int]:
     request = a_request(1000)
     request.request_id = f"request-{number}"
     plan = planner.plan(request, 0, 0)
@@ -123,7 +123,7 @@ def rungs_of(planner: BoundaryPlanner, number: int) -> dict[Reason, int]:
 
 
 def test_state_at_the_end_of_a_step_is_stored_wherever_that_is() -> None:
-    planner = BoundaryPlanner(STATE_GROUPS, UNIT_TOKENS)
+    planner = OffloadBoundaries(STATE_GROUPS, UNIT_TOKENS)
     plan = {496: Reason(Origin.PROMPT)}
     for tokens, expected in (
         (96, [(96, Reason(Origin.CHUNK))]),
@@ -132,7 +132,7 @@ def test_state_at_the_end_of_a_step_is_stored_wherever_that_is() -> None:
         (504, [(496, Reason(Origin.PROMPT))]),  # of the answer
     ):
         assert planner.crossed(plan, 0, tokens) == expected
-    assert BoundaryPlanner(GROUPS, UNIT_TOKENS).crossed(plan, 0, 88) == []
+    assert OffloadBoundaries(GROUPS, UNIT_TOKENS).crossed(plan, 0, 88) == []
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_suggestion_that_nobody_uses_is_made_less_often(
     reason: Reason, is_used: bool, nums: Sequence[int]
 ) -> None:
     """Some are tried, to see whether that has changed."""
-    planner = BoundaryPlanner(GROUPS, UNIT_TOKENS)
+    planner = OffloadBoundaries(GROUPS, UNIT_TOKENS)
     num = 0
     for _ in range(1000):
         if planner.crossed({80: reason}, 79, 80):
@@ -156,3 +156,11 @@ def test_suggestion_that_nobody_uses_is_made_less_often(
             if is_used:
                 planner.note_hit(reason)
     assert num in nums
+
+
+def test_grids_rungs_and_ends_of_steps_are_not_asked_for() -> None:
+    """So their tails get less of the pool, and are stored last."""
+    planner = OffloadBoundaries(GROUPS, UNIT_TOKENS)
+    unasked = {origin for origin in Origin if planner.is_unasked(Reason(origin))}
+    assert unasked == {Origin.GRID, Origin.LADDER, Origin.CHUNK}
+    assert planner.end_of_turn == Reason(Origin.LATEST)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides at which boundaries of a request tails are stored.
+"""Decides at which boundaries of a request tails are stored in host memory.
 
 The policy is that of the local prefix cache (`RetentionPolicy`), but on another grid. A hit in host
 memory is a multiple of the layout's row unit; a local hit is a multiple of every group's page. The
@@ -12,16 +12,16 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
+from typing import Protocol
 
 from vllm_ascend_kvext.groups.model import GroupKind
-from vllm_ascend_kvext.layout.model import LayoutGroup
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
 from vllm_ascend_kvext.retention.hints import hinted_boundaries, report_unusable_hints
 from vllm_ascend_kvext.retention.policy import RetentionPolicy
 from vllm_ascend_kvext.retention.reasons import STEPS_END_AT, Origin, Reason
 from vllm_ascend_kvext.upstream_types import Request
 
-UNASKED = frozenset({Origin.LADDER, Origin.GRID, Origin.CHUNK})
+_UNASKED = frozenset({Origin.LADDER, Origin.GRID, Origin.CHUNK})
 """The origins of boundaries that no request asked for."""
 
 _END_STEPS = STEPS_END_AT | {Origin.PROMPT, Origin.LADDER}
@@ -31,7 +31,7 @@ earlier with EAGLE and MTP."""
 
 _CHUNK = Reason(Origin.CHUNK)
 
-NEVER = 1 << 60
+_NEVER = 1 << 60
 """A boundary that no request reaches."""
 
 _TRIALS = 16
@@ -48,11 +48,33 @@ _TRY_EVERY = 32
 """One in so many tails is stored although its reason does not pay, to notice when it does."""
 
 
-class BoundaryPlanner:
-    """Plans boundaries, multiples of the layout's unit, and learns which reasons pay."""
+class PagedGroup(Protocol):
+    """What is needed of one group of the layout; see ``layout.model.LayoutGroup``."""
+
+    @property
+    def kind(self) -> GroupKind: ...
+
+    @property
+    def tokens_per_page(self) -> int: ...
+
+    @property
+    def window_tokens(self) -> int: ...
+
+
+class OffloadBoundaries:
+    """Plans boundaries, multiples of the layout's unit, and learns which reasons pay.
+
+    Args:
+        groups: Those of the layout.
+        unit_tokens: Hits in host memory are multiples of it.
+        interval_tokens: ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; 0 if unset.
+    """
+
+    end_of_turn = Reason(Origin.LATEST)
+    """Of the boundary at which an answer ends."""
 
     def __init__(
-        self, groups: Sequence[LayoutGroup], unit_tokens: int, interval_tokens: int = 0
+        self, groups: Sequence[PagedGroup], unit_tokens: int, interval_tokens: int = 0
     ) -> None:
         geometry = HitGeometry(_geometries(groups, unit_tokens), unit_tokens)
         # The interval is rounded up to the coarser grid of host memory.
@@ -111,15 +133,20 @@ class BoundaryPlanner:
             boundaries.append((upto_tokens, _CHUNK))
         return [(tokens, reason) for tokens, reason in boundaries if self._is_worth_storing(reason)]
 
+    def is_unasked(self, reason: Reason) -> bool:
+        """Whether no request asked for the boundaries of a reason."""
+        return reason.origin in _UNASKED
+
     def next_after(self, plan: dict[int, Reason], tokens: int) -> int:
-        """The next boundary that `crossed` may name; `NEVER` if there is none."""
-        following = min((each for each in plan if each > tokens), default=NEVER)
+        """The next boundary that `crossed` may name; a very large number if there is none."""
+        following = min((each for each in plan if each > tokens), default=_NEVER)
         return min(following, _next_multiple(self._policy.grid_tokens, tokens))
 
     def next_stop_after(self, plan: dict[int, Reason], tokens: int) -> int:
-        """The next boundary at which a prefill step must end to leave a state; `NEVER` if none."""
+        """The next boundary at which a prefill step must end to leave a state. A very large
+        number if there is none."""
         asked = (each for each, reason in plan.items() if reason.origin in _END_STEPS)
-        following = min((each for each in asked if each > tokens), default=NEVER)
+        following = min((each for each in asked if each > tokens), default=_NEVER)
         return min(following, _next_multiple(self._policy.interval_tokens, tokens))
 
     def note_tried(self, reason: Reason) -> None:
@@ -131,7 +158,7 @@ class BoundaryPlanner:
         self._hits[reason] = self._hits.get(reason, 0) + 1
 
     def _is_worth_storing(self, reason: Reason) -> bool:
-        if reason.origin not in UNASKED or self._pays(reason, _MIN_HITS_PER_TAIL):
+        if reason.origin not in _UNASKED or self._pays(reason, _MIN_HITS_PER_TAIL):
             return True
         if reason.origin is Origin.LADDER and self._policy.geometry.has_states:
             return True  # `plan` has decided it already, and a step has ended there.
@@ -146,13 +173,13 @@ class BoundaryPlanner:
 
 
 def _next_multiple(distance_tokens: int, after_tokens: int) -> int:
-    """The next multiple of a distance; `NEVER` for a distance of 0."""
+    """The next multiple of a distance; `_NEVER` for a distance of 0."""
     if not distance_tokens:
-        return NEVER
+        return _NEVER
     return (after_tokens // distance_tokens + 1) * distance_tokens
 
 
-def _geometries(groups: Sequence[LayoutGroup], unit_tokens: int) -> tuple[GroupGeometry, ...]:
+def _geometries(groups: Sequence[PagedGroup], unit_tokens: int) -> tuple[GroupGeometry, ...]:
     # The lookup counts equal groups as one, and has groups of full attention first.
     counts: dict[tuple[GroupKind, int, int], int] = {}
     for group in sorted(groups, key=lambda group: group.kind is not GroupKind.FULL):

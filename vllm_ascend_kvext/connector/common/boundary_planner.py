@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler side asks for the boundaries at which tails are stored.
+
+The room ``retention`` answers: ``retention.offload_boundaries``. The patch that makes the
+`SchedulerView` brings it. To the connector a reason is a key that it hands back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from vllm_ascend_kvext.connector.common.scheduler_view import Request
+    from vllm_ascend_kvext.layout.model import LayoutGroup
+    from vllm_ascend_kvext.retention.reasons import Reason
+
+NEVER = 1 << 60
+"""A number of tokens that no request reaches."""
+
+
+class BoundaryPlanner(Protocol):
+    """Plans boundaries, multiples of the layout's unit, and may learn which reasons pay."""
+
+    @property
+    def end_of_turn(self) -> Reason:
+        """The reason of the boundary at which an answer ends."""
+
+    @property
+    def min_prompt_tokens(self) -> int:
+        """The shortest prompt that hits in host memory when it comes again."""
+
+    def plan(self, request: Request, hit_tokens: int, shared_tokens: int) -> dict[int, Reason]:
+        """Boundaries past the hit that are known at admission.
+
+        Args:
+            shared_tokens: How many tokens of the prompt another request has computed before.
+        """
+
+    def report_hints(self, request: Request) -> None:
+        """Log the hints of a request that is admitted and that leave no checkpoint."""
+
+    def crossed(
+        self, plan: dict[int, Reason], after_tokens: int, upto_tokens: int
+    ) -> list[tuple[int, Reason]]:
+        """Boundaries that a step passes, at which tails are to be stored, ascending."""
+
+    def is_unasked(self, reason: Reason) -> bool:
+        """Whether no request asked for the boundaries of a reason."""
+
+    def next_after(self, plan: dict[int, Reason], tokens: int) -> int:
+        """The next boundary that `crossed` may name; `NEVER` or more if there is none."""
+
+    def next_stop_after(self, plan: dict[int, Reason], tokens: int) -> int:
+        """The next boundary at which a prefill step has to end to leave a state.
+
+        Returns:
+            `NEVER` or more if there is none.
+        """
+
+    def note_tried(self, reason: Reason) -> None:
+        """Tails of a boundary that this suggested are going to be stored, or there is no room."""
+
+    def note_hit(self, reason: Reason) -> None:
+        """A request resumed there."""
+
+
+MakeBoundaryPlanner = Callable[[Sequence["LayoutGroup"], int], BoundaryPlanner]
+"""Makes the planner of one engine from the groups of its layout, and the unit in tokens."""

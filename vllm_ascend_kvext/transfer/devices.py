@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The devices whose pages can be moved, and what moves them.
+
+A device other than the CPU is named with the place of its class, as vLLM's factories name theirs.
+Its modules are imported when pages are on it. So transfers can be read and changed without them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
+
+from vllm_ascend_kvext.transfer.backend import Backend, CpuBackend, Transfer
+from vllm_ascend_kvext.transfer.compute_fence import ComputeFence
+from vllm_ascend_kvext.transfer.errors import BackendError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DeviceTransfers(Protocol):
+    """What one type of device has for transfers. Made without arguments, once per process."""
+
+    def choose_backend(self, transfer: Transfer, *, uses_kernel: bool) -> Backend:
+        """The backend for a transfer whose pools are all on devices of this type.
+
+        Args:
+            uses_kernel: Whether a kernel may serve it, where the device has one.
+
+        Raises:
+            DescriptorError: A table is wrong.
+        """
+
+    def make_fence(self, device: torch.device) -> ComputeFence:
+        """The order between a model on ``device`` and copies of its pages."""
+
+    def map_host(self, host: torch.Tensor) -> Callable[[], None]:
+        """Let a kernel of the device reach a host buffer.
+
+        Returns:
+            What ends that. It is called once, when every transfer has ended.
+
+        Raises:
+            BackendError: The device has no kernel, or it refuses.
+        """
+
+
+class CpuTransfers:
+    """Transfers of pages in host memory."""
+
+    def __init__(self) -> None:
+        self._backend = CpuBackend()
+
+    def choose_backend(self, transfer: Transfer, *, uses_kernel: bool) -> Backend:
+        return self._backend
+
+    def make_fence(self, device: torch.device) -> ComputeFence:
+        return ComputeFence()
+
+    def map_host(self, host: torch.Tensor) -> Callable[[], None]:
+        raise BackendError("cpu: expected a device with a kernel of its own, found none.")
+
+
+_CPU = CpuTransfers()
+
+_PLACES: dict[str, tuple[str, str]] = {
+    "npu": ("vllm_ascend_kvext.transfer.ascend.npu_transfers", "NpuTransfers"),
+}
+"""By type of device: the module and the class."""
+
+DEVICE_TYPES = ("cpu", *_PLACES)
+"""The types of devices whose pages can be moved."""
+
+
+@functools.cache
+def transfers_on(device_type: str) -> DeviceTransfers:
+    """What a type of device has for transfers; raises `BackendError` if no backend serves it."""
+    if device_type == "cpu":
+        return _CPU
+    if device_type not in _PLACES:
+        raise BackendError(
+            f"kv_caches: expected pages on {' or '.join(DEVICE_TYPES)}, found some on "
+            f"{device_type}: no backend moves them. Leave the connector out."
+        )
+    module, name = _PLACES[device_type]
+    made: DeviceTransfers = getattr(import_module(module), name)()
+    return made
