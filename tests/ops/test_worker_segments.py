@@ -36,7 +36,8 @@ from vllm_ascend_kvext.connector.common.messages import (  # noqa: E402
     StoreJob,
     WorkerOutput,
 )
-from vllm_ascend_kvext.connector.worker import loaded_models, worker_side  # noqa: E402
+from vllm_ascend_kvext import loaded_models  # noqa: E402
+from vllm_ascend_kvext.connector.worker import worker_side  # noqa: E402
 from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide  # noqa: E402
 from vllm_ascend_kvext.errors import SegmentError  # noqa: E402
 from vllm_ascend_kvext.layout.build import build_layout  # noqa: E402

@@ -2,13 +2,14 @@
 """What the scheduler side knows of one request, from its arrival to its end.
 
 One object per request, in one place: it goes when the request has ended and no load of it is under
-way. `Loads` writes all of it but ``planned`` and ``progress``, which `Stores` writes.
+way. `Loads` writes all of it but ``planned`` and ``progress``, which `Stores` writes, and
+``secondary``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_ascend_kvext.connector.scheduler.worker_jobs import Pages
 from vllm_ascend_kvext.holes.eligibility import HoleRefusal
@@ -16,9 +17,6 @@ from vllm_ascend_kvext.holes.load_plan import LoadPlan
 from vllm_ascend_kvext.retention.reasons import Reason
 from vllm_ascend_kvext.store.entries import EntryState, Load
 from vllm_ascend_kvext.store.lookup import Shortfall
-
-if TYPE_CHECKING:
-    from vllm_ascend_kvext.connector.scheduler.shared_side import SharedRequest
 
 
 @dataclass(slots=True)
@@ -122,7 +120,7 @@ class RequestOffloadState:
         planned: While it is not admitted: where it is to begin, at which boundaries tails will be
             stored then, and why.
         progress: What is stored of it; None before it computes.
-        shared: What the shared tier was asked for it; None before that.
+        secondary: What the secondary tier notes of it, which alone reads and writes this.
         has_ended: Whether the request is gone, and only its load is not.
     """
 
@@ -132,7 +130,7 @@ class RequestOffloadState:
     num_failed_loads: int = 0
     planned: tuple[int, dict[int, Reason]] | None = None
     progress: StoreProgress | None = None
-    shared: SharedRequest | None = None
+    secondary: Any = None
     has_ended: bool = False
 
 

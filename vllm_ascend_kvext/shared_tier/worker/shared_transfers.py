@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one worker gets from the shared tier into host memory, and puts there.
 
-A request waits for gets, and nobody for puts: each kind has threads of its own. One that hangs is
-left behind, and reported when it ends, if ever: until then its place in host memory is not used.
+A request waits for gets. No request waits for puts: so each kind has threads of its own. A call
+that hangs is left behind, and reported when it ends, if ever: until then its place in host memory
+is not used.
 """
 
 from __future__ import annotations
@@ -11,12 +12,10 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Iterable
 from functools import partial
 
 from vllm_ascend_kvext.connector.common.messages import Direction, Traffic, WorkerOutput
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
-from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.shared_tier import open_tier
 from vllm_ascend_kvext.shared_tier.backend import (
     MAX_HANG_S,
@@ -26,11 +25,15 @@ from vllm_ascend_kvext.shared_tier.backend import (
     TierThread,
     UsedObjects,
 )
+from vllm_ascend_kvext.shared_tier.messages import SharedJobs, SharedOutput
 
 logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
 
-# What was queued while one call took longer is not begun: nobody waits for it any more.
-MAX_CALL_S, MAX_FAILED_S = 5.0, 0.5  # One that has failed may take less.
+MAX_CALL_S = 5.0
+"""What is queued behind a call that takes longer is not begun: no request waits for it any more."""
+
+MAX_FAILED_S = 0.5
+"""The same for a call that fails: those behind it would probably fail as slowly."""
 
 
 class SharedTransfers:
@@ -39,19 +42,27 @@ class SharedTransfers:
     Args:
         num_equal: So many ranks, from 0 on, have the same KV: an object is put by one of them,
             another one each time, and got by all.
+        memory: The worker's host memory; dtype: uint8.
+        on_start: The first call of each thread.
 
     Raises:
         SettingsError: If the tier cannot be used.
     """
 
     def __init__(
-        self, options: ConnectorOptions, rank: int, num_equal: int, host: HostBuffer, on_start: Call
+        self,
+        options: ConnectorOptions,
+        rank: int,
+        num_equal: int,
+        memory: memoryview,
+        on_start: Call,
     ) -> None:
         assert options.shared_tier is not None
-        self._rank, self._num_equal = rank, num_equal
+        self._rank = rank
+        self._num_equal = num_equal
         shared_rank = rank if num_equal == 1 else 0
         self._tier = open_tier(options.shared_tier, options.shared_tier_bytes, shared_rank)
-        self._tier.register(memoryview(host.tensor.numpy()))
+        self._tier.register(memory)
         self._threads: dict[Direction, TierThread] = {
             "get": TierThread("kvext-shared-gets", on_start, self._tier.num_get_threads),
             "put": TierThread("kvext-shared-puts", on_start),
@@ -60,25 +71,22 @@ class SharedTransfers:
         self._changed = threading.Condition()  # Guards the rest.
         self._num_left = 0
         self._output = WorkerOutput()
+        self._report = SharedOutput()
 
-    def submit(
-        self,
-        gets: Iterable[SharedObject],
-        puts: Iterable[SharedObject],
-        touches: Iterable[UsedObjects] = (),
-    ) -> None:
+    def submit(self, jobs: SharedJobs) -> None:
         """Move objects some time later; those of each kind begin in their order."""
         self._leave_hanging_behind()
-        for (direction, thread), objects in zip(self._threads.items(), (gets, puts), strict=True):
-            for each in objects:
-                self._submit(thread, partial(self._move, direction, each, time.monotonic()))
-        for used in touches:  # Behind the puts, which they may be about.
-            self._submit(self._threads["put"], partial(self._touch, used, time.monotonic()))
+        for what in jobs.gets:
+            self._submit("get", partial(self._move, "get", what, time.monotonic()))
+        for what in jobs.puts:
+            self._submit("put", partial(self._move, "put", what, time.monotonic()))
+        for used in jobs.touches:  # Behind the puts, which they may be about.
+            self._submit("put", partial(self._touch, used, time.monotonic()))
 
-    def _submit(self, thread: TierThread, call: Call) -> None:
+    def _submit(self, direction: Direction, call: Call) -> None:
         with self._changed:
             self._num_left += 1
-        thread.submit(call)
+        self._threads[direction].submit(call)
 
     def _leave_hanging_behind(self) -> None:
         if self._num_left:
@@ -92,14 +100,20 @@ class SharedTransfers:
         logger.warning(
             "Shared tier: %d %s(s) have taken more than %.0f s, and others go on without them. "
             "Host memory that a get may still write to is not used before it ends.",
-            *(num_threads, direction, MAX_HANG_S),
+            num_threads,
+            direction,
+            MAX_HANG_S,
         )
 
     def take_output(self) -> WorkerOutput:
         """What has ended, and come, since the last call."""
         self._leave_hanging_behind()
         with self._changed:
-            output, self._output = self._output, WorkerOutput()
+            output = self._output
+            if self._report:
+                output.secondary = self._report
+            self._output = WorkerOutput()
+            self._report = SharedOutput()
         return output
 
     def wait_for_end(self, timeout_s: float) -> bool:
@@ -107,7 +121,7 @@ class SharedTransfers:
         with self._changed:
             if not self._num_left:
                 return False
-            self._changed.wait_for(lambda: self._output, timeout_s)
+            self._changed.wait_for(lambda: self._output or self._report, timeout_s)
         return True
 
     def shutdown(self) -> None:
@@ -119,13 +133,15 @@ class SharedTransfers:
                 self._tier.close()
 
     def _move(self, direction: Direction, what: SharedObject, submitted_s: float) -> None:
-        answer, began_s = Answer.UNREACHABLE, time.monotonic()
+        answer = Answer.UNREACHABLE
+        began_s = time.monotonic()
         try:
             if submitted_s >= self._stale_before_s[direction]:
                 if direction == "get":
                     answer = self._tier.get_into(what, self._note_bytes)
-                elif not self._is_own(what.name):
-                    answer, what = Answer.WHOLE, what._replace(num_bytes=0)  # Another puts it.
+                elif not self._is_own(what.name):  # Another rank puts it.
+                    answer = Answer.WHOLE
+                    what = what._replace(num_bytes=0)
                 else:
                     answer = self._tier.put(what)
         finally:
@@ -133,13 +149,14 @@ class SharedTransfers:
             is_unreachable = answer is Answer.UNREACHABLE
             self._note_duration(direction, began_s, ended_s, is_unreachable)
             with self._changed:
-                output, self._num_left = self._output, self._num_left - 1
+                self._num_left -= 1
+                output = self._output
                 output.jobs_ended[what.number] = 1
                 if answer is Answer.WHOLE and what.num_bytes:
                     output.traffic[direction].add(Traffic(what.num_bytes, ended_s - began_s, 1))
                 elif answer is not Answer.WHOLE:
                     output.failed_jobs.add(what.number)
-                    output.shared_failures[f"{direction}_{answer.value}"] += 1
+                    self._report.failures[f"{direction}_{answer.value}"] += 1
                 self._changed.notify_all()
 
     def _touch(self, used: UsedObjects, submitted_s: float) -> None:
@@ -152,13 +169,13 @@ class SharedTransfers:
         finally:
             self._note_duration("put", began_s, time.monotonic(), found is None)
             with self._changed:
-                output, self._num_left = self._output, self._num_left - 1
-                output.jobs_ended[used.number] = 1
+                self._num_left -= 1
+                self._output.jobs_ended[used.number] = 1
                 if found is None:
-                    output.failed_jobs.add(used.number)
-                    output.shared_failures["touch_unreachable"] += 1
+                    self._output.failed_jobs.add(used.number)
+                    self._report.failures["touch_unreachable"] += 1
                 elif not all(found):
-                    output.absent_objects[used.number] = {
+                    self._report.absent_objects[used.number] = {
                         number for number, is_there in zip(own, found, strict=True) if not is_there
                     }
                 self._changed.notify_all()
@@ -177,4 +194,4 @@ class SharedTransfers:
 
     def _note_bytes(self, num_bytes: int) -> None:
         with self._changed:
-            self._output.got_bytes += num_bytes
+            self._report.got_bytes += num_bytes
