@@ -17,9 +17,9 @@ import torch
 from shared_tier.geometry import Geometry
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
+from vllm_ascend_kvext.shared_tier.backend import SharedObject
 from vllm_ascend_kvext.shared_tier.messages import SharedJobs
 from vllm_ascend_kvext.shared_tier.worker.shared_transfers import SharedTransfers
-from vllm_ascend_kvext.shared_tier.backend import SharedObject
 
 Direction = Literal["get", "put"]
 _COUNTER = time.perf_counter

@@ -15,8 +15,8 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import get_model_loader, runai_streamer_loader
 
 from vllm_ascend_kvext import loaded_models
-from vllm_ascend_kvext.shared_tier.worker.loaded_weights import LoadedWeights
 from vllm_ascend_kvext.loaded_models.weight_files import FilesOfWeights
+from vllm_ascend_kvext.shared_tier.worker.loaded_weights import LoadedWeights
 
 pytestmark = pytest.mark.usefixtures("offloading_in_effect")
 

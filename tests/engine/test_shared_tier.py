@@ -38,13 +38,12 @@ from support.scheduler.workload import RequestPlan
 from vllm_ascend_kvext.connector.scheduler import loads
 from vllm_ascend_kvext.connector.scheduler.secondary_tier import SecondaryTierScheduler
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.shared_tier import engine_identity
-from vllm_ascend_kvext.shared_tier.engine_identity import identity_of
-from vllm_ascend_kvext.shared_tier.scheduler import limits
-from vllm_ascend_kvext.shared_tier import backend, files
+from vllm_ascend_kvext.shared_tier import backend, engine_identity, files
 from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Answer, SharedObject
+from vllm_ascend_kvext.shared_tier.engine_identity import identity_of
 from vllm_ascend_kvext.shared_tier.files import FilesTier
 from vllm_ascend_kvext.shared_tier.names import differences
+from vllm_ascend_kvext.shared_tier.scheduler import limits
 from vllm_ascend_kvext.store.entries import Kind
 
 pytestmark = pytest.mark.usefixtures("offloading_in_effect", "weights")
@@ -1125,7 +1124,10 @@ def test_a_queue_before_a_tier_that_hangs_a_little_is_left(
         serve(engine, *(plan_of(str(seed), prompt_of(FULL, seed)) for seed in range(40)))
         results = engine.side.counters.shared_requests
         assert results["late"] > 0 and results["late"] + results["absent"] == 40
-        until(engine.side.secondary._questions._last_asked.is_answered.is_set, "the thread's last question")
+        until(
+            engine.side.secondary._questions._last_asked.is_answered.is_set,
+            "the thread's last question",
+        )
         assert len(asked) < 40, "what nobody waits for is not asked: a call for each"
         check_nothing_is_left(engine)
 
@@ -1144,17 +1146,13 @@ def test_of_thousands_that_wait_a_step_asks_for_few(
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         questions = engine.side.secondary._questions
         ask = questions._ask
-        monkeypatch.setattr(
-            questions, "_ask", lambda *each: (asked_in_step.append(1), ask(*each))
-        )
+        monkeypatch.setattr(questions, "_ask", lambda *each: (asked_in_step.append(1), ask(*each)))
         for seed in range(number):
             engine.add_request(plan_of(str(seed), prompt_of(FULL, seed, 2), max_tokens=1))
         while engine.scheduler.requests:
             before = len(asked_in_step)
             engine.step()
-            assert (
-                len(asked_in_step) - before <= limits.MAX_ASKED + engine.options.max_num_seqs
-            )
+            assert len(asked_in_step) - before <= limits.MAX_ASKED + engine.options.max_num_seqs
         results = engine.side.counters.shared_requests
         assert sum(results.values()) <= number and (answers == "at once") == (not results["late"])
         gate.set()

@@ -22,9 +22,9 @@ from support.mooncake import Servers
 from support.sample import IS_LONG
 from test_shared_tier import _equal_seeds, floor, hit_tokens, prompt_of, timed_steps, weights
 
-from vllm_ascend_kvext.shared_tier.scheduler import limits
 from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES
 from vllm_ascend_kvext.shared_tier.mooncake import MooncakeTier
+from vllm_ascend_kvext.shared_tier.scheduler import limits
 from vllm_ascend_kvext.store.arena import ALIGNMENT_BYTES
 
 __all__ = ["_equal_seeds", "weights"]

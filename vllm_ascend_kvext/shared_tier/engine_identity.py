@@ -38,7 +38,9 @@ _OF_MEDIA = (
 )
 
 
-def identity_of(vllm_config: Any, layout: HostLayout, workers: Sequence[WorkerIdentity]) -> Identity:
+def identity_of(
+    vllm_config: Any, layout: HostLayout, workers: Sequence[WorkerIdentity]
+) -> Identity:
     """The identity of an engine whose workers have registered their pages.
 
     Args:
@@ -65,8 +67,7 @@ def identity_of(vllm_config: Any, layout: HostLayout, workers: Sequence[WorkerId
     for rank, worker in enumerate(workers):
         if worker.refusal:
             raise SettingsError(
-                f"{worker.refusal} (rank {rank} of {len(workers)}, "
-                f"load_format={load.load_format})"
+                f"{worker.refusal} (rank {rank} of {len(workers)}, load_format={load.load_format})"
             )
     models = _models(vllm_config)
     attention = getattr(vllm_config, "attention_config", None)

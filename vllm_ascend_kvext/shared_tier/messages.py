@@ -61,9 +61,7 @@ class SharedOutput:
 
     def __bool__(self) -> bool:
         """Whether there is anything to report."""
-        return bool(
-            self.got_bytes or self.failures or self.has_new_weights or self.absent_objects
-        )
+        return bool(self.got_bytes or self.failures or self.has_new_weights or self.absent_objects)
 
     def add(self, other: SharedOutput) -> None:
         """Join the report of another worker."""

@@ -33,10 +33,10 @@ from support.connector.simulated_segments import SimulatedSegments
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.model_runner import ModelRunner, ReadCheck, _Row
 from support.scheduler.options import EngineOptions
+from vllm_ascend_kvext import loaded_models
 from vllm_ascend_kvext.connector import kvext_connector
 from vllm_ascend_kvext.connector.kvext_connector import KvextConnector
 from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
-from vllm_ascend_kvext import loaded_models
 from vllm_ascend_kvext.connector.worker import worker_side
 from vllm_ascend_kvext.connector.worker.worker_side import WorkerSide
 from vllm_ascend_kvext.layout.build import build_layout

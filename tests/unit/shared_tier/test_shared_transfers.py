@@ -17,12 +17,12 @@ from support.connector.gates import until
 
 from vllm_ascend_kvext.connector.common.messages import WorkerOutput
 from vllm_ascend_kvext.connector.common.options import parse_options
-from vllm_ascend_kvext.shared_tier.worker import shared_transfers
-from vllm_ascend_kvext.shared_tier.worker.shared_transfers import SharedTransfers
 from vllm_ascend_kvext.shared_tier import backend, files
 from vllm_ascend_kvext.shared_tier.backend import Answer, SharedObject, UsedObjects
 from vllm_ascend_kvext.shared_tier.files import FilesTier
 from vllm_ascend_kvext.shared_tier.messages import SharedJobs, SharedOutput
+from vllm_ascend_kvext.shared_tier.worker import shared_transfers
+from vllm_ascend_kvext.shared_tier.worker.shared_transfers import SharedTransfers
 
 NUM_BYTES = 3 << 20
 WHAT = SharedObject(1, f"engine/R0-64-{'a' * 32}", 64, NUM_BYTES)
