@@ -51,7 +51,7 @@ def test_without_the_option_nothing_is_imported() -> None:
 
 
 def test_an_option_without_a_tier_is_refused() -> None:
-    with pytest.raises(ConnectorError, match="shared_tier: expected a tier .* VLLM_PLUGINS"):
+    with pytest.raises(ConnectorError, match=r"shared_tier: expected a tier .* VLLM_PLUGINS"):
         secondary_tier_of("config", WITH_TIER)
 
 
