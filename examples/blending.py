@@ -12,7 +12,8 @@ once), in a checkout of this project:
     make demo-blending
 
 Each line of the picture is a prompt, from the left to the right, as it was observed:
-`BlendObserver` wraps ``schedule`` of the engine's scheduler and reads what steps compute and load.
+`BlendObserver` wraps ``update_from_output`` of the engine's scheduler and reads what steps compute
+and load.
 """
 
 from __future__ import annotations
@@ -115,13 +116,12 @@ class Answer:
 class BlendObserver(SpanObserver):
     """Sees the segments of loads, too."""
 
-    def schedule(self, *args: Any) -> Any:
-        output = super().schedule(*args)
+    def look(self, output: Any) -> None:
+        super().look(output)
         if output.kv_connector_metadata is not None:
             for load in output.kv_connector_metadata.jobs.loads:
                 rows = [(each.first_tokens, each.end_tokens) for each in load.extras]
                 self._spans.loaded += rows
-        return output
 
 
 def write_prompts(tokenizer: Any) -> tuple[list[Tokens], list[Prompt]]:

@@ -112,17 +112,22 @@ class Spans:
 class SpanObserver:
     """Watches what each step computes and loads, one request at a time.
 
-    It takes the place of ``schedule`` of a scheduler in this process, calls it, and looks at the
-    output that the workers get: at the tokens of each row, and at the loads of the connector.
+    It takes the place of ``update_from_output`` of a scheduler in this process, and calls it. It
+    first looks at what the workers were told: at the tokens of each row, and at the loads of the
+    connector.
     """
 
     def __init__(self, scheduler: Any) -> None:
-        self._schedule = scheduler.schedule
+        self._update_from_output = scheduler.update_from_output
         self._spans = Spans()
-        scheduler.schedule = self.schedule
+        scheduler.update_from_output = self.update_from_output
 
-    def schedule(self, *args: Any) -> Any:
-        output = self._schedule(*args)
+    def update_from_output(self, output: Any, *args: Any) -> Any:
+        self.look(output)
+        return self._update_from_output(output, *args)
+
+    def look(self, output: Any) -> None:
+        """Note what a step has computed and loaded; ``output`` is what the workers were told."""
         for row_id, span in computed_spans(output):
             self._spans.computed.append(span)
             if "-hole-" in row_id:
@@ -130,7 +135,6 @@ class SpanObserver:
         if output.kv_connector_metadata is not None:
             for load in output.kv_connector_metadata.jobs.loads:
                 self._spans.loaded += between(load.tokens, load.holes)
-        return output
 
     def take(self) -> Spans:
         """What was seen since the last call."""

@@ -41,6 +41,18 @@ def read_argument(extra_args: Mapping[str, Any] | None, name: str) -> Any:
     return value
 
 
+def truth_of(value: Any) -> bool | None:
+    """What a value says that is to be true or false; None if it says neither.
+
+    Endpoints make numbers of truth values, and text may be written with a capital letter.
+    """
+    if isinstance(value, str):
+        return {"true": True, "false": False}.get(value.strip().lower())
+    if isinstance(value, (bool, int, float)) and value in (0, 1):
+        return bool(value)
+    return None
+
+
 def is_integer(value: object) -> bool:
     """Whether a value is a whole number and no truth value."""
     return isinstance(value, int) and not isinstance(value, bool)

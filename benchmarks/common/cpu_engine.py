@@ -83,15 +83,14 @@ class CpuEngine:
         self.scheduler = self._engine.engine_core.engine_core.scheduler
         self.step_tokens = self.computed_tokens = 0
         self._num_requests = 0
-        schedule = self.scheduler.schedule
+        update_from_output = self.scheduler.update_from_output
 
-        def counted() -> Any:
-            output = schedule()
+        def counted(output: Any, from_model: Any) -> Any:
             self.step_tokens = output.total_num_scheduled_tokens
             self.computed_tokens += self.step_tokens
-            return output
+            return update_from_output(output, from_model)
 
-        self.scheduler.schedule = counted
+        self.scheduler.update_from_output = counted
 
     @property
     def block_tokens(self) -> int:

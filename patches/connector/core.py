@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/engine/core.py``: stores end before a reset, and learning before a shutdown.
+"""``vllm/v1/engine/core.py``: stores end before a reset.
 
 A reset of the prefix cache is refused while blocks are in use. Those that a store reads are; its
-end is noticed by the next step, and an engine without requests may never make one. An engine that
-shuts down makes steps for as long as there are requests, its own included.
+end is noticed by the next step, and an engine without requests may never make one.
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.connector.learned_requests import cancel_learning
 from vllm_ascend_kvext.patches.connector.scheduler import side_of
 from vllm_ascend_kvext.patching.declaration import Patch
-from vllm_ascend_kvext.segments.scheduler.segments_side import segments_of
 
 if TYPE_CHECKING:
-    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.engine.core import EngineCore
 
 
 MAX_DRAINING_S = 30.0
@@ -31,33 +28,11 @@ def drain_before_reset(
     side = side_of(core.scheduler)
     if side is None:
         return wrapped(*args, **kwargs)
-    segments = segments_of(side)
-    learning = None if segments is None else segments.learning
-    if learning is not None:  # The blocks of its requests would be in use.
-        cancel_learning(core.scheduler, learning)
-        learning.is_held = True
-    try:
-        side.release_pages()
-        deadline_s = time.monotonic() + MAX_DRAINING_S
-        while (
-            side.has_transfers and not _has_outputs_to_come(core) and time.monotonic() < deadline_s
-        ):
-            _step(core)
-    finally:
-        if learning is not None:
-            learning.is_held = False
+    side.release_pages()
+    deadline_s = time.monotonic() + MAX_DRAINING_S
+    while side.has_transfers and not _has_outputs_to_come(core) and time.monotonic() < deadline_s:
+        _step(core)
     return wrapped(*args, **kwargs)
-
-
-def stop_learning_at_shutdown(wrapped: Callable[..., bool], core: EngineCoreProc) -> bool:
-    """Compute nothing for host memory that ends with this process."""
-    side = side_of(core.scheduler)
-    segments = segments_of(side)
-    learning = None if segments is None else segments.learning
-    if learning is not None and not core.is_running():
-        cancel_learning(core.scheduler, learning)
-        learning.stop()
-    return wrapped()
 
 
 def _has_outputs_to_come(core: EngineCore) -> bool:
@@ -89,17 +64,7 @@ PATCHES = (
         feature="connector",
         wrapper=drain_before_reset,
         why="The prefix cache cannot be reset while a store reads a block, and without requests "
-        "nobody notices that it has ended.",
+        "no step notices that it has ended.",
         retire_when="upstream waits for its connector before a reset",
-    ),
-    Patch(
-        id="KVX-408",
-        target="vllm.v1.engine.core:EngineCoreProc._handle_shutdown",
-        feature="connector",
-        wrapper=stop_learning_at_shutdown,
-        why="An engine that shuts down makes steps until no request is left, and each of them may "
-        "begin requests that learn segments, for host memory that ends with the process.",
-        retire_when="upstream tells its scheduler or its connector of a shutdown",
-        relies_on=("vllm.v1.engine.core:EngineCoreProc.is_running",),
     ),
 )

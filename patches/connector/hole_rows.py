@@ -138,10 +138,11 @@ def go_on_behind_holes(scheduler: Scheduler, request_id: str) -> None:
         scheduler.finished_recving_kv_req_ids.add(request_id)
 
 
-def correct_hits(scheduler: Scheduler, new: NewHoles, counts_every_admission: bool) -> None:
-    """Upstream takes all that lies before the end of a load for hits, holes included.
+def correct_hits(scheduler: Scheduler, counts_every_admission: bool, new: NewHoles) -> None:
+    """Take holes out of the hits that upstream has counted: it counts all that a load ends behind.
 
-    Of a request it counts every admission before the first answer, or only the first one.
+    Upstream counts every admission of a request before its first answer, or only the first one. Its
+    counts are complete when it asks the connector what to send to the workers.
     """
     request = scheduler.requests.get(new.request_id)
     if request is None:

@@ -5,7 +5,8 @@ The connector reads block tables and holds references to blocks. vLLM hands it t
 not the tables. And an engine without requests has to go on with its steps while pages are being
 stored: only steps notice that a store has ended.
 
-Only a scheduler that has the connector is changed, in its own methods.
+Only a scheduler that has the connector is changed, in its own methods. Its ``schedule`` is vLLM's
+but for steps with holes: see ``step_parts``.
 """
 
 from __future__ import annotations
@@ -18,13 +19,9 @@ from typing import TYPE_CHECKING, Any
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.errors import ConnectorError
 from vllm_ascend_kvext.groups.specs import is_all_full_attention
-from vllm_ascend_kvext.patches.connector.hole_rows import (
-    add_rows,
-    budget_of_holes,
-    correct_hits,
-    go_on_behind_holes,
-)
-from vllm_ascend_kvext.patches.connector.learned_requests import LearnedRequests, cancel_learning
+from vllm_ascend_kvext.patches.connector.hole_rows import correct_hits, go_on_behind_holes
+from vllm_ascend_kvext.patches.connector.hole_steps import HoleSteps
+from vllm_ascend_kvext.patches.connector.step_parts import StepParts
 from vllm_ascend_kvext.patches.repairs.scheduler import is_recovering
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import (
     interval_tokens_of,
@@ -32,18 +29,16 @@ from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import (
 )
 from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30, Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
-from vllm_ascend_kvext.segments.scheduler.segments_side import segments_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
     from vllm_ascend_kvext.connector.kvext_connector import KvextConnector
     from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
-    from vllm_ascend_kvext.holes.hole_queue import HoleRow
+    from vllm_ascend_kvext.holes.hole_queue import NewHoles
 
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
@@ -79,7 +74,10 @@ def connect_by_blocks(
 def _bind(
     scheduler: Scheduler, connector: KvextConnector, connected: type[ConnectedScheduler]
 ) -> None:
-    connector.bind_scheduler(_view_of(scheduler, connector), partial(connected, scheduler))
+    steps = StepParts(scheduler, _replaced)
+    note_new_holes = partial(correct_hits, scheduler, connected.counts_every_admission)
+    view = _view_of(scheduler, connector, steps.put_on, note_new_holes)
+    connector.bind_scheduler(view, partial(connected, scheduler, steps))
 
 
 def connector_of(scheduler: Scheduler) -> KvextConnector | None:
@@ -102,21 +100,27 @@ def side_of(scheduler: Scheduler) -> ConnectorScheduler | None:
 
 
 class ConnectedScheduler:
-    """A scheduler with a KvextConnector: it gets methods of this object in place of its own."""
+    """A scheduler with a KvextConnector: it gets methods of this object in place of its own.
+
+    Attributes:
+        steps: What is done around its ``schedule``.
+    """
 
     counts_every_admission = False
 
-    def __init__(self, scheduler: Scheduler, side: ConnectorScheduler) -> None:
-        manager = scheduler.kv_cache_manager
-        self._scheduler = scheduler
-        self._side = side
+    def __init__(self, scheduler: Scheduler, steps: StepParts, side: ConnectorScheduler) -> None:
+        self.scheduler = scheduler
+        self.steps = steps
+        self.side = side
         self._is_resetting = False
         methods: list[Callable[..., Any]] = [
             self.reset_prefix_cache,
             self._update_request_as_session,
-            self._mamba_block_aligned_split,
             self._update_waiting_for_remote_kv,
+            *self._methods_of_line(),
         ]
+        if scheduler.need_mamba_block_aligned_split:
+            methods.append(self._mamba_block_aligned_split)
         # Where new pages are not zeroed before workers can store what was in them.
         if not (scheduler.use_v2_model_runner and scheduler.needs_kv_cache_zeroing):
             methods.append(self._preempt_request)
@@ -126,22 +130,19 @@ class ConnectedScheduler:
                 "zeroes their pages before they could be stored; VLLM_USE_V2_MODEL_RUNNER=0 runs "
                 "the first one."
             )
-        if side.computes_holes:
-            methods.append(self.schedule)
-        self._segments = segments_of(side)
-        if self._segments is not None:
-            methods.append(self.add_request)
-            _replaced.replace(manager.coordinator, self.cache_blocks)
-        self._learned: LearnedRequests | None = None
-        if self._segments is not None and self._segments.learning is not None:
-            self._learned = LearnedRequests(scheduler, side, self._segments.learning)
-            methods.append(self.update_from_output)
-        for method in (*methods, *self._methods_of_line()):
+        for method in methods:
             _replaced.replace(scheduler, method)
-        _replaced.replace(manager, self.get_num_common_prefix_blocks)
+        _replaced.replace(scheduler.kv_cache_manager, self.get_num_common_prefix_blocks)
+        if side.computes_holes:
+            steps.add(HoleSteps(scheduler, side))
+        for extend in ON_CONNECTED:
+            extend(self)
 
     def _methods_of_line(self) -> tuple[Callable[..., Any], ...]:
-        return (self._get_new_block_ids_to_zero,)
+        """Methods that are replaced for this vLLM only."""
+        if self.scheduler.needs_kv_cache_zeroing:
+            return (self._get_new_block_ids_to_zero,)
+        return ()
 
     def _get_new_block_ids_to_zero(
         self, wrapped: Callable[[], list[int] | None]
@@ -151,28 +152,8 @@ class ConnectedScheduler:
         Upstream leaves them out, for loads that do not wait for what was enqueued before them. It
         does not know of those that only holes have.
         """
-        self._scheduler._skip_zero_block_ids -= self._side.pages_to_load()
-        page_ids = wrapped()
-        if not self._scheduler.needs_kv_cache_zeroing:
-            return page_ids
-        return [*(page_ids or ()), *self._side.references.new_ids] or None
-
-    def add_request(self, wrapped: Callable[[Request], None], request: Request) -> None:
-        """Take note of a request's segments. The sink is put before one that is to be stored."""
-        if request.request_id not in self._scheduler.requests:  # Not the update of a session.
-            assert self._segments is not None
-            self._segments.add_request(request)
-        wrapped(request)
-
-    def cache_blocks(
-        self, wrapped: Callable[[Request, int], None], request: Request, num_computed_tokens: int
-    ) -> None:
-        """Cache blocks of a request that are for everyone."""
-        assert self._segments is not None
-        shared_tokens = self._segments.visible_tokens(request.request_id)
-        if shared_tokens is not None:
-            num_computed_tokens = min(num_computed_tokens, shared_tokens)
-        wrapped(request, num_computed_tokens)
+        self.scheduler._skip_zero_block_ids -= self.side.pages_to_load()
+        return [*(wrapped() or ()), *self.side.references.new_ids] or None
 
     def get_num_common_prefix_blocks(
         self, wrapped: Callable[[str], list[int]], running_request_id: str
@@ -183,54 +164,9 @@ class ConnectedScheduler:
         that are not requests, make that wrong.
         """
         counts = wrapped(running_request_id)
-        if self._side.row_ids or self._side.references.num_references:
+        if self.side.row_ids or self.side.references.num_references:
             return [0] * len(counts)
         return counts
-
-    def schedule(
-        self, wrapped: Callable[..., SchedulerOutput], *args: Any, **kwargs: Any
-    ) -> SchedulerOutput:
-        """Schedule a step in which, besides what upstream plans, holes are computed.
-
-        Upstream's budget is less by what the rows of holes take, see ``hole_rows``.
-        """
-        scheduler, side = self._scheduler, self._side
-        for request_id in side.end_hole_step():
-            go_on_behind_holes(scheduler, request_id)
-        rows: list[HoleRow] = []
-        if side.holes:
-            rows = side.take_hole_rows(budget_of_holes(scheduler), scheduler.requests)
-        ended_row_ids, side.row_ids = side.row_ids, {row.row_id for row in rows}
-        max_tokens = scheduler.max_num_scheduled_tokens
-        max_requests = scheduler.max_num_running_reqs
-        scheduler.max_num_scheduled_tokens -= sum(row.run.num_tokens for row in rows)
-        scheduler.max_num_running_reqs -= len(rows)
-        try:
-            if self._learned is not None:
-                self._learned.begin_step()
-            output = wrapped(*args, **kwargs)
-        finally:
-            scheduler.max_num_scheduled_tokens = max_tokens
-            scheduler.max_num_running_reqs = max_requests
-        if self._learned is not None:
-            self._learned.end_step(output.num_scheduled_tokens)
-        output.finished_req_ids.update(ended_row_ids)
-        defers = getattr(scheduler, "defer_block_free", False)  # Since vLLM 0.30.
-        if defers and rows and not output.total_num_scheduled_tokens:
-            scheduler.sched_step_seq += 1  # Upstream counts the output of this step, too.
-        add_rows(scheduler, output, rows)
-        for new in side.take_new_holes():
-            correct_hits(scheduler, new, self.counts_every_admission)
-        return output
-
-    def update_from_output(
-        self, wrapped: Callable[..., Any], scheduler_output: SchedulerOutput, from_model: Any
-    ) -> Any:
-        """Note the output of a step. Nobody is told of requests of our own."""
-        assert self._learned is not None
-        outputs = wrapped(scheduler_output, from_model)
-        self._learned.drop_outputs(outputs)
-        return outputs
 
     def reset_prefix_cache(
         self,
@@ -239,14 +175,12 @@ class ConnectedScheduler:
         reset_connector: bool = False,
     ) -> bool:
         """Reset the prefix cache, which upstream refuses while a block is in use."""
-        for request_id in self._side.end_hole_step():
-            go_on_behind_holes(self._scheduler, request_id)
-        if self._segments is not None and self._segments.learning is not None:
-            cancel_learning(self._scheduler, self._segments.learning)
+        for request_id in self.side.end_hole_step():
+            go_on_behind_holes(self.scheduler, request_id)
         if reset_running_requests:
             self._restart_loaded_requests()
-        if reset_running_requests or not self._scheduler.running:
-            self._side.abandon_stores()
+        if reset_running_requests or not self.scheduler.running:
+            self.side.abandon_stores()
         self._is_resetting = True
         try:
             return wrapped(reset_running_requests, reset_connector)
@@ -254,7 +188,7 @@ class ConnectedScheduler:
             self._is_resetting = False
             if reset_connector:
                 # Upstream may have raised before it came to that.
-                self._side.reset_cache()
+                self.side.reset_cache()
 
     def _restart_loaded_requests(self) -> None:
         """Take the blocks of requests that have loaded and do not run yet.
@@ -264,12 +198,12 @@ class ConnectedScheduler:
         """
         from vllm.v1.request import RequestStatus
 
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         loaded = scheduler.finished_recving_kv_req_ids
         waits = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         for request_id, request in scheduler.requests.items():
             is_loaded = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and (
-                request_id in loaded or self._side.restart_holes(request_id)
+                request_id in loaded or self.side.restart_holes(request_id)
             )
             if not is_loaded and not (request.status in waits and request.num_computed_tokens):
                 continue
@@ -289,18 +223,18 @@ class ConnectedScheduler:
         load beside what all prefills in flight still need, and leaves a request whose load failed
         among them: its next load would wait for itself.
         """
-        has_failed = request.request_id in self._scheduler.failed_recving_kv_req_ids
-        if has_failed and self._side.is_looked_up_again(request.request_id):
+        has_failed = request.request_id in self.scheduler.failed_recving_kv_req_ids
+        if has_failed and self.side.is_looked_up_again(request.request_id):
             request.num_computed_tokens = 0
         wrapped(request)
         if not request.num_computed_tokens:
-            self._scheduler._inflight_prefills.discard(request)
+            self.scheduler._inflight_prefills.discard(request)
 
     def _update_request_as_session(
         self, wrapped: Callable[[Request, Any], None], session: Request, update: Any
     ) -> None:
         """Continue a session, whose last token upstream drops, but not from the hashes."""
-        hash_block_size = self._scheduler.kv_cache_manager.block_pool.hash_block_size
+        hash_block_size = self.scheduler.kv_cache_manager.block_pool.hash_block_size
         del session.block_hashes[session.num_computed_tokens // hash_block_size :]
         wrapped(session, update)
 
@@ -323,7 +257,7 @@ class ConnectedScheduler:
             + num_new_local_computed_tokens
             + num_external_computed_tokens
         )
-        stop_tokens = self._side.next_stop_tokens(request, computed_tokens)
+        stop_tokens = self.side.next_stop_tokens(request, computed_tokens)
         return min(num_new_tokens, stop_tokens - computed_tokens)
 
     def _preempt_request(
@@ -331,7 +265,7 @@ class ConnectedScheduler:
     ) -> None:
         """Store what a request has computed, before its blocks are freed."""
         if not self._is_resetting:  # Its pages may be gone before a step can read them.
-            self._side.preempt(request)
+            self.side.preempt(request)
         wrapped(request, *args, **kwargs)
 
 
@@ -345,7 +279,7 @@ class KeptGoingScheduler(ConnectedScheduler):
 
     def has_finished_requests(self, wrapped: Callable[[], bool]) -> bool:
         """Whether steps are needed although no request waits for any."""
-        return wrapped() or self._side.has_work
+        return wrapped() or self.side.has_work
 
 
 def _require_recovery(scheduler: Scheduler) -> None:
@@ -359,7 +293,12 @@ def _require_recovery(scheduler: Scheduler) -> None:
         )
 
 
-def _view_of(scheduler: Scheduler, connector: KvextConnector) -> SchedulerView:
+def _view_of(
+    scheduler: Scheduler,
+    connector: KvextConnector,
+    on_extra_work: Callable[[], object],
+    on_new_holes: Callable[[NewHoles], object],
+) -> SchedulerView:
     manager, config = scheduler.kv_cache_manager, scheduler.vllm_config
     return SchedulerView(
         requests=scheduler.requests,
@@ -382,6 +321,8 @@ def _view_of(scheduler: Scheduler, connector: KvextConnector) -> SchedulerView:
         max_model_len=scheduler.max_model_len,
         num_data_parallel=config.parallel_config.data_parallel_size,
         cached_blocks=partial(_cached_blocks, manager),
+        on_extra_work=on_extra_work,
+        on_new_holes=on_new_holes,
     )
 
 
@@ -407,6 +348,9 @@ def _cached_blocks(
 
 _replaced = InstanceMethods()
 
+ON_CONNECTED: list[Callable[[ConnectedScheduler], object]] = []
+"""Called with each scheduler that knows its connector: for features that stand above this one."""
+
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _ASCEND_BALANCE = "vllm_ascend.patch.platform.patch_balance_schedule:BalanceScheduler"
 _ASCEND_PIPELINE = "vllm_ascend.patch.platform.patch_pp_mtp:_patch_scheduler"
@@ -417,19 +361,16 @@ _RELIES_ON = (
     f"{_SCHEDULER}.reset_prefix_cache",
     f"{_SCHEDULER}._preempt_request",
     f"{_SCHEDULER}.schedule",
+    f"{_SCHEDULER}._build_kv_connector_meta",
     f"{_SCHEDULER}._update_after_schedule",
     f"{_SCHEDULER}._connector_finished",
     f"{_SCHEDULER}._free_blocks",
     f"{_SCHEDULER}._update_from_kv_xfer_finished",
-    f"{_SCHEDULER}.update_from_output",
     f"{_SCHEDULER}._update_request_as_session",
     f"{_SCHEDULER}._mamba_block_aligned_split",
-    f"{_SCHEDULER}.add_request",
-    f"{_SCHEDULER}.finish_requests",
     f"{_SCHEDULER}._update_waiting_for_remote_kv",
     f"{_SCHEDULER}._try_promote_blocked_waiting_request",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.get_num_common_prefix_blocks",
-    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks",
     "vllm.v1.request:Request.__init__",
     "vllm.v1.request:Request.update_block_hashes",
     "vllm.v1.core.block_pool:BlockPool.get_new_blocks",

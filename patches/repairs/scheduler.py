@@ -97,39 +97,48 @@ class LoadRecovery:
             getattr(each, FORGETS_FAILED_LOADS, False)
             for each in getattr(connector, "_connectors", None) or (connector,)
         )
-        for method in (self.schedule, self.update_from_output, self._handle_invalid_blocks):
-            _replaced.replace(scheduler, method)
-        for method in (self.get_num_new_matched_tokens, self.build_connector_meta):
-            _replaced.replace(connector, method)
+        self._take_schedule_back: Callable[[], None] | None = None
+        _replaced.replace(scheduler, self.update_from_output)
+        _replaced.replace(scheduler, self._handle_invalid_blocks)
+        _replaced.replace(connector, self.get_num_new_matched_tokens)
+        _replaced.replace(connector, self.build_connector_meta)
 
     def schedule(
         self, wrapped: Callable[..., SchedulerOutput], *args: Any, **kwargs: Any
     ) -> SchedulerOutput:
-        """Plan a step, and remember it until its output is processed."""
+        """Plan the one step that reports preemptions for failed loads, and admit no request in it.
+
+        Upstream never admits a request in a step that reports its preemption, and connectors cannot
+        tell the one from the other.
+        """
         from vllm.v1.core.sched.interface import PauseState
 
         scheduler = self.scheduler
         pause_state = scheduler._pause_state
-        if self._preempted_ids and pause_state == PauseState.UNPAUSED:
-            # Upstream never admits a request in a step that reports its preemption, and connectors
-            # cannot tell the one from the other.
+        if pause_state == PauseState.UNPAUSED:
             scheduler._pause_state = PauseState.PAUSED_NEW
         try:
-            output = wrapped(*args, **kwargs)
+            return wrapped(*args, **kwargs)
         finally:
             scheduler._pause_state = pause_state
-        admitted = [new.req_id for new in output.scheduled_new_reqs]
-        admitted += output.scheduled_cached_reqs.resumed_req_ids
-        hit_tokens = {id: RequestState.of(scheduler.requests[id]).hit_tokens for id in admitted}
-        self._steps.append(_Step(output, hit_tokens))
-        return output
+            if self._take_schedule_back is not None:
+                self._take_schedule_back()
+                self._take_schedule_back = None
 
     def build_connector_meta(
         self, wrapped: Callable[..., KVConnectorMetadata], scheduler_output: SchedulerOutput
     ) -> KVConnectorMetadata:
-        """Report what was preempted for failed loads, to the connector and to the workers."""
+        """Remember a planned step until its output is processed, and report what was preempted.
+
+        The connector and the workers are told of preemptions for failed loads.
+        """
+        admitted = [new.req_id for new in scheduler_output.scheduled_new_reqs]
+        admitted += scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        requests = self.scheduler.requests
+        hit_tokens = {id: RequestState.of(requests[id]).hit_tokens for id in admitted}
+        self._steps.append(_Step(scheduler_output, hit_tokens))
         if self._preempted_ids:
-            waiting = self._preempted_ids & self.scheduler.requests.keys()
+            waiting = self._preempted_ids & requests.keys()
             scheduler_output.preempted_req_ids = waiting | (
                 scheduler_output.preempted_req_ids or set()
             )
@@ -237,6 +246,8 @@ class LoadRecovery:
         for request in reversed(running):  # each goes to the head of the queue
             scheduler._preempt_request(request, timestamp)
             self._preempted_ids.add(request.request_id)
+        if self._preempted_ids and self._take_schedule_back is None:
+            self._take_schedule_back = _replaced.replace(scheduler, self.schedule)
         for request in requests:
             RequestState.of(request).has_failed_load = True
             _forget_external_hits(request)
@@ -380,6 +391,7 @@ PATCHES = (
         retire_when="vLLM >= 0.32, where a failed load is reported by request",
         relies_on=(
             f"{_SCHEDULER}.schedule",
+            f"{_SCHEDULER}._build_kv_connector_meta",
             f"{_SCHEDULER}.update_from_output",
             f"{_SCHEDULER}._handle_invalid_blocks",
             f"{_SCHEDULER}._preempt_request",

@@ -293,6 +293,16 @@ def test_what_is_not_found_is_computed_once(setting: Served, name: str) -> None:
     assert answer.hit_tokens > 0 or name == "everything"
 
 
+@pytest.mark.parametrize("setting", with_scenario("holes"), indirect=True)
+def test_another_schedule_plans_steps_only_while_there_are_holes(setting: Served) -> None:
+    """All repairs are in effect."""
+    with_holes = [label for label in setting.labels if setting.counted(label, "hole tokens")]
+    others = [label for label in setting.labels if label not in with_holes]
+    assert setting.counted_in_all("steps before another schedule", with_holes) > 0
+    assert setting.counted_in_all("steps", others) > 0
+    assert setting.counted_in_all("steps before another schedule", others) == 0
+
+
 # Controls: the tests above can fail.
 
 

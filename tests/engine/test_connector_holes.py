@@ -16,7 +16,13 @@ from unittest import mock
 
 import pytest
 from pytest_mock import MockerFixture
-from support.connector.engines import engine_of, make_holes, plan_of, watch_computed
+from support.connector.engines import (
+    engine_of,
+    make_holes,
+    plan_of,
+    watch_computed,
+    zeroing,
+)
 from support.connector.offload_run import check_nothing_is_left, serve
 from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import (
@@ -36,7 +42,7 @@ from vllm.v1.core.sched.interface import PauseState
 
 from vllm_ascend_kvext.connector.common.block_references import BlockReferences
 from vllm_ascend_kvext.connector.scheduler import loads
-from vllm_ascend_kvext.patches.connector import scheduler
+from vllm_ascend_kvext.patches.connector import hole_steps
 from vllm_ascend_kvext.store.entries import Kind
 from vllm_ascend_kvext.upstream_state import RequestState
 
@@ -137,14 +143,13 @@ def test_blocks_that_only_a_hole_has_are_zeroed_as_others_are(
 ) -> None:
     """Where caches differ in precision, what another group left there may be no number."""
     monkeypatch.setattr(loads, "MIN_RUN_TOKENS", 0)
-    with engine_of(GPT_OSS) as engine:
+    with zeroing(), engine_of(GPT_OSS) as engine:
         chunk_tokens = engine.tier.geometry.chunk_tokens
         prompt = tokens(random.Random(3), 6 * chunk_tokens)
         for num_chunks in (2, 4, 6):
             turn = prompt[: num_chunks * chunk_tokens]
             serve(engine, plan_of(f"turn-{num_chunks}", turn, max_tokens=1))
         make_holes(engine, (3 * chunk_tokens, 4 * chunk_tokens))
-        engine.scheduler.needs_kv_cache_zeroing = True
         allocated = mocker.spy(BlockReferences, "allocate")
         lacking: list[int] = []
 
@@ -255,7 +260,7 @@ def steps_of(engine: SimulatedEngine, request_id: str) -> Iterator[Any]:
 def test_steps_without_holes_do_not_count_what_is_running() -> None:
     """That takes time in proportion to the requests."""
     with engine_of(FULL) as engine:
-        with mock.patch.object(scheduler, "budget_of_holes", side_effect=AssertionError):
+        with mock.patch.object(hole_steps, "budget_of_holes", side_effect=AssertionError):
             serve(engine, plan_of("first", PROMPT))
             serve(engine, SECOND)
         make_holes(engine, (64, 192))
@@ -270,19 +275,18 @@ def test_tokens_of_a_request_are_read_once_for_all_its_rows(looks_at_prompts: bo
     read: list[Any] = []
     holes = (64, 192), (256, 320)
     with engine_with_holes(*holes, max_num_batched_tokens=48) as engine:
-        schedule = engine.scheduler.schedule
+        execute = engine.runner.execute
 
-        def watch() -> Any:
-            output = schedule()
+        def watch(output: Any) -> Any:
             new = output.scheduled_new_reqs
             found.extend(each.prompt_token_ids for each in new if "-hole-" in each.req_id)
             if request := engine.scheduler.requests.get("second"):
                 read.append(RequestState.of(request).token_ids)
-            return output
+            return execute(output)
 
         of_model = type(engine.scheduler.vllm_config.model_config)
         with (
-            mock.patch.object(engine.scheduler, "schedule", watch),
+            mock.patch.object(engine.runner, "execute", watch),
             mock.patch.object(of_model, "uses_mrope", looks_at_prompts),
         ):
             serve(engine, SECOND)

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from support.connector.engines import engine_of, plan_of, step_without_admissions
+from support.connector.engines import engine_of, plan_of, step_without_admissions, zeroing
 from support.connector.offload_run import check_nothing_is_left, serve
 from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import DEEPSEEK_V4_EAGLE, FULL, GPT_OSS, paged
@@ -50,11 +50,8 @@ def watch_jobs(engine: SimulatedEngine) -> list[ConnectorMetadata]:
 
 def test_pages_are_zeroed_before_what_is_stored_is_loaded_into_them() -> None:
     """A load may fill parts of a page; the rest may be bytes of another precision."""
-    with engine_of(FULL) as engine:
+    with zeroing(), engine_of(FULL) as engine:
         serve(engine, plan_of("first", PROMPT, max_tokens=1))
-        engine.scheduler.needs_kv_cache_zeroing = True
-        for manager in engine.managers:
-            manager._record_new_block_ids = True
         zeroed: list[set[int]] = []
         watch(
             engine.scheduler,

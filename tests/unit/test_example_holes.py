@@ -52,10 +52,10 @@ def test_picture_is_that_of_the_steps(example: ModuleType) -> None:
         a_step("7", 360, 400, False),
         a_step("7", 400, 401, False),
     ]
-    scheduler = SimpleNamespace(schedule=iter(steps).__next__)
+    scheduler = SimpleNamespace(update_from_output=lambda output, from_model: from_model)
     observer = example.SpanObserver(scheduler)
-    for _ in steps:
-        scheduler.schedule()
+    for step in steps:
+        assert scheduler.update_from_output(step, "sampled") == "sampled"
     spans = observer.take()
     assert spans.loaded == [(128, 192), (256, 320)]
     assert spans.holes == [(64, 128), (192, 256)]

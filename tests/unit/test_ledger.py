@@ -29,6 +29,14 @@ def test_what_a_feature_requires_requires_nothing_itself() -> None:
     assert not any(feature.requires for feature in FEATURES if feature.name in required)
 
 
+def test_learning_is_held_before_steps_are_made_for_a_reset() -> None:
+    """Both wrap one function; the later one of a feature lies outside."""
+    ids = [patch.id for patch in PATCHES if patch.feature == "connector"]
+    drains, holds = (next(p for p in PATCHES if p.id == name) for name in ("KVX-403", "KVX-416"))
+    assert drains.target == holds.target
+    assert ids.index(drains.id) < ids.index(holds.id)
+
+
 @every_patch
 def test_a_patch_says_why_until_when_and_for_which_supported_versions(patch: Patch) -> None:
     assert patch.why.endswith(".") and patch.retire_when

@@ -243,7 +243,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         is_end_of_turn = request.status.name in _ENDS_OF_TURNS
         params = self.scheduler_side.request_finished(request, is_end_of_turn)
         # What is stored is referenced: the rest need not wait for it.
-        return False, None if params is None else dict(params)
+        return False, params
 
     def has_pending_push_work(self) -> bool:
         """Whether steps are needed although no request waits for any; asked by vLLM >= 0.30."""

@@ -133,11 +133,13 @@ class HoleQueue:
 
     Attributes:
         blocks: For what holes read and write of windows.
+        on_parked: Called when a request begins to wait: steps have to compute its holes.
         lacks_room: Whether a hole or a preview that could be computed had no room in the latest
             step.
     """
 
     blocks: HoleBlocks
+    on_parked: Callable[[], object] = lambda: None
     lacks_room: bool = False
     _parked: dict[str, _Parked] = field(default_factory=dict)
     _tables: dict[str, RowTables] = field(default_factory=dict)
@@ -182,8 +184,7 @@ class HoleQueue:
         """
         if after_tokens and self.blocks.has_windows and reads_loaded_windows:
             after_tokens = _NOWHERE
-        self._tables[request_id] = tables
-        self._parked[request_id] = _Parked(list(holes), after_tokens, preview=preview)
+        self._park(request_id, _Parked(list(holes), after_tokens, preview=preview), tables)
 
     def add(self, request_id: str, holes: Sequence[TokenRange]) -> None:
         """The load of a request, which has ended, has left something out; call before its end.
@@ -191,9 +192,16 @@ class HoleQueue:
         Only where a model has no windows, whose blocks were given when the load began.
         """
         assert not self.blocks.has_windows
-        parked = self._parked.setdefault(request_id, _Parked([], _NOWHERE))
-        self._tables.setdefault(request_id, HoleTables(self.blocks, []))
+        parked = self._parked.get(request_id)
+        if parked is None:
+            parked = _Parked([], _NOWHERE)
+            self._park(request_id, parked, HoleTables(self.blocks, []))
         parked.holes = list(union([*parked.holes, *holes]))
+
+    def _park(self, request_id: str, parked: _Parked, tables: RowTables) -> None:
+        self._parked[request_id] = parked
+        self._tables[request_id] = tables
+        self.on_parked()
 
     def note_load_ended(self, request_id: str) -> bool:
         """A load has ended, well if it was not dropped before; whether its request has holes."""

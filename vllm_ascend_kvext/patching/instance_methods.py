@@ -11,8 +11,8 @@ Nothing but the objects themselves holds what replaces their methods.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -25,12 +25,17 @@ class InstanceMethods:
     def __init__(self) -> None:
         self._layers: WeakSet[_Layer] = WeakSet()
 
-    def replace(self, owner: Any, replacement: Callable[..., Any]) -> None:
+    def replace(self, owner: Any, replacement: Callable[..., Any]) -> Callable[[], None]:
         """Have calls of one method of an object go to a function of the same name.
 
         It is called with what lay there before, bound, in front of the arguments of the call.
+
+        Returns:
+            Gives the object this one method back.
         """
-        self._layers.add(_Layer(owner, replacement))
+        layer = _Layer(owner, replacement)
+        self._layers.add(layer)
+        return partial(self._take_back, layer)
 
     def has_any_of(self, owner: object) -> bool:
         """Whether a method of this object is replaced."""
@@ -39,8 +44,11 @@ class InstanceMethods:
     def take_back(self) -> None:
         """Give all objects their methods back, below and above what others have replaced."""
         for layer in list(self._layers):
-            layer.take_back()
-        self._layers.clear()
+            self._take_back(layer)
+
+    def _take_back(self, layer: _Layer) -> None:
+        layer.take_back()
+        self._layers.discard(layer)
 
 
 class _Layer:
@@ -55,7 +63,7 @@ class _Layer:
         self._found = vars(owner).get(self._name, MISSING)
         self._below = getattr(owner, self._name)
         self._replacement = replacement  # A call that is under way may be all else that has it.
-        self._call: Any = functools.partial(replacement, self._below)
+        self._call: Any = partial(replacement, self._below)
         vars(self._call)["kvext_layer"] = self
         self._is_on = True
         setattr(owner, self._name, self._call)

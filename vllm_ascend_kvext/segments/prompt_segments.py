@@ -20,14 +20,11 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from vllm_ascend_kvext.errors import SegmentError
-from vllm_ascend_kvext.request_arguments import is_integer, read_argument, shown
+from vllm_ascend_kvext.request_arguments import is_integer, read_argument, shown, truth_of
 from vllm_ascend_kvext.token_range import TokenRange, without
 
 SEGMENTS_KEY = "kvext_segments"
 STORE_KEY = "kvext_store_segment"
-
-# The OpenAI server turns true into a number or a text. Numbers equal truth values.
-_TRUTHS: dict[Any, bool] = {True: True, False: False, "true": True, "false": False}
 
 
 def named_segments(
@@ -64,9 +61,7 @@ def is_to_be_stored(extra_args: Mapping[str, Any] | None) -> bool:
     value = read_argument(extra_args, STORE_KEY)
     if value is None:
         return False
-    truth = None
-    if isinstance(value, (str, int, float)):  # A list has no hash.
-        truth = _TRUTHS.get(value.strip().lower() if isinstance(value, str) else value)
+    truth = truth_of(value)
     if truth is None:
         raise SegmentError(
             f"{STORE_KEY}: expected true or false, found {shown(value)}. The prompt was computed, "

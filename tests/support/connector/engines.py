@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
 from support.connector.lost_rows import holds_rows_of
 from support.connector.offload_workloads import offloading
 from support.connector.paged_layouts import PagedLayout
@@ -35,6 +37,13 @@ def engine_of(
         yield engine
     finally:
         engine.shutdown()
+
+
+@contextmanager
+def zeroing() -> Iterator[None]:
+    """Engines that are made meanwhile zero new pages, as where caches differ in precision."""
+    with mock.patch.object(KVCacheConfig, "needs_kv_cache_zeroing", True):
+        yield
 
 
 def make_holes(engine: SimulatedEngine, *holes: tuple[int, int]) -> None:

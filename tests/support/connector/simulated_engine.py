@@ -41,6 +41,7 @@ from vllm_ascend_kvext.connector.worker import worker_side
 from vllm_ascend_kvext.connector.worker.worker_side import WorkerSide
 from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.patches.connector.core import drain_before_reset
+from vllm_ascend_kvext.patches.segments.core import hold_learning
 from vllm_ascend_kvext.segments.worker import segments_worker
 from vllm_ascend_kvext.shared_tier.worker.shared_worker import SharedWorker
 from vllm_ascend_kvext.store.entries import Entry
@@ -279,9 +280,8 @@ class SimulatedEngine(SchedulerEngine):
             step_fn=lambda: (self.step(), True),
             post_step=lambda is_executed: None,
         )
-        return drain_before_reset(
-            self.scheduler.reset_prefix_cache, core, reset_running_requests, reset_connector
-        )
+        drain = partial(drain_before_reset, self.scheduler.reset_prefix_cache, core)
+        return hold_learning(drain, core, reset_running_requests, reset_connector)
 
     def shutdown(self) -> None:
         for worker in self.workers:

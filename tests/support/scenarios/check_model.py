@@ -13,12 +13,12 @@ from support.scenarios import scenario
 from vllm_ascend_kvext.__main__ import main
 from vllm_ascend_kvext.commands import check_model
 from vllm_ascend_kvext.errors import SegmentError
-from vllm_ascend_kvext.patches.connector import scheduler
+from vllm_ascend_kvext.patches.connector import hole_steps
 from vllm_ascend_kvext.segments.keys import key_check
 from vllm_ascend_kvext.segments.scheduler import blended_loads
 from vllm_ascend_kvext.segments.worker.segment_mover import SegmentMover
 
-_rows_to_load, _add_rows, _turn = blended_loads.rows_to_load, scheduler.add_rows, key_check.turn
+_rows_to_load, _add_rows, _turn = blended_loads.rows_to_load, hole_steps.add_rows, key_check.turn
 
 
 class Engine:
@@ -72,7 +72,7 @@ def _one_token_further(placed: Any) -> Any:
 nothing = scenario(Engine.run)
 loads_other_rows = _run_with(blended_loads, "rows_to_load", _one_token_further)
 leaves_holes = _run_with(
-    *(scheduler, "add_rows"), lambda of, output, rows: _add_rows(of, output, rows[:-1])
+    *(hole_steps, "add_rows"), lambda of, output, rows: _add_rows(of, output, rows[:-1])
 )
 turns_keys_further = _run_with(
     *(key_check, "turn"), lambda keys, signature, shifts: _turn(keys, signature, 2 * shifts)

@@ -152,13 +152,15 @@ class Engine(scenarios_engine.Engine):
             counted["draft tokens"] += num_draft_tokens
             counted["accepted draft tokens"] += num_accepted_tokens
 
-        def note_step(output: Any, *_: Any, **__: Any) -> None:
-            counted["computed tokens"] += output.total_num_scheduled_tokens
+        def note_step(_: Any, output: Any, *__: Any) -> None:
+            counted["computed tokens"] += output.total_num_scheduled_tokens  # With rows of holes.
+            counted["steps"] += 1
+            counted["steps before another schedule"] += "schedule" in vars(scheduler)
 
         watch(scheduler, "make_stats", note_stats)
         watch(scheduler, "make_spec_decoding_stats", note_drafts)
         watch(scheduler, "_preempt_request", note_preemption)
-        watch(scheduler, "schedule", note_step)
+        watch(scheduler, "update_from_output", note_step)
 
     def _count_what_becomes_of_holes(self) -> None:
         """And remember by which hashes prompts are stored."""
@@ -178,7 +180,7 @@ class Engine(scenarios_engine.Engine):
             self.prefixes[tuple(request.prompt_token_ids)] = side._view.prefix(request)
             add_request(request)
 
-        watch(side, "take_new_holes", note_holes)
+        watch(side.holes, "take_new_holes", note_holes)
         side._loads.end = end_and_count
         self.scheduler.add_request = add_and_remember
 

@@ -48,25 +48,38 @@ replacing = st.tuples(
     st.integers(0, NUM_PATCHES - 1), st.integers(0, NUM_OWNERS - 1), st.sampled_from(METHODS)
 )
 taking_back = st.integers(0, NUM_PATCHES - 1)
+taking_one_back = st.floats(0, 1, exclude_max=True)
+"""Where it stands among those that are in effect."""
 
 
-@given(st.lists(replacing | taking_back, max_size=20), st.permutations(range(NUM_PATCHES)))
+@given(
+    st.lists(replacing | taking_back | taking_one_back, max_size=20),
+    st.permutations(range(NUM_PATCHES)),
+)
 def test_calls_go_through_what_has_not_been_taken_back(
-    steps: list[tuple[int, int, str] | int], last_order: list[int]
+    steps: list[tuple[int, int, str] | int | float], last_order: list[int]
 ) -> None:
     objects, indices = owners(), range(NUM_OWNERS)
     before = [dict(vars(each)) for each in objects]
     patches = [InstanceMethods() for _ in range(NUM_PATCHES)]
     # (patch, owner, method) of what is in effect, oldest first.
     model: list[tuple[int, int, str]] = []
+    give_back: list[Callable[[], None]] = []  # Of the same.
     for step in [*steps, *last_order]:
         if isinstance(step, int):
             patches[step].take_back()
+            give_back = [each for each, of in zip(give_back, model, strict=True) if of[0] != step]
             model = [each for each in model if each[0] != step]
+        elif isinstance(step, float):
+            if model:
+                number = int(step * len(model))
+                del model[number]
+                give_back.pop(number)()
         else:
             patch, owner, method = step
-            patches[patch].replace(objects[owner], replacement(method, patch))
+            taken = patches[patch].replace(objects[owner], replacement(method, patch))
             model.append(step)
+            give_back.append(taken)
         for index, each in enumerate(objects):
             for method in METHODS:
                 bottom = "local" if method in before[index] else "upstream"

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from vllm_ascend_kvext.holes.hole_queue import NewHoles
 from vllm_ascend_kvext.store.prefix import HashedPrefix
 from vllm_ascend_kvext.upstream_types import Block as Block
 from vllm_ascend_kvext.upstream_types import BlockPool, GroupManager
@@ -33,6 +34,9 @@ class SchedulerView:
         has_other_connectors: Whether other connectors see the same requests.
         num_data_parallel: Engines that take every step together, of a mixture of experts.
         cached_blocks: Asks the local prefix cache. What it names may be reallocated.
+        on_extra_work: Called when there begins to be something that steps have to compute, and
+            upstream does not plan: holes, or segments that are learned.
+        on_new_holes: Called when a step is planned, for each request that has new holes.
     """
 
     requests: Mapping[str, Request]
@@ -52,6 +56,8 @@ class SchedulerView:
     max_model_len: int = 1 << 60
     num_data_parallel: int = 1
     cached_blocks: CachedBlocks = lambda *asked: None
+    on_extra_work: Callable[[], object] = lambda: None
+    on_new_holes: Callable[[NewHoles], object] = lambda new: None
 
     def prefix(self, request: Request) -> HashedPrefix:
         """The tokens of a request, as far as they are hashed."""

@@ -13,8 +13,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.connector.common.block_references import BlockReferences
 from vllm_ascend_kvext.connector.common.counters import ConnectorCounters
@@ -28,16 +29,21 @@ from vllm_ascend_kvext.connector.common.messages import (
 )
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.common.scheduler_view import Request, SchedulerView
+from vllm_ascend_kvext.connector.scheduler.boundaries import NEVER
 from vllm_ascend_kvext.connector.scheduler.extension import LookupRule, SchedulerExtension
 from vllm_ascend_kvext.connector.scheduler.loads import MAX_FAILED_LOADS, Loads
 from vllm_ascend_kvext.connector.scheduler.parts import SchedulerParts
-from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadStates
+from vllm_ascend_kvext.connector.scheduler.request_report import PARAMETER
+from vllm_ascend_kvext.connector.scheduler.request_state import (
+    RequestOffloadState,
+    RequestOffloadStates,
+)
 from vllm_ascend_kvext.connector.scheduler.secondary_tier import SecondaryTierScheduler
 from vllm_ascend_kvext.connector.scheduler.stores import Stores
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.connector.scheduler.worker_jobs import WorkerJobs
 from vllm_ascend_kvext.holes.hole_blocks import HoleBlocks
-from vllm_ascend_kvext.holes.hole_queue import HoleQueue, HoleRow, NewHoles
+from vllm_ascend_kvext.holes.hole_queue import HoleQueue, HoleRow
 from vllm_ascend_kvext.layout.model import StatePolicy
 from vllm_ascend_kvext.store.tier import HostTier
 
@@ -113,7 +119,8 @@ class ConnectorScheduler:
             spare_bytes=options.spare_bytes,
         )
         self.holes = HoleQueue(
-            HoleBlocks(self.references, layout.window_pages, layout.tokens_per_page)
+            HoleBlocks(self.references, layout.window_pages, layout.tokens_per_page),
+            view.on_extra_work,
         )
         self.row_ids: set[str] = set()
         self.counters = ConnectorCounters(
@@ -161,7 +168,7 @@ class ConnectorScheduler:
             options.store_policy.value,
             options.state_policy.value,
         )
-        if extension is None:
+        if type(self.extension) is SchedulerExtension:
             _warn_if_no_prompt_can_hit(view, min_prompt_tokens)
 
     def _make_extension(
@@ -212,7 +219,10 @@ class ConnectorScheduler:
     ) -> None:
         """A request has got blocks, those for the tokens that are to be loaded among them."""
         state = self._states[request.request_id]
+        before = state.report
         job = self._loads.begin(request, state, num_external_tokens, block_ids)
+        if state.report is not before:
+            self._complete_report(request, state)
         if job is None:
             return
         assert state.under_way is not None
@@ -224,6 +234,14 @@ class ConnectorScheduler:
         tails = plan.tails.get(plan.exact_tokens)
         if tails is not None:
             self._stores.note_hit(tails)
+
+    def _complete_report(self, request: Request, state: RequestOffloadState) -> None:
+        """Add what a secondary tier has given for a request, and have the log say what it has."""
+        assert state.report is not None
+        tier_tokens = self.secondary.got_tokens(state)
+        state.report = replace(state.report, tier_tokens=tier_tokens)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("Request %s: %s.", request.request_id, state.report)
 
     def is_looked_up_again(self, request_id: str) -> bool:
         """Whether a request whose load has failed is to load what is left."""
@@ -238,6 +256,8 @@ class ConnectorScheduler:
 
     def next_stop_tokens(self, request: Request, computed_tokens: int) -> int:
         """Where a prefill step from there is to end, at the latest."""
+        if not self._states.options_of(request).may_store:
+            return NEVER
         state = self._states[request.request_id]
         return self._stores.next_stop_tokens(request, state, computed_tokens)
 
@@ -257,10 +277,6 @@ class ConnectorScheduler:
         self._hole_tokens = sum(row.run.num_tokens for row in rows)
         self.counters.hole_tokens += sum(row.run.num_tokens for row in rows if row.is_kept)
         return rows
-
-    def take_new_holes(self) -> list[NewHoles]:
-        """Holes of loads that have begun, or left something out, since the last call."""
-        return self.holes.take_new_holes()
 
     def build_connector_meta(
         self, num_scheduled_tokens: Mapping[str, int], preempted_req_ids: Iterable[str]
@@ -285,6 +301,9 @@ class ConnectorScheduler:
         self._leave_blocks_for_next_step(num_scheduled_tokens)
         self._room.end_step()
         self._loads.end_step()
+        # Upstream has counted the hits of all requests that it has admitted in this step.
+        for new in self.holes.take_new_holes():
+            self._view.on_new_holes(new)
         swaps = tuple(self._swaps)
         loads = tuple(self._step_loads)
         self._swaps.clear()
@@ -327,9 +346,14 @@ class ConnectorScheduler:
         for request_id, num_new_tokens in num_scheduled_tokens.items():
             if self._room.num_parked:
                 self._room.unpark(request_id)
-            if not self.extension.is_private(request_id):
-                request = self._view.requests[request_id]
+            request = self._view.requests[request_id]
+            if self._may_store(request):
                 self._stores.note_step(request, self._states[request_id], num_new_tokens)
+
+    def _may_store(self, request: Request) -> bool:
+        """Whether KV of a request may be stored as that of its tokens."""
+        is_private = self.extension.is_private(request.request_id)
+        return not is_private and self._states.options_of(request).may_store
 
     def update_connector_output(
         self, results: WorkerOutput | None, finished_recving: Iterable[str]
@@ -378,7 +402,7 @@ class ConnectorScheduler:
             self._jobs.end(number, num_workers, number in results.failed_jobs)
         self.secondary.on_jobs_ended()
 
-    def request_finished(self, request: Request, is_end_of_turn: bool) -> Mapping[str, int] | None:
+    def request_finished(self, request: Request, is_end_of_turn: bool) -> dict[str, Any] | None:
         """A request has ended; its blocks are about to be freed.
 
         Returns:
@@ -388,15 +412,17 @@ class ConnectorScheduler:
         state = self._states[request_id]
         self._loads.forget(request_id, state)
         # While a load is under way, its pages do not hold what the request's count says.
-        is_whole = state.under_way is None and not self.extension.is_private(request_id)
+        is_whole = state.under_way is None and self._may_store(request)
         self._stores.finish(request, state, is_end_of_turn and is_whole)
-        params = self.extension.on_request_finished(request)
+        params: dict[str, Any] = {**(self.extension.on_request_finished(request) or {})}
+        if state.report is not None and self._states.options_of(request).explains:
+            params[PARAMETER] = state.report.params()
         self._states.end(request_id)
-        return params
+        return params or None
 
     def preempt(self, request: Request) -> None:
         """A running request is about to be preempted; its blocks are still there."""
-        if self.extension.is_private(request.request_id):
+        if not self._may_store(request):
             return  # It is planned anew.
         state = self._states[request.request_id]
         num_bytes = self._stores.swap_bytes(request)

@@ -20,6 +20,7 @@ from vllm_ascend_kvext.connector.common.scheduler_view import Request
 from vllm_ascend_kvext.connector.scheduler.extension import SchedulerExtension
 from vllm_ascend_kvext.connector.scheduler.load_jobs import LoadJobs
 from vllm_ascend_kvext.connector.scheduler.parts import SchedulerParts
+from vllm_ascend_kvext.connector.scheduler.request_report import Decision, RequestReport
 from vllm_ascend_kvext.connector.scheduler.request_state import (
     Admission,
     Awaited,
@@ -110,6 +111,7 @@ class Loads:
         num_tokens: int | None = 0
         if may_load:
             num_tokens = self._match(request, state, num_computed_tokens)
+        state.device_tokens = num_computed_tokens
         if num_tokens == 0 and self.room.of_other(request.num_tokens) is Room.LATER:
             admission.later = Later(num_computed_tokens, None)
             return None
@@ -152,7 +154,11 @@ class Loads:
         if self._still_waits(admission, num_computed_tokens):
             return None
         admission.shortfall = None
-        if request.skip_reading_prefix_cache or state.num_failed_loads >= MAX_FAILED_LOADS:
+        admission.decision = Decision.NOT_LOOKED_UP
+        if request.skip_reading_prefix_cache:
+            return 0
+        if state.num_failed_loads >= MAX_FAILED_LOADS:
+            admission.decision = Decision.FAILED_LOADS
             return 0
         if self._lookups_in_vain >= MAX_LOOKUPS_IN_VAIN:
             return None
@@ -172,6 +178,7 @@ class Loads:
         if plan is None:
             plan = self._plan(request, admission, hit)
             if plan.num_tokens <= 0:
+                admission.decision = Decision.NOTHING_FOUND
                 return 0
             if self._waits_for_other(admission, plan):
                 return None
@@ -179,12 +186,14 @@ class Loads:
                 # It is asked about in every step while it waits.
                 self._counters.too_dear_loads += not admission.is_slower
                 admission.is_slower = True
+                admission.decision = Decision.SLOWER
                 return 0
         room = self._room_for(request, plan)
         if room is Room.LATER:
             admission.later = Later(num_computed_tokens, self.room.version)
             return None
         if room is Room.NEVER:
+            admission.decision = Decision.NO_ROOM
             return 0
         if self._holes_need_more_blocks(request, admission, plan):
             return None
@@ -192,7 +201,9 @@ class Loads:
             prefix, plan.boundary_tokens, plan.entries, self._tier.next_use()
         )
         if load is None:
+            admission.decision = Decision.NO_ROOM
             return 0
+        admission.decision = Decision.LOADED
         admission.pinned = RequestLoad(plan, load)
         self._hold(request, plan)
         return plan.num_tokens
@@ -291,6 +302,9 @@ class Loads:
         if admission.hole_refusal is not None:
             self._counters.hole_refusals[admission.hole_refusal] += 1
         pinned = admission.pinned
+        if num_tokens or not request.num_computed_tokens:
+            # If not, upstream admits it once more, with what it has loaded.
+            state.report = _report(request, state, admission, num_tokens)
         if num_tokens == 0:
             self._cancel(admission)
             self.room.withdraw(request_id)
@@ -429,3 +443,21 @@ class Loads:
                     self._counters.joined_loads += 1
                     return True
         return False
+
+
+def _report(
+    request: Request, state: RequestOffloadState, admission: Admission, num_tokens: int
+) -> RequestReport:
+    """What becomes of a request that has got blocks, and loads so many tokens."""
+    plan = None if admission.pinned is None or not num_tokens else admission.pinned.plan
+    return RequestReport(
+        request.num_tokens,
+        state.device_tokens,
+        0 if plan is None else plan.loaded_tokens,
+        0,
+        0 if plan is None else plan.hole_tokens,
+        0 if plan is None else len(plan.holes),
+        admission.shortfall,
+        admission.hole_refusal,
+        admission.decision,
+    )

@@ -11,6 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from vllm_ascend_kvext.connector.common.request_options import RequestOptions, read_options
+from vllm_ascend_kvext.connector.common.scheduler_view import Request
+from vllm_ascend_kvext.connector.scheduler.request_report import Decision, RequestReport
 from vllm_ascend_kvext.connector.scheduler.worker_jobs import Pages
 from vllm_ascend_kvext.holes.eligibility import HoleRefusal
 from vllm_ascend_kvext.holes.load_plan import LoadPlan
@@ -74,6 +77,7 @@ class Admission:
         later: Why it waits for room.
         shortfall: Why the lookup found no more.
         hole_refusal: Why its load stops at the first hole.
+        decision: Why it loads what it loads.
         is_slower: Whether its load was counted as slower than computing.
         lacks_blocks_since_s: Since when the windows of its holes have lacked blocks.
     """
@@ -83,6 +87,7 @@ class Admission:
     later: Later | None = None
     shortfall: Shortfall | None = None
     hole_refusal: HoleRefusal | None = None
+    decision: Decision = Decision.NOT_LOOKED_UP
     is_slower: bool = False
     lacks_blocks_since_s: float | None = None
 
@@ -114,6 +119,9 @@ class RequestOffloadState:
     """One request.
 
     Attributes:
+        options: What it asks for; None before it was read.
+        device_tokens: What the device had of it when it was last looked at.
+        report: Of its latest admission; None before that.
         admission: Begins anew whenever the request has got blocks.
         promised_key: The key of what its load leaves on the device for others; None if they do not
             wait for it.
@@ -124,6 +132,9 @@ class RequestOffloadState:
         has_ended: Whether the request is gone, and only its load is not.
     """
 
+    options: RequestOptions | None = None
+    device_tokens: int = 0
+    report: RequestReport | None = None
     admission: Admission = field(default_factory=Admission)
     under_way: RequestLoad | None = None
     promised_key: bytes | None = None
@@ -140,6 +151,13 @@ class RequestOffloadStates(dict[str, RequestOffloadState]):
     def __missing__(self, request_id: str) -> RequestOffloadState:
         state = self[request_id] = RequestOffloadState()
         return state
+
+    def options_of(self, request: Request) -> RequestOptions:
+        """What a request asks for, which is read once."""
+        state = self[request.request_id]
+        if state.options is None:
+            state.options = read_options(request)
+        return state.options
 
     def end(self, request_id: str) -> None:
         """A request has ended; a load of it may still be under way."""

@@ -48,6 +48,10 @@ class SecondaryTierScheduler:
         """
         return False
 
+    def got_tokens(self, state: RequestOffloadState) -> int:
+        """Tokens whose rows the tier has brought for a request, and that are in host memory."""
+        return 0
+
     def on_request_begun(self, request: Request, computed_tokens: int) -> None:
         """A request computes behind tokens that the device has: others have computed these."""
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vllm_ascend_kvext.connector.common.messages import LoadJob
+from vllm_ascend_kvext.connector.common.request_options import read_options
 from vllm_ascend_kvext.connector.common.scheduler_view import Block, Request
 from vllm_ascend_kvext.connector.scheduler.parts import SchedulerParts
 from vllm_ascend_kvext.errors import SegmentError
@@ -169,7 +170,9 @@ class BlendedRequests:
         if why_no_holes(request) is not None:
             self._refuse(request.request_id, SegmentRefusal.UNSUITED_REQUEST)
             return
-        if self._learning is not None:
+        # Of a request that is not to be stored, nothing is learned.
+        learning = self._learning if read_options(request).may_store else None
+        if learning is not None:
             self._store.contexts.note_prompt(token_ids, segments[0], request.cache_salt)
         known = [
             _KnownSegment(
@@ -178,15 +181,15 @@ class BlendedRequests:
             for num_before, each in enumerate(long_enough)
         ]
         self._states[request.request_id] = _State(known)
-        if self._learning is not None:
+        if learning is not None:
             runs = [(self._reusable(each, each.num_tokens), prefixes) for each, prefixes in known]
             worth_storing = [
                 each
                 for run, prefixes in runs
                 if run and run.num_tokens >= self.options.min_tokens
-                for each in self._store.to_learn(prefixes, self._learning.learns_new)
+                for each in self._store.to_learn(prefixes, learning.learns_new)
             ]
-            self._learning.note_seen(worth_storing, request.cache_salt, request._block_hasher)
+            learning.note_seen(worth_storing, request.cache_salt, request._block_hasher)
 
     def pieces_to_get(self, request_id: str) -> list[WantedPiece]:
         """What host memory lacks of the segments of a request."""

@@ -133,7 +133,7 @@ def _make_learning(
             view.num_data_parallel,
         )
         return None
-    return SegmentLearning(store, view.max_model_len, counters, learns_new)
+    return SegmentLearning(store, view.max_model_len, counters, learns_new, view.on_extra_work)
 
 
 def _make_questions(

@@ -83,6 +83,7 @@ class SegmentLearning:
     """The segments that one engine learns; none is begun while ``is_held``.
 
     Unless it ``learns_new``, only those that somebody enqueues, and what contexts have lost.
+    ``on_queued`` is called when one begins to wait to be computed.
     """
 
     def __init__(
@@ -91,8 +92,10 @@ class SegmentLearning:
         max_model_len: int,
         counters: SegmentCounters,
         learns_new: bool = True,
+        on_queued: Callable[[], object] = lambda: None,
     ) -> None:
         self._store = store
+        self._on_queued = on_queued
         self.learns_new = learns_new
         self._max_model_len = max_model_len
         self._counters = counters
@@ -254,6 +257,7 @@ class SegmentLearning:
                         return
                 self._known.add(key)
                 queue.append(wanted)
+                self._on_queued()
 
     def check_keys(self, document: WantedSegment) -> None:
         """Have keys compared by a text of its own, before anything else is computed.
@@ -281,6 +285,7 @@ class SegmentLearning:
         self._check = document._replace(
             prefix=self._store.prefix(text, sink), num_tries=0, is_learned=False, is_check=True
         )
+        self._on_queued()
 
     @property
     def _has_check(self) -> bool:
@@ -325,6 +330,7 @@ class SegmentLearning:
             return
         if check.num_tries < MAX_TRIES:
             self._check = check._replace(num_tries=check.num_tries + 1)
+            self._on_queued()
             return
         self._num_given_up += 1
         self._num_skipped_left = min(2 ** (self._num_given_up - 1), _MAX_SKIPPED_CHECKS) - 1

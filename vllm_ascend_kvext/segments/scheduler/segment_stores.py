@@ -17,6 +17,7 @@ from typing import Any
 
 from vllm_ascend_kvext.connector.common.block_references import MAX_REFERENCED_SHARE
 from vllm_ascend_kvext.connector.common.messages import StoreJob
+from vllm_ascend_kvext.connector.common.request_options import STORE_ARGUMENT, read_options
 from vllm_ascend_kvext.connector.common.scheduler_view import Request
 from vllm_ascend_kvext.connector.scheduler.parts import SchedulerParts
 from vllm_ascend_kvext.connector.scheduler.worker_jobs import Pages, table_parts
@@ -117,6 +118,12 @@ class SegmentStores:
         try:
             if not is_to_be_stored(request.sampling_params.extra_args):
                 return False
+            if not read_options(request).may_store:
+                raise SegmentError(
+                    f"{STORE_KEY}: expected a request whose KV may be stored, found "
+                    f"{STORE_ARGUMENT} false. The prompt was computed, and not stored as a "
+                    "segment: leave one of them out."
+                )
         except SegmentError as error:
             if is_first_answer(STORE_KEY, request.request_id):
                 logger.warning("Request %s: %s", request.request_id, error)

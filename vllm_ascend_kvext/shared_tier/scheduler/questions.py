@@ -19,7 +19,7 @@ from vllm_ascend_kvext.shared_tier.scheduler import limits
 from vllm_ascend_kvext.shared_tier.scheduler.gets import Gets
 from vllm_ascend_kvext.shared_tier.scheduler.shared_parts import SharedParts
 from vllm_ascend_kvext.shared_tier.search import FoundObject, Question, search
-from vllm_ascend_kvext.store.entries import Entry, Kind, WantedPiece
+from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, WantedPiece
 from vllm_ascend_kvext.token_range import TokenRange
 
 
@@ -84,6 +84,16 @@ class Questions:
             known.question = None
             known.found = ()
         return self._gets.are_awaited(known.gets)
+
+    def got_tokens(self, state: RequestOffloadState) -> int:
+        """See ``SecondaryTierScheduler.got_tokens``."""
+        known: SharedRequest | None = state.secondary
+        got = (
+            entry.piece.end_tokens - entry.piece.first_tokens
+            for entry in (known.gets if known is not None else ())
+            if entry.state is EntryState.STORED
+        )
+        return sum(got)
 
     def _ask(self, known: SharedRequest, question: Question) -> None:
         is_paused = self._gets.is_paused

@@ -82,6 +82,9 @@ class SharedSide(SecondaryTierScheduler):
             return False  # vLLM knows an adapter by its name only.
         return self._questions.has_to_wait(request, state, num_computed_tokens, further_pieces)
 
+    def got_tokens(self, state: RequestOffloadState) -> int:
+        return self._questions.got_tokens(state)
+
     def on_request_begun(self, request: Request, computed_tokens: int) -> None:
         self._uses.note_begun(request, computed_tokens)
 

@@ -1,50 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/core/sched/scheduler.py``: requests of our own, which compute segments to be stored.
 
-A scheduler takes them for requests of a client. They begin only while nobody waits to be admitted,
-and are taken back as soon as somebody does whom they might keep waiting. What they answer goes to
-nobody.
+A scheduler takes them for requests of a client. They begin only while no request of a client waits
+to be admitted, and are taken back as soon as one does that they might keep waiting. No client gets
+what they answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from vllm_ascend_kvext.patches.connector.hole_rows import budget_of_holes
 from vllm_ascend_kvext.segments.prompt_segments import STORE_KEY
-from vllm_ascend_kvext.segments.scheduler.segments_side import segments_of
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.request import Request
 
-    from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
+    from vllm_ascend_kvext.holes.hole_queue import HoleQueue
     from vllm_ascend_kvext.segments.scheduler.segment_learning import SegmentLearning, WantedSegment
+    from vllm_ascend_kvext.segments.scheduler.segments_side import SegmentsSide
 
 _LAST_PRIORITY = 1 << 62
 """Where scheduling is by priority: admitted last, and preempted first."""
 
 
 class LearnedRequests:
-    """Those of one scheduler."""
+    """The requests by which one scheduler learns segments: a `StepPart`."""
 
     def __init__(
-        self, scheduler: Scheduler, side: ConnectorScheduler, learning: SegmentLearning
+        self,
+        scheduler: Scheduler,
+        holes: HoleQueue,
+        segments: SegmentsSide,
+        learning: SegmentLearning,
     ) -> None:
         self._scheduler = scheduler
-        self._side = side
-        segments = segments_of(side)
-        assert segments is not None
+        self._holes = holes
         self._segments = segments
         self._learning = learning
         self._ids: set[str] = set()  # of those whose answer has not come
         self._new: list[Request] = []  # in the step that is being scheduled
 
-    def begin_step(self) -> None:
-        """A step is about to be scheduled: queue what is to be computed, if nobody waits."""
+    @property
+    def has_work(self) -> bool:
+        """Whether segments wait to be computed, or are being computed."""
+        return self._learning.has_queue or bool(self._learning.request_ids)
+
+    def schedule(
+        self, wrapped: Callable[..., SchedulerOutput], *args: Any, **kwargs: Any
+    ) -> SchedulerOutput:
+        """Schedule a step in which segments are computed by what other requests leave."""
+        self._begin_step()
+        output = wrapped(*args, **kwargs)
+        self._end_step(output.num_scheduled_tokens)
+        return output
+
+    def _begin_step(self) -> None:
+        """Queue what is to be computed in the step that is about to be scheduled.
+
+        Nothing is queued while another request waits.
+        """
         scheduler, learning = self._scheduler, self._learning
         if learning.request_ids:
             # Behind all others: the first ones get tokens, the last one is preempted for blocks.
@@ -68,7 +88,7 @@ class LearnedRequests:
             scheduler.add_request(request)
             self._segments.stores.has_to_wait(request)
 
-    def end_step(self, num_scheduled_tokens: Mapping[str, int]) -> None:
+    def _end_step(self, num_scheduled_tokens: Mapping[str, int]) -> None:
         """A step has been scheduled: take back what others have to wait for."""
         from vllm.v1.request import RequestStatus
 
@@ -80,8 +100,8 @@ class LearnedRequests:
             if request.status == RequestStatus.RUNNING:
                 num_tokens = num_scheduled_tokens[request.request_id]
                 _forget_query(scheduler, request, request.num_computed_tokens - num_tokens)
-        holes = self._side.holes
-        others_wait = bool(holes and holes.lacks_room) or _others_wait(scheduler, self._ids)
+        holes_wait = bool(self._holes and self._holes.lacks_room)
+        others_wait = holes_wait or _others_wait(scheduler, self._ids)
         for request_id in learning.request_ids:
             request = scheduler.requests[request_id]
             is_computing = request.num_computed_tokens < request.num_prompt_tokens
