@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a chunk of 1,024 tokens takes in host memory, beside storing every group densely.
+"""Prints the host memory of a chunk of 1,024 tokens, beside that of dense storage of every group.
 
     [KVEXT_ASCEND_SOURCES=FOLDER] python benchmarks/host_bytes.py
 
-One line per layout that the tests move byte by byte, planned and shaped by the installed vLLM; and
-by vllm-ascend, where the variable names a folder that holds it unpacked (see ``tests/ascend``).
-Exact and independent of the machine: nothing is timed.
+There is one line per layout that the tests move byte by byte. The installed vLLM plans and shapes
+the layouts. If the variable names a folder with the unpacked vllm-ascend, it does so, too (see
+``tests/ascend``). The numbers are exact and do not depend on the machine; nothing is timed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def ascend_layouts() -> Layouts:
 
 
 def kind_bytes(layout: KVLayout, kinds: Container[GroupKind], holds_states: bool) -> int:
-    """Bytes of some kinds of groups, alignment aside."""
+    """The bytes of some kinds of groups, without alignment."""
     return sum(
         sum(plane.row_bytes for plane in group.planes) * len(kept_rows(group, CHUNK))
         for group in layout.groups
@@ -104,7 +104,7 @@ def main() -> None:
     print(f"{'layout':32}" + "".join(f"{column:>12}" for column in columns) + "   dense / kept")
     print_lines(vllm_layouts())
     if has_ascend():
-        # In a process of its own: its patches would plan the other layouts too.
+        # It runs in its own process, because its patches would also plan the other layouts.
         with processes(1, is_ascend=True) as process:
             process.submit(print_ascend_lines).result()
     else:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transfer op that rotates keys beside the one that does not, and torch: ratios of one run.
+"""Compares the transfer op that rotates keys with the plain op, and with torch, in one run.
 
     python benchmarks/key_rotation.py [--quick] [--out FOLDER]
 
-Every round loads the same number of keys by every method in turn, each time from host memory and
-into pages that no cache holds. One thread is timed by its CPU time, two by the clock. A ratio is
+Every round loads the same number of keys by every method in turn. Each load uses host memory and
+pages that no cache holds. One thread is timed by its CPU time, two threads by the clock. A ratio is
 the median over the rounds of (method / plain copy of the same bytes in the same round). Torch
-rotates a plane of keys in float32, and writes it into its pages with ``index_copy_``; its cosines
-and views are made outside the clock.
+rotates a plane of keys in float32 and writes it into its pages with ``index_copy_``. Torch's
+cosines and views are made outside the measured time.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Keys:
     """The keys of one kind of model: every layer has one plane of them.
 
     Attributes:
-        name: As printed.
-        signature: How they turn.
-        num_heads: Heads of a row.
-        rows_per_page: Tokens of a page.
+        name: The printed name.
+        signature: How the keys are rotated.
+        num_heads: The heads of a row.
+        rows_per_page: The tokens of a page.
     """
 
     name: str
@@ -80,7 +80,8 @@ def frequencies(num_pairs: int) -> tuple[float, ...]:
 
 def keys_of(dtype: RowDtype) -> list[Keys]:
     name = dtype.name.lower()
-    halves, neighbours = PairStyle.HALVES, PairStyle.NEIGHBOURS
+    halves = PairStyle.HALVES
+    neighbours = PairStyle.NEIGHBOURS
     heads = [
         Keys(
             f"{name}, 8 heads of {size}, {words}",
@@ -116,7 +117,7 @@ class Rotated:
 
 
 class TorchRotation:
-    """The same in torch, plane by plane."""
+    """The rotation in torch, plane by plane."""
 
     def __init__(self, keys: Keys) -> None:
         self.name = TORCH
@@ -136,11 +137,10 @@ class TorchRotation:
 
     def _views(self, job: Job, plane: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Pages and host rows, shape ``[pages, rows, heads, head_elements]``."""
-        signature, layout = self._keys.signature, job.memory.layout
-        first, num_bytes = (
-            layout.host_offsets[plane],
-            layout.planes[plane].page_bytes * len(job.pages),
-        )
+        signature = self._keys.signature
+        layout = job.memory.layout
+        first = layout.host_offsets[plane]
+        num_bytes = layout.planes[plane].page_bytes * len(job.pages)
         shape = -1, self._keys.rows_per_page, self._keys.num_heads, signature.head_elements
         in_pages, in_host = (
             side.view(DTYPES[signature.dtype]).view(shape)
@@ -155,7 +155,8 @@ class TorchRotation:
         if signature.pair_style == PairStyle.HALVES:
             a, b = part.chunk(2, -1)
         else:
-            a, b = part[..., ::2], part[..., 1::2]
+            a = part[..., ::2]
+            b = part[..., 1::2]
         turned = a * self._cosines - b * self._sines, b * self._cosines + a * self._sines
         if signature.pair_style == PairStyle.HALVES:
             together = torch.cat(turned, -1)
@@ -182,17 +183,17 @@ class Result:
 
 
 def fill(memory: ColdMemory, dtype: torch.dtype) -> None:
-    """With numbers: arithmetic on what is none, or nearly zero, takes another time."""
+    """Fill the memory with numbers, because NaN or numbers near zero would change the times."""
     numbers = torch.randn(1 << 20).to(dtype).view(torch.uint8)
     for whole in (memory.arena, memory.host):
         whole.view(-1, len(numbers)).copy_(numbers)
 
 
 def check(memory: ColdMemory, keys: Keys) -> None:
-    """Refuse to time what does not rotate the keys.
+    """Check that the op rotates the keys.
 
     Raises:
-        SystemExit: Ours differ from torch's by more than rounding.
+        SystemExit: The keys differ from torch's by more than rounding.
     """
     job = Job.next(memory, Direction.HOST_TO_PAGES, True, 1)
     ids = torch.from_numpy(job.pages)
@@ -225,7 +226,12 @@ def measure(memory: ColdMemory, keys: Keys, num_threads: int, rounds: int) -> It
 
 
 TABLE = Table(
-    *("keys:<48", "MB:>5", "threads:>7", "method:<38", "GB/s:>6", "time / plain copy:>17"),
+    "keys:<48",
+    "MB:>5",
+    "threads:>7",
+    "method:<38",
+    "GB/s:>6",
+    "time / plain copy:>17",
 )
 
 
@@ -235,7 +241,7 @@ def line(result: Result) -> str:
 
 
 def target(results: list[Result]) -> str:
-    """What the project promises, and what was measured."""
+    """The target of the project, and the measured value."""
     ours = [result for result in results if result.method == OURS]
     worst = max(ours, key=lambda result: result.plain_ratio)
     gains = [

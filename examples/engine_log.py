@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM's log goes while an example runs, so that its own lines can be read."""
+"""Sends vLLM's log to a file while an example runs, so that the example's output can be read."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import TextIO
 
 @contextmanager
 def engine_log(path: Path) -> Iterator[TextIO]:
-    """Send to a file what this process and those that it starts write to stdout and stderr.
+    """Redirect stdout and stderr of this process and of its children to a file.
 
-    Descriptors are redirected, for compiled code and other processes write to them, too. If the
-    block fails, the path of the file is printed.
+    The file descriptors are redirected, because compiled code and other processes write to them,
+    too. If the block fails, the path of the file is printed.
 
     Yields:
         The terminal, for progress bars.

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where host memory has lost parts of a prompt, shown on the real vLLM engine.
+"""Shows what happens if host memory has lost parts of a prompt, on the real vLLM engine.
 
-Several long documents are asked about again and again. The device has room for one of them, host
-memory for all. Before each question, a few chunks leave host memory, chosen at random: by itself it
-keeps the beginnings of prompts longest, and loses parts between where transfers fail. Read up to
-the first missing chunk, all behind it is computed again. With ``hole_reuse``, only what is missing
-is: the *holes*. The model is a tiny Gemma 3 without sliding windows and with random weights, so
-neither an accelerator nor a download is needed:
+Questions about several long documents are asked again and again. The device has room for one
+document, and host memory for all. Before each question, a few random chunks are removed from host
+memory. By itself, host memory keeps the beginnings of prompts longest, and loses other parts only
+if transfers fail. Without ``hole_reuse``, everything behind the first missing chunk is computed
+again. With ``hole_reuse``, only the missing chunks are: the *holes*. The model is a tiny Gemma 3
+without sliding windows and with random weights, so neither an accelerator nor a download is needed:
 
     pip install "vllm-ascend-kvext[demo]"
     python examples/holes.py
 
-Each line of the picture is the prompt of one request, from the left to the right. What it shows was
-observed, not planned: `SpanObserver` wraps ``schedule`` of the engine's scheduler and reads what
+Each line of the picture is the prompt of one request, from left to right. The picture shows
+observations, not plans: `SpanObserver` wraps ``schedule`` of the engine's scheduler, and reads what
 every step tells the workers to compute and to load.
 """
 
@@ -33,20 +33,20 @@ from retention import ENGINE_ENVIRON, print_aligned, write_model
 NUM_DOCUMENTS = 4
 NUM_QUESTIONS = 20
 NUM_PICTURED = 10
-"""The last ones: before, caches are filled."""
+"""The number of requests in the picture, the last ones. The caches are full by then."""
 
 LOST_SHARE = 0.1
-"""Of all chunks, before each question."""
+"""The share of all chunks that is removed before each question."""
 
 INSTRUCTION_TOKENS = 256
 DOCUMENT_TOKENS = (1200, 2200)
 QUESTION_TOKENS = (40, 120)
 
 DEVICE_BLOCKS = 101
-"""Of 32 tokens, one of which vLLM keeps: room for little more than one prompt."""
+"""Blocks of 32 tokens. vLLM keeps one, and the others have room for little more than a prompt."""
 
 HOST_MEMORY_GIB = 0.03
-"""Room for all documents, and all questions."""
+"""The host memory, with room for all documents and all questions."""
 
 CHUNK_TOKENS = 128
 
@@ -59,7 +59,7 @@ HOST_TIER = {
     "host_memory_gib": HOST_MEMORY_GIB,
     "chunk_tokens": CHUNK_TOKENS,
     "store_policy": "all",
-    # So small a model computes a chunk about as fast as it is loaded: this is not about that.
+    # A model of this size computes a chunk about as fast as it loads one. It is to load anyway.
     "load_if_slower": True,
 }
 REFERENCE = "without connector"
@@ -72,15 +72,17 @@ RUNS: Mapping[str, Mapping[str, Any] | None] = {
 
 LOG = Path("out/holes.log")
 TOKENS_PER_SIGN = 32
-ON_DEVICE, LOADED, COMPUTED = ".=#"
+ON_DEVICE = "."
+LOADED = "="
+COMPUTED = "#"
 
 Span = tuple[int, int]
-"""First and end token."""
+"""The first and the end token."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt: instructions, a document, and what is asked about it."""
+    """A question about a document. The prompt has instructions, the document and the question."""
 
     document: str
     prompt: Tokens
@@ -88,12 +90,12 @@ class Question:
 
 @dataclass
 class Spans:
-    """What became of a prompt.
+    """The observed spans of a prompt.
 
     Attributes:
-        computed: By steps, in rows of holes and in those of the request itself.
-        holes: Those that were computed in rows of holes.
-        loaded: From host memory.
+        computed: The spans that steps computed, in rows of holes and in rows of the request.
+        holes: The spans that were computed in rows of holes.
+        loaded: The spans that were loaded from host memory.
     """
 
     computed: list[Span] = field(default_factory=list)
@@ -101,7 +103,7 @@ class Spans:
     loaded: list[Span] = field(default_factory=list)
 
     def signs(self, num_tokens: int) -> str:
-        """One sign per token; what was neither computed nor loaded was on the device."""
+        """One sign per token. A token that was neither computed nor loaded was on the device."""
         signs = [ON_DEVICE] * num_tokens
         for sign, spans in ((LOADED, self.loaded), (COMPUTED, self.computed)):
             for first, end in spans:
@@ -110,7 +112,7 @@ class Spans:
 
 
 class SpanObserver:
-    """Watches what each step computes and loads, one request at a time.
+    """Observes what each step computes and loads, one request at a time.
 
     It takes the place of ``update_from_output`` of a scheduler in this process, and calls it. It
     first looks at what the workers were told: at the tokens of each row, and at the loads of the
@@ -137,13 +139,14 @@ class SpanObserver:
                 self._spans.loaded += between(load.tokens, load.holes)
 
     def take(self) -> Spans:
-        """What was seen since the last call."""
-        spans, self._spans = self._spans, Spans()
+        """The spans that were observed since the last call."""
+        spans = self._spans
+        self._spans = Spans()
         return spans
 
 
 def computed_spans(output: Any) -> Iterator[tuple[str, Span]]:
-    """Each row of a ``SchedulerOutput`` and its tokens."""
+    """Each row of a ``SchedulerOutput``, and its tokens."""
     firsts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     going_on = output.scheduled_cached_reqs
     firsts.update(zip(going_on.req_ids, going_on.num_computed_tokens, strict=True))
@@ -152,7 +155,7 @@ def computed_spans(output: Any) -> Iterator[tuple[str, Span]]:
 
 
 def between(tokens: Span, holes: Iterable[Span]) -> Iterator[Span]:
-    """What is left of a range without its holes."""
+    """The parts of a range between its holes."""
     first, end = tokens
     for hole_first, hole_end in holes:
         if first < hole_first:
@@ -164,13 +167,13 @@ def between(tokens: Span, holes: Iterable[Span]) -> Iterator[Span]:
 
 @dataclass(frozen=True)
 class Answer:
-    """A question that was answered.
+    """An answered question.
 
     Attributes:
-        question: What was asked.
-        round: Of this prompt alone.
-        signs: One per token of the prompt.
-        hole_tokens: Computed in rows of holes.
+        question: The question.
+        round: The outputs for this prompt.
+        signs: One sign per token of the prompt.
+        hole_tokens: The number of tokens that were computed in rows of holes.
     """
 
     question: Question
@@ -184,7 +187,7 @@ class Answer:
 
 
 def draw(signs: str) -> str:
-    """The same with one sign per `TOKENS_PER_SIGN` tokens: the one that most of them have."""
+    """The signs of a prompt with one sign per `TOKENS_PER_SIGN` tokens, their most frequent one."""
     parts = (
         signs[first : first + TOKENS_PER_SIGN] for first in range(0, len(signs), TOKENS_PER_SIGN)
     )
@@ -192,7 +195,7 @@ def draw(signs: str) -> str:
 
 
 def write_questions() -> list[Question]:
-    """Every document is asked about several times, in no order."""
+    """The questions. Each document has several, in random order."""
     rng = random.Random(0)
     instructions = random_tokens(rng, INSTRUCTION_TOKENS)
     documents = {
@@ -213,7 +216,7 @@ def serve(
     """Answer the questions, one after the other, on a new engine.
 
     Args:
-        options: Of the connector, besides `HOST_TIER`; None for no connector.
+        options: Options of the connector, in addition to `HOST_TIER`; None for no connector.
     """
     engine: dict[str, Any] = {}
     if options is not None:
@@ -239,7 +242,7 @@ def serve(
 
 
 def lose_chunks(tier: Any, seed: int) -> None:
-    """The same parts of all documents leave host memory, which ones `seed` says."""
+    """Remove the same parts of all documents from host memory. ``seed`` selects the parts."""
     rng = random.Random(seed)
     num_chunks = BLOCK_TOKENS * DEVICE_BLOCKS // CHUNK_TOKENS
     lost = {number for number in range(num_chunks) if rng.random() < LOST_SHARE}
@@ -247,7 +250,7 @@ def lose_chunks(tier: Any, seed: int) -> None:
 
 
 def answer(llm: Any, observer: SpanObserver, question: Question) -> Answer:
-    """Ask one question; what was observed has to add up to what vLLM itself has counted."""
+    """Ask one question, and check the observation against the counts of vLLM."""
     observer.take()
     asked = ask(llm, question.document, [question.prompt])
     spans = observer.take()
@@ -267,9 +270,10 @@ def print_pictures(answers: Sequence[Answer]) -> None:
 
 
 def print_table(answers: Mapping[str, Sequence[Answer]]) -> None:
-    """Print one row per run: where the tokens of all prompts came from.
+    """Print where the tokens of all prompts came from: one row per run.
 
-    No seconds: the model is so small that computing costs next to nothing (`make bench-holes`).
+    The table has no seconds, because such a small model computes in almost no time. `make
+    bench-holes` measures times.
     """
     rows = [
         ("", "prompt", "on the", "from host", "", "of these", "identical"),

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV of a hybrid model goes to host memory and comes back, shown on the real vLLM engine.
+"""Stores KV of a hybrid model in host memory and loads it again, on the real vLLM engine.
 
-Prompts are answered, the prefix cache of the device is emptied, the same prompts are sent again,
-then the next turns of the conversations. Without a connector all of it is computed again. With
-``KvextConnector`` it is loaded from host memory: keys and values of the full-attention layer, and
-the windows of the five sliding-window layers. The model is a tiny Gemma 3 with random weights, so
-neither an accelerator nor a download is needed:
+The engine answers prompts, and the prefix cache of the device is emptied. Then the same prompts are
+sent again, and then the next turns of the conversations. Without a connector, everything is
+computed again. With ``KvextConnector``, it is loaded from host memory: keys and values of the
+full-attention layer, and the windows of the five sliding-window layers. The model is a tiny Gemma 3
+with random weights, so neither an accelerator nor a download is needed:
 
     pip install "vllm-ascend-kvext[demo]"
     python examples/offload_hybrid.py
 
-The only line about the connector is ``kv_transfer_config``; on the command line it is
+Only ``kv_transfer_config`` is about the connector. On the command line it is
 ``--kv-transfer-config``, see ``serve_offload.md``.
 """
 
@@ -47,15 +47,15 @@ Tokens = list[int]
 
 @dataclass(frozen=True)
 class Round:
-    """What one list of prompts brought back.
+    """The outputs for one list of prompts.
 
     Attributes:
-        name: What was sent.
-        prompt_tokens: Of all prompts together.
-        hit_tokens: What had not to be computed.
-        seconds: From the first prompt to the last answer.
-        replies: By prompt.
-        logprobs: By prompt and token of the reply: the five most likely.
+        name: The name of the list.
+        prompt_tokens: The tokens of all prompts together.
+        hit_tokens: The tokens that were not computed.
+        seconds: The time from the first prompt to the last answer.
+        replies: The reply to each prompt.
+        logprobs: For each prompt and each token of its reply, the five most likely tokens.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Round:
     def is_equal(self, other: Round) -> bool:
         """Whether the replies and the log-probabilities behind them are the same."""
         return self.replies == other.replies and all(
-            # The last ranks may swap.
+            # The order of the least likely tokens may differ.
             abs(logprob - theirs.get(token, min(theirs.values()))) <= LOGPROB_TOLERANCE
             for mine, expected in zip(self.logprobs, other.logprobs, strict=True)
             for step, theirs in zip(mine, expected, strict=True)
@@ -92,7 +92,7 @@ def start_engine(model: Path, block_size: int = BLOCK_TOKENS, **engine: Any) -> 
 
 
 def serve(model: Path, **engine: Any) -> list[Round]:
-    """Answer the prompts twice, and then the next turn of each."""
+    """Answer the prompts twice, and then the next turn of each conversation."""
     llm = start_engine(model, max_model_len=8192, num_gpu_blocks_override=1300, **engine)
     rng = random.Random(0)
     prompts = [random_tokens(rng, length) for length in PROMPT_LENGTHS]
@@ -140,7 +140,7 @@ def ask(llm: Any, name: str, prompts: Sequence[Tokens]) -> Round:
 
 
 def print_table(without: Sequence[Round], with_connector: Sequence[Round]) -> None:
-    """Print one row per round: seconds of both engines, and what was loaded."""
+    """Print the seconds of both engines and the loaded tokens: one row per round."""
     rows = [
         ("", "prompt", "from host", "", "seconds, without", "seconds, with", "identical"),
         ("prompts sent", "tokens", "memory", "computed", "connector", "connector", "outputs"),

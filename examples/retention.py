@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sparse retention does for chats on a hybrid model, shown on the real vLLM engine.
+"""Shows what sparse retention does for chats on a hybrid model, on the real vLLM engine.
 
-Several conversations share a system prompt and take turns on an engine whose KV cache is too small
-to keep every block of all of them. Stock vLLM keeps every sliding-window block anyway, and so
-evicts what the next turn needs. With ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL`` set, the blocks that
-a later request is likely to hit are the last ones to go; with
-``VLLM_ASCEND_KVEXT_RETENTION=adaptive`` nobody has to choose an interval. The model is a tiny
-Gemma 3 with random weights, so neither an accelerator nor a download is needed:
+Several conversations share a system prompt, and take turns on an engine whose KV cache is too small
+for all their blocks. Stock vLLM keeps every sliding-window block anyway, and so evicts blocks that
+the next turn needs. With ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``, the blocks that a later request
+is likely to hit are evicted last. With ``VLLM_ASCEND_KVEXT_RETENTION=adaptive``, users need not
+choose an interval. The model is a tiny Gemma 3 with random weights, so neither an accelerator nor a
+download is needed:
 
     pip install "vllm-ascend-kvext[demo]"
     python examples/retention.py
 
-Each run is a fresh process that executes ``serve`` below: an ordinary use of vLLM, without a
-line about the plugin, which is steered by environment variables alone.
+Each run is a new process that executes ``serve`` below. That function uses vLLM in the ordinary
+way, and has no line about the plugin. Environment variables alone control the plugin.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ COLORS = {"dense": "0.3", "interval 0": "tab:orange", "adaptive": "tab:green"}
 INTERVAL = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 PLUGIN_OFF = {"VLLM_ASCEND_KVEXT_MODE": "off"}
 REFERENCE = "no prefix caching"
-# vLLM 0.23.0 reads the variable too, so it is compared at the same settings with the plugin off.
+# vLLM 0.23.0 reads the variable, too. So it also runs with the same settings and without the
+# plugin.
 RUNS: dict[str, dict[str, str]] = {
     REFERENCE: PLUGIN_OFF,
     "vLLM, dense": PLUGIN_OFF,
@@ -65,8 +66,8 @@ RUNS: dict[str, dict[str, str]] = {
     "kvext, adaptive": {"VLLM_ASCEND_KVEXT_RETENTION": "adaptive"},
 }
 ENGINE_ENVIRON = {
-    "OMP_NUM_THREADS": "1",  # The model is so small that threads would wait for each other.
-    "TORCHDYNAMO_DISABLE": "1",  # Nothing worth compiling, and no C++ compiler needed.
+    "OMP_NUM_THREADS": "1",  # In such a small model, threads would wait for each other.
+    "TORCHDYNAMO_DISABLE": "1",  # Compiling would not pay, and would need a C++ compiler.
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # So that `serve` can look into the block pool.
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -76,7 +77,7 @@ ENGINE_ENVIRON = {
 def write_model(
     folder: Path, window_tokens: int = WINDOW_TOKENS, num_window_layers: int = 5
 ) -> None:
-    """Write a Gemma 3 of six layers, with random weights: sliding windows first, then full ones."""
+    """Write a Gemma 3 of six layers with random weights. Layers with sliding windows come first."""
     import torch
     from safetensors.torch import save_file
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
@@ -92,7 +93,7 @@ def write_model(
         head_dim=32,
         layer_types=["sliding_attention"] * num_window_layers
         + ["full_attention"] * (NUM_LAYERS - num_window_layers),
-        # Where all layers are of one kind, vLLM takes this for the window of all of them.
+        # If all layers are of one kind, vLLM uses this value for all of them.
         sliding_window=window_tokens if num_window_layers else None,
         max_position_embeddings=8192,
         query_pre_attn_scalar=8,  # Sharp attention, so that each cached token matters.
@@ -109,7 +110,7 @@ def write_model(
 
 
 def serve(model: Path, enable_prefix_caching: bool) -> Iterator[dict[str, Any]]:
-    """Hold the conversations; yield a record per request, and a last one about the cache."""
+    """Hold the conversations. Yields a record per request, and a last one about the cache."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -151,7 +152,7 @@ def serve(model: Path, enable_prefix_caching: bool) -> Iterator[dict[str, Any]]:
 
 
 def record_evictions(scheduler: Any) -> list[int]:
-    """Return a list that grows by the id of every cached block that is put to another use."""
+    """Return a list to which the id of every evicted block will be added."""
     queue = scheduler.kv_cache_manager.block_pool.free_block_queue
     take = queue.popleft_n
     evicted: list[int] = []
@@ -166,7 +167,7 @@ def record_evictions(scheduler: Any) -> list[int]:
 
 
 def count_kept_blocks(scheduler: Any) -> list[int]:
-    """How many blocks of each KV cache group the prefix cache holds, full attention first."""
+    """The number of blocks of each KV cache group in the prefix cache, full attention first."""
     from vllm.v1.core.kv_cache_utils import get_group_id
 
     blocks = scheduler.kv_cache_manager.block_pool.blocks
@@ -178,7 +179,7 @@ def count_kept_blocks(scheduler: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class Record:
-    """What one run did."""
+    """The records of one run."""
 
     requests: Sequence[dict[str, Any]]
     kept_blocks: Sequence[int]
@@ -193,12 +194,12 @@ class Record:
         return [request["hit_tokens"] for request in self.requests]
 
     def has_outputs_of(self, other: Record) -> bool:
-        """Whether each reply and the top log-probabilities behind it are those of ``other``."""
+        """Whether each reply and its top log-probabilities are equal to those of ``other``."""
         return all(
             mine["prompt"] == theirs["prompt"]
             and mine["reply"] == theirs["reply"]
             and all(
-                # The last ranks may swap.
+                # The order of the least likely tokens may differ.
                 abs(logprob - expected.get(token, min(expected.values()))) <= LOGPROB_TOLERANCE
                 for step, expected in zip(mine["logprobs"], theirs["logprobs"], strict=True)
                 for token, logprob in step.items()
@@ -207,11 +208,12 @@ class Record:
         )
 
     def max_hit_tokens(self) -> list[int]:
-        """What each request would hit in a cache that never loses a block."""
+        """The tokens that each request would hit in a cache that never evicts a block."""
         seen: set[tuple[int, ...]] = set()
         hits = []
         for request in self.requests:
-            tokens, limit = request["prompt"] + request["reply"], len(request["prompt"]) - 1
+            tokens = request["prompt"] + request["reply"]
+            limit = len(request["prompt"]) - 1
             ends = range(BLOCK_TOKENS, len(tokens), BLOCK_TOKENS)
             hits.append(
                 max((e for e in ends if e <= limit and tuple(tokens[:e]) in seen), default=0)
@@ -221,11 +223,12 @@ class Record:
 
 
 def execute(model: Path, name: str, progress: Any) -> Record:
-    """Run ``serve`` in a process of its own."""
+    """Run ``serve`` in its own process."""
     inherited = {key: os.environ[key] for key in os.environ.keys() - {INTERVAL, *PLUGIN_OFF}}
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).resolve()), "--model", str(model), "--serve", name],
-        # Away from the checkout: vLLM inspects models in a process that imports from here.
+        # vLLM inspects models in a process that imports from this folder, so it is not the
+        # checkout.
         cwd=model,
         env={**inherited, **ENGINE_ENVIRON, **RUNS[name]},
         stdout=subprocess.PIPE,
@@ -244,11 +247,12 @@ def execute(model: Path, name: str, progress: Any) -> Record:
 
 
 def print_table(records: dict[str, Record]) -> None:
-    """Print one row per run; `each window` lists the sliding-window groups."""
+    """Print one row per run. The column `each window` lists the sliding-window groups."""
     head = ("run", "prompt", "hit", "computed", "full", "each window", "evictions", "identical")
     rows = [("", "tokens", "", "", "blocks kept", "", "", "outputs"), head]
     for name, record in records.items():
-        prompt, hit = sum(record.prompt_tokens), sum(record.hit_tokens)
+        prompt = sum(record.prompt_tokens)
+        hit = sum(record.hit_tokens)
         full, *windows = record.kept_blocks
         outputs = "yes" if record.has_outputs_of(records[REFERENCE]) else "NO"
         row = (name, prompt, hit, prompt - hit, full, "/".join(map(str, windows)))
@@ -257,7 +261,7 @@ def print_table(records: dict[str, Record]) -> None:
 
 
 def print_aligned(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows of cells: the first column to the left, all others to the right."""
+    """Print rows of cells. The first column is aligned to the left, all others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *cells in rows:
         aligned = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
@@ -265,7 +269,7 @@ def print_aligned(rows: Sequence[Sequence[str]]) -> None:
 
 
 def draw(records: dict[str, Record], path: Path) -> None:
-    """Draw the tokens hit over time: vLLM dashed, kvext solid, one color per setting."""
+    """Draw the tokens hit over time: vLLM is dashed, kvext is solid, each setting has a color."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm_ascend_kvext.groups.kinds import kind_of
 from vllm_ascend_kvext.groups.model import GroupKind
-from vllm_ascend_kvext.groups.spec_attributes import kind_of
+from vllm_ascend_kvext.upstream_state import PoolState
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.metrics.stats import PrefillStats
+    from vllm.v1.request import Request
 
 _ANY_LENGTH_TOKENS = 1 << 40
 
@@ -116,6 +119,38 @@ def lookup_groups(coordinator: KVCacheCoordinator) -> tuple[LookupGroup, ...]:
         )
         for spec, ids, *_ in groups
     )
+
+
+def defining_class(kind: type, method: str) -> type:
+    """The class of which an object of ``kind`` has a method, itself or one that it derives from."""
+    return next(each for each in kind.__mro__ if method in vars(each))
+
+
+def step_start_tokens(
+    request: Request, num_new_local_computed_tokens: int, num_external_computed_tokens: int
+) -> int:
+    """Tokens of a request before a step that is being planned.
+
+    Args:
+        num_new_local_computed_tokens: What the request has just hit in the prefix cache.
+        num_external_computed_tokens: What its connector loads.
+    """
+    return (
+        request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+    )
+
+
+def uncache(block_pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
+    """Take blocks out of the prefix cache; the free ones become the next to be reallocated."""
+    block_pool.evict_blocks({block.block_id for block in blocks})
+    free = [block for block in blocks if block.ref_cnt == 0]
+    queue = block_pool.free_block_queue
+    for block in free:
+        queue.remove(block)
+    queue.prepend_n(free)
+    on_uncached = PoolState.of(block_pool).on_uncached
+    if on_uncached is not None:
+        on_uncached(free)
 
 
 def set_external_hit_tokens(found: PrefillStats, num_tokens: int) -> None:

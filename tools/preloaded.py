@@ -3,11 +3,11 @@
 
     python -I tools/preloaded.py SOCKET MODULE...
 
-It takes a core ten seconds to import vLLM, two thirds of them for other packages, and a run of all
-tests does it some hundred times. Neither vLLM nor what is tested is imported here: they read the
-environment. Unless torch is told otherwise, it has one thread, and this process may fork.
+One core takes ten seconds to import vLLM, two thirds of them for other packages. A run of all tests
+imports it some hundred times. The server imports neither vLLM nor the tested package, because both
+read the environment. By default torch has one thread, so this process may fork.
 
-A program is asked for over the socket, see `run`; what asks has the same files.
+A client asks for a program over the socket, see `run`. Client and server have the same files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 VARIABLE = "KVEXT_PRELOADED"
-"""Names the socket, to whatever a program starts."""
+"""The variable with the path of the socket, for the processes that a program starts."""
 
 IMPORTED = (
     "torch._dynamo.aot_compile",
@@ -43,15 +43,22 @@ IMPORTED = (
     "gguf",
 )
 ENVIRON = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-"""Read when torch is imported: so of all programs."""
+"""Variables that torch reads when it is imported. They apply to all programs."""
 
 _MAX_START_S = 300.0
 _PR_SET_PDEATHSIG = 1
-"""Of Linux: `prctl(2)`. It does not hold for what is forked."""
+"""An option of Linux's `prctl(2)`. Forked processes do not inherit it."""
 
 
 class Program(NamedTuple):
-    """What is started: a script and its arguments, or ``-m`` and a module's name before them."""
+    """A program to start.
+
+    Attributes:
+        arguments: A script, or ``-m`` and the name of a module, and then its arguments.
+        environ: Its environment variables.
+        folder: Its working directory.
+        output: The file that gets what it writes to stdout and stderr.
+    """
 
     arguments: Sequence[str]
     environ: Mapping[str, str]
@@ -60,14 +67,15 @@ class Program(NamedTuple):
 
 
 def run(socket: str, program: Program, timeout_s: float) -> int:
-    """Run a program to its end; the file ``output`` gets what it writes.
+    """Run a program to its end.
 
     Returns:
-        Its exit code, negative for a signal.
+        Its exit code; negative for a signal.
 
     Raises:
-        TimeoutError: It has been killed, and all that it has started; or nobody answers.
-        EOFError: What runs it has been killed.
+        TimeoutError: The program and all processes that it has started have been killed, or the
+            server does not answer.
+        EOFError: The server has been killed.
     """
     with _connect(socket) as connection:
         connection.send(tuple(program))
@@ -79,11 +87,14 @@ def run(socket: str, program: Program, timeout_s: float) -> int:
 def run_either_way(
     program: Program, timeout_s: float, interpreter: Sequence[str], socket: str | None
 ) -> int:
-    """As `run`; without a socket, in an interpreter of its own, which is a path and flags.
+    """Run a program with `run`, or without a socket in a new interpreter.
+
+    Args:
+        interpreter: The path and the flags of the interpreter.
 
     Raises:
         TimeoutError: See `run`.
-        subprocess.TimeoutExpired: It has been killed.
+        subprocess.TimeoutExpired: The program in the new interpreter has been killed.
     """
     if socket is not None:
         return run(socket, program, timeout_s)
@@ -100,7 +111,7 @@ def run_either_way(
 
 
 def _connect(socket: str) -> Connection:
-    """Wait until somebody listens: importing takes a while."""
+    """Connect to the server. It first imports packages, so this waits until it listens."""
     deadline_s = time.monotonic() + _MAX_START_S
     while True:
         try:
@@ -113,7 +124,7 @@ def _connect(socket: str) -> Connection:
 
 @contextmanager
 def served(python: Path, log: Path, imported: Sequence[str] = IMPORTED) -> Iterator[str]:
-    """The socket of a process of this file's, which starts, and ends with the block."""
+    """Start a server, and yield its socket. The server ends with the block."""
     with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
         socket = str(Path(folder) / "socket")
         server = subprocess.Popen(
@@ -131,13 +142,17 @@ def served(python: Path, log: Path, imported: Sequence[str] = IMPORTED) -> Itera
 
 def main() -> None:
     address, *imported = sys.argv[1:]
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # with whoever has started it
+    # The server ends when the process that started it ends.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for name in imported:
-        with suppress(Exception):  # of another release of it; whoever needs it will see
+        # Another release of a package may lack the module. A program that needs it will report it.
+        with suppress(Exception):
             import_module(name)
     gc.collect()
-    gc.freeze()  # an engine that starts or stops looks for garbage five times, .2 s each
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes in between
+    # An engine collects garbage five times when it starts or stops, which would take 0.2 s each.
+    gc.freeze()
+    # The server does not wait for the processes between it and the programs.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     listener = Listener(address, "AF_UNIX")
     while True:
         connection = listener.accept()
@@ -153,7 +168,7 @@ def main() -> None:
             _become(program)
             return
         if connection in wait([connection, os.pidfd_open(process_id)]):
-            os.killpg(process_id, signal.SIGKILL)  # whoever has asked is gone
+            os.killpg(process_id, signal.SIGKILL)  # The client has closed the connection.
         else:
             connection.send(os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1]))
         os._exit(0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the generated pages of ``docs/``: patches.md and settings.md, from what declares them.
+"""Write the generated pages of ``docs/``, patches.md and settings.md, from the declarations.
 
-`make docs` runs it with the installed package.
+`make docs` runs this program with the installed package.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from vllm_ascend_kvext.compat import SUPPORTED, VLLM, VLLM_ASCEND, version_in
+from vllm_ascend_kvext.compat import VLLM, VLLM_ASCEND, version_in
 from vllm_ascend_kvext.connector.common.option_values import CONFIG
 from vllm_ascend_kvext.connector.common.options import OPTIONS, ConnectorOptions
 from vllm_ascend_kvext.declared import declared
@@ -24,12 +24,13 @@ from vllm_ascend_kvext.patching.declaration import Feature
 from vllm_ascend_kvext.patching.store import FingerprintStore
 from vllm_ascend_kvext.segments.options import OPTION, SEGMENT_OPTIONS, SegmentOptions
 from vllm_ascend_kvext.settings import Settings
+from vllm_ascend_kvext.supported import SUPPORTED
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def patches_page() -> str:
-    """The supported releases, and every patch with its reason."""
+    """The page with the supported releases, and every patch with its reason."""
     lines = [
         "# Patches",
         "",
@@ -133,10 +134,10 @@ def _releases(store: FingerprintStore) -> list[str]:
 
 
 def _defaults() -> list[str]:
-    """Each repair, and the releases that it is for."""
+    """A table of the repairs and the releases that they are for."""
     pairs = [(release, has_ascend) for release in SUPPORTED for has_ascend in (False, True)]
     header = [
-        f"vLLM `{release.vllm}`" + f", vLLM-Ascend `{release.vllm_ascend}`" * has_ascend
+        f"vLLM `{release.vllm}`" + (f", vLLM-Ascend `{release.vllm_ascend}`" if has_ascend else "")
         for release, has_ascend in pairs
     ]
     rows = []
@@ -154,7 +155,7 @@ def _defaults() -> list[str]:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table; a vertical bar in a cell is escaped."""
+    """The lines of a Markdown table. Vertical bars in cells are escaped."""
     lines = [header, ["---"] * len(header), *rows]
     return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in lines]
 
@@ -164,7 +165,7 @@ def _section(name: str, default: object, text: str) -> list[str]:
 
 
 def _as_written(default: object) -> str:
-    """A default as a user would write it."""
+    """A default value as a user would write it."""
     value = default.value if isinstance(default, enum.Enum) else default
     if value is None or value == frozenset():
         return "unset"
@@ -178,7 +179,7 @@ def _text_below(cls: type) -> str:
 
 
 def _texts_below_fields(cls: type) -> dict[str, str]:
-    """The text below each field of a class, in one line; read as vLLM reads its configuration's."""
+    """The text below each field of a class, in one line. vLLM documents its fields in this form."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(definition, ast.ClassDef)
     texts = {}

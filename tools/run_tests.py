@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run every test suite in its environment, one per processor core, and add up the results.
 
-A suite is one pytest process: some paths, an interpreter, environment variables. A long folder is
-several suites, and those that took longest the last time start first, so that all cores are busy to
-the end. A suite that fails does not stop the others. What it prints is shown when it has ended.
+A suite is one pytest process with paths, an interpreter and environment variables. A long folder is
+divided into several suites. The suites that took longest in the last run start first, so that all
+cores are busy to the end. A suite that fails does not stop the others. Its output is shown when it
+has ended.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
-sys.path.append(str(Path(__file__).parent))  # which -I leaves out
+sys.path.append(str(Path(__file__).parent))  # The flag -I leaves this folder out.
 
 import preloaded
 
@@ -43,10 +44,11 @@ NOT_IN_SAMPLE = (
     "test_state_hits.py",
     "test_state_steps.py",
 )
-"""Of `tests/emulated_npu`: what serves for minutes, and only `make test-ascend` runs."""
+"""The files of `tests/emulated_npu` that take minutes. Only `make test-ascend` runs them."""
 
 MAX_SUITE_S = 2400
-"""A suite that takes longer hangs outside its tests, where pytest-timeout does not look."""
+"""The longest time of a suite. A slower one hangs outside its tests, where pytest-timeout does not
+apply."""
 
 LONG_ENGINE_FILES = (
     ("test_connector_serve.py",),
@@ -69,11 +71,12 @@ LONG_ENGINE_FILES = (
         "test_scheduler_differential.py",
     ),
 )
-"""Of `tests/engine`: what takes long. Each row has a process of its own, so that all cores are busy
-to the end; not each file, for importing vLLM takes a core ten seconds."""
+"""The files of `tests/engine` that take long. Each row is one process, so that all cores are busy
+to the end. Files share a process, because an import of vLLM takes a core ten seconds."""
 
 ON_ASCENDS_MANAGERS = (
     "engine/test_aligned_steps.py",
+    "engine/test_bound_methods.py",
     "engine/test_failed_loads.py::test_outputs_are_those_of_a_run_without_failures",
     "engine/test_fast_prefix_cache.py",
     "engine/test_hits_of_repairs.py",
@@ -82,11 +85,10 @@ ON_ASCENDS_MANAGERS = (
     "engine/test_repairs.py",
     "engine/test_retention_scheduler.py",
 )
-"""What runs once more where vLLM-Ascend has put its own managers in place."""
+"""The tests that run once more with the managers of vLLM-Ascend."""
 
 NOT_ON_OTHER_VLLMS = ("engine/test_serve_lines.py",)
-"""What is not brought over to the other supported releases of vLLM: its servers are those of the
-main one."""
+"""The files that run with the main vLLM only, because they need its servers."""
 
 QUICK_ON_EMULATED_NPU = (
     "test_backend.py",
@@ -94,7 +96,7 @@ QUICK_ON_EMULATED_NPU = (
     "test_operators.py",
     "test_streams.py",
 )
-"""Of `tests/emulated_npu`: what starts no engine, and shares a process."""
+"""The files of `tests/emulated_npu` that start no engine. They share a process."""
 
 ON_OTHER_EMULATED_NPUS = (
     "test_backend.py",
@@ -111,42 +113,41 @@ ON_OTHER_EMULATED_NPUS = (
     "test_state_steps.py",
     "test_window_blocks.py",
 )
-"""Of `tests/emulated_npu`: what runs with other releases than the main vLLM-Ascend."""
+"""The files of `tests/emulated_npu` that also run with other releases of vLLM-Ascend."""
 
 IN_EVERY_SAMPLE = ("test_settings_start.py",)
-"""Of `tests/emulated_npu`: what `make test` runs with every release, the main one and others."""
+"""The files of `tests/emulated_npu` that `make test` runs with every release."""
 
 NOT_ON_MAIN_EMULATED_NPU = ("test_states_beside_connectors.py", "test_window_blocks.py")
-"""What is about a defect of other releases."""
+"""The files about a defect that only other releases have."""
 
 ON_V2_RUNNER = ("engine/test_connector_engine.py", "engine/test_blending_engine.py")
-"""What `make test-ascend` runs with vLLM's V2 model runner, on the versions after the main one."""
+"""The files that `make test-ascend` runs with vLLM's V2 model runner, on later versions."""
 
 V2_RUNNER = {"KVEXT_RUNNER": "v2"}
-"""`support.scenarios.processes`."""
+"""The variable that selects the V2 runner, see `support.scenarios.processes`."""
 
 COMPARED_SOURCES = (
     "contract/test_fingerprints.py::test_vllm_ascend_is_as_stored",
     "contract/test_ascend_rotary.py",
 )
-"""The tests that compare the sources of vLLM-Ascend with what is counted on."""
+"""The tests that compare the sources of vLLM-Ascend with what this package relies on."""
 
 LMCACHE_FILES = (
-    ("contract", "test_fingerprints.py"),
     ("ascend", "test_lmcache_slices_on_ascend.py"),
     ("engine", "test_lmcache_engine.py"),
     ("engine", "test_serve_lines.py"),
 )
-"""Folder and file of the tests that need LMCache."""
+"""The folders and files of the tests that need LMCache."""
 
 ASCENDS_MANAGERS = {"KVEXT_MANAGERS": "ascend"}
-"""vLLM-Ascend's patches are applied to the process, and stay: `support.family`."""
+"""The variable that applies vLLM-Ascend's patches to the process for good, see `support.family`."""
 
 SAMPLE = {"KVEXT_TESTS": "sample"}
-"""No test that says little about the version: `support.sample`."""
+"""The variable that leaves out tests that say little about the version, see `support.sample`."""
 
 LONG = {"KVEXT_CASES": "all"}
-"""Every test, and all of the random cases: `support.sample`."""
+"""The variable that selects every test and all random cases, see `support.sample`."""
 
 UNIT_WITH_TORCH = (
     "unit/connector/test_host_buffer.py",
@@ -156,19 +157,19 @@ UNIT_WITH_TORCH = (
     "unit/shared_tier/test_mooncake.py",
     "unit/transfer/test_compute_fence.py",
 )
-"""Of `tests/unit`: what skips tests where there is no torch, or no Mooncake."""
+"""The files of `tests/unit` that skip tests if there is no torch or no Mooncake."""
 
 CHECKED_SAMPLE = (
     "engine/test_patching.py::test_status_of_the_real_vllm_with_retention_requested",
     "engine/test_retention_scheduler.py::test_windows_outlive_drafts_in_flight",
     "ops/test_page_transfer.py",
 )
-"""What `make check` runs of the tests that need vLLM."""
+"""The tests that need vLLM and that `make check` runs."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Paths below tests/, and where to run them."""
+    """Paths below tests/, and the environment in which they run."""
 
     name: str
     environment: str
@@ -177,19 +178,19 @@ class Suite:
 
     @property
     def imports_vllm(self) -> bool:
-        """Whether `preloaded` saves time: not for vLLM-Ascend's environments."""
+        """Whether `preloaded` saves time. It does not in the environments of vLLM-Ascend."""
         folders = ("ascend/", "benchmarks/", "engine/")
         return self.environment.startswith("vllm-") and f"{self.paths[0]}/".startswith(folders)
 
     @property
     def report(self) -> Path:
-        """pytest's report of the last run, if there was one."""
+        """The path of pytest's report of the last run. It may not exist."""
         return REPORTS / (re.sub(r"[^A-Za-z0-9.]+", "-", self.name) + ".xml")
 
 
 @dataclass(frozen=True)
 class Result:
-    """What pytest counted."""
+    """The counts of pytest."""
 
     passed: int
     failed: int
@@ -204,15 +205,15 @@ class Result:
 def suites(
     upstreams: list[str], pythons: list[str], compared_ascends: Sequence[str] = ()
 ) -> Iterator[Suite]:
-    """Every test on the main version, and on the others those that differ there.
+    """Every test on the main version, and on other versions the tests that differ there.
 
-    Short suites first.
+    Short suites come first.
 
     Args:
-        upstreams: ``<vLLM version>:<vLLM-Ascend version>`` each; the first is the main one.
-        pythons: Versions, such as ``3.12``, that have an environment without vLLM.
-        compared_ascends: Versions of vLLM-Ascend for the main vLLM, of which only what patches
-            count on is compared.
+        upstreams: Pairs ``<vLLM version>:<vLLM-Ascend version>``; the first pair is the main one.
+        pythons: Versions of Python, such as ``3.12``, that have an environment without vLLM.
+        compared_ascends: Versions of vLLM-Ascend for the main vLLM whose functions are only
+            compared with the stored fingerprints.
     """
     main_vllm, _, main_ascend = upstreams[0].partition(":")
     main_environment = f"vllm-{main_vllm}"
@@ -235,7 +236,7 @@ def suites(
             chosen: list[Suite] = []
             if folder == "ascend":
                 if not ascend_sources(ascend):
-                    continue  # for this Python there are none
+                    continue  # There is no vLLM-Ascend for this Python.
                 variables |= ASCENDS_MANAGERS
                 chosen.append(
                     Suite(f"managers, {on}", f"vllm-{vllm}", ON_ASCENDS_MANAGERS, variables)
@@ -250,13 +251,13 @@ def suites(
 
 
 def lmcache_suites(upstreams: list[str], version: str) -> Iterator[Suite]:
-    """What needs LMCache and its server, for each vLLM that has an environment with it.
+    """The tests that need LMCache and its server, for each vLLM that has an environment with it.
 
-    ``make test-lmcache`` makes them; without them the files skip among the others.
+    ``make test-lmcache`` makes these environments. Without them, the files skip in other suites.
 
     Args:
-        upstreams: As of `suites`.
-        version: Of LMCache.
+        upstreams: See `suites`.
+        version: The version of LMCache.
     """
     for number, upstream in enumerate(upstreams):
         vllm, _, ascend = upstream.partition(":")
@@ -270,7 +271,7 @@ def lmcache_suites(upstreams: list[str], version: str) -> Iterator[Suite]:
 
 
 def v2_runner_suites(upstreams: list[str]) -> Iterator[Suite]:
-    """What runs once more with vLLM's V2 model runner; arguments as of `suites`."""
+    """The tests that run once more with vLLM's V2 model runner. Arguments: see `suites`."""
     for upstream in upstreams[1:]:
         vllm = upstream.partition(":")[0]
         for path in ON_V2_RUNNER:
@@ -279,21 +280,24 @@ def v2_runner_suites(upstreams: list[str]) -> Iterator[Suite]:
 
 
 def emulated_npu_suites(upstreams: list[str], is_sample: bool = False) -> Iterator[Suite]:
-    """What runs vLLM-Ascend whole, in its environment: each file with engines in its own process.
+    """The tests of the whole vLLM-Ascend. Each file that starts engines has its own process.
 
     Args:
-        upstreams: As of `suites`.
-        is_sample: What `make test` has time for; all of it is `make test-ascend`.
+        upstreams: See `suites`.
+        is_sample: Whether to take only the files for which `make test` has time. `make test-ascend`
+            runs all files.
     """
     for upstream in upstreams:
         ascend = upstream.rpartition(":")[2]
         is_main = upstream == upstreams[0]
         files = []
         for file in sorted(path.name for path in (TESTS / "emulated_npu").glob("test_*.py")):
-            is_elsewhere = (
-                file in NOT_ON_MAIN_EMULATED_NPU if is_main else file not in ON_OTHER_EMULATED_NPUS
-            )
-            is_left_out = file in NOT_IN_SAMPLE if is_main else file not in IN_EVERY_SAMPLE
+            if is_main:
+                is_elsewhere = file in NOT_ON_MAIN_EMULATED_NPU
+                is_left_out = file in NOT_IN_SAMPLE
+            else:
+                is_elsewhere = file not in ON_OTHER_EMULATED_NPUS
+                is_left_out = file not in IN_EVERY_SAMPLE
             if not is_elsewhere and not (is_sample and is_left_out):
                 files.append(file)
         quick = tuple(file for file in files if file in QUICK_ON_EMULATED_NPU)
@@ -309,14 +313,15 @@ def emulated_npu_suites(upstreams: list[str], is_sample: bool = False) -> Iterat
 
 
 def checks(upstreams: list[str]) -> Iterator[Suite]:
-    """What is worth running after every change: a part of `suites`, on the main version.
+    """The tests to run after every change: a part of `suites` on the main version.
 
-    Short suites first.
+    Short suites come first.
     """
     main_vllm, _, main_ascend = upstreams[0].partition(":")
-    environment, variables = f"vllm-{main_vllm}", ascend_sources(main_ascend)
+    environment = f"vllm-{main_vllm}"
+    variables = ascend_sources(main_ascend)
     yield Suite("contract", environment, ("contract",), variables)
-    # Mooncake's servers take 40 s, and most of that they wait.
+    # The tests with Mooncake's servers take 40 s, and wait most of the time.
     servers = TESTS / "unit" / "shared_tier" / "test_mooncake.py"
     without_servers = {"PYTEST_ADDOPTS": f"--ignore={servers}"}
     yield Suite("unit", environment, ("unit",), variables | without_servers)
@@ -324,7 +329,7 @@ def checks(upstreams: list[str]) -> Iterator[Suite]:
 
 
 def engine_rows(suite: Suite) -> Iterator[Suite]:
-    """The suite of `tests/engine` as one per row of long files, and one of the others."""
+    """Divide the suite of `tests/engine`: one suite per row of long files, and one for the rest."""
     rest = {file.name for file in (TESTS / "engine").glob("test_*.py")}
     for row in LONG_ENGINE_FILES:
         rest -= {*row}
@@ -334,7 +339,10 @@ def engine_rows(suite: Suite) -> Iterator[Suite]:
 
 
 def longest_first(chosen: list[Suite]) -> list[Suite]:
-    """By the last run's reports; those that have none come first, the last named ahead."""
+    """Sort suites by the duration in the last run's reports, the longest first.
+
+    Suites without a report come before all others, in reversed order.
+    """
 
     def last_duration_s(suite: Suite) -> float:
         if not suite.report.exists():
@@ -346,7 +354,7 @@ def longest_first(chosen: list[Suite]) -> list[Suite]:
 
 
 def ascend_sources(version: str) -> dict[str, str]:
-    """The variable by which tests find vLLM-Ascend; without it they skip."""
+    """The variable with the sources of vLLM-Ascend. Tests that need them skip without it."""
     folder = ROOT / ".venv" / f"vllm-ascend-{version}"
     return {"KVEXT_ASCEND_SOURCES": str(folder)} if (folder / "vllm_ascend").is_dir() else {}
 
@@ -355,29 +363,33 @@ def run(suite: Suite, sockets: Mapping[str, str]) -> Result:
     """Run one suite.
 
     Args:
-        sockets: Of `preloaded`, by environment.
+        suite: The suite.
+        sockets: The sockets of `preloaded`, by environment.
     """
     report = suite.report
     report.unlink(missing_ok=True)
     pytest = [
-        *("-m", "pytest", "--quiet"),
-        *(f"--junitxml={report}", "--override-ini=junit_family=xunit1"),
+        "-m",
+        "pytest",
+        "--quiet",
+        f"--junitxml={report}",
+        "--override-ini=junit_family=xunit1",
         *(str(TESTS / path) for path in suite.paths),
     ]
     started_s = time.monotonic()
-    # Two releases of vLLM that share a cache overwrite what the other one has found out about a
-    # model, and every engine that starts finds it out again.
+    # Each release has its own cache. Two releases of vLLM in one cache would overwrite each other's
+    # results of inspecting a model, and every engine would inspect the model again.
     cache = {"VLLM_CACHE_ROOT": str(ROOT / "out" / "cache" / suite.environment)}
     environ = {**preloaded.ENVIRON, **os.environ, **cache, **suite.variables}
-    # Into a file: a child that outlives the suite would keep a pipe open.
+    # The output goes to a file, because a child that outlives the suite would keep a pipe open.
     log = report.with_suffix(".txt")
     socket = sockets.get(suite.environment) if suite.imports_vllm else None
     if socket is not None:
         environ[preloaded.VARIABLE] = socket
-    # Not in the checkout, so that neither do the processes which tests start import from it.
+    # The suite does not run in the checkout, so that processes of tests do not import from it.
     program = preloaded.Program(pytest, environ, str(REPORTS), str(log))
-    # -I keeps the checkout, the user's packages and PYTHONPATH out: the installed package is what
-    # is tested.
+    # The flag -I leaves out the checkout, the user's packages and PYTHONPATH, so that the installed
+    # package is tested.
     interpreter = (str(ROOT / ".venv" / suite.environment / "bin" / "python"), "-I")
     try:
         exit_code = preloaded.run_either_way(program, MAX_SUITE_S, interpreter, socket)
@@ -392,7 +404,7 @@ def run(suite: Suite, sockets: Mapping[str, str]) -> Result:
 
 
 def read_report(report: Path, exit_code: int, duration_s: float) -> Result:
-    """Count from pytest's report; a suite that ended badly counts at least one failure."""
+    """Read the counts of pytest's report. A suite that ended badly has at least one failure."""
     if not report.exists():
         return Result(0, 1, 0, duration_s)
     counts = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
@@ -426,7 +438,7 @@ def print_totals(results: dict[str, Result], duration_s: float, num_processes: i
     total = lines["all"]
     busy = total.duration_s / (duration_s * num_processes)
     print(f"{duration_s:.0f} s, {num_processes} at a time, busy {busy:.0%} of the time")
-    # On a line of its own, in the words of pytest.
+    # The last line has the form of pytest's own summary.
     print(f"{total.passed} passed, {total.failed} failed, {total.skipped} skipped")
 
 
@@ -468,7 +480,7 @@ def main() -> int:
         }
         try:
             results = {suite.name: running[suite.name].result() for suite in chosen}
-        finally:  # Of an interrupt: what waits does not start any more.
+        finally:  # After an interrupt, waiting suites do not start any more.
             executor.shutdown(wait=False, cancel_futures=True)
     print_totals(results, time.monotonic() - started_s, num_processes)
     return 0 if results and all(result.is_green for result in results.values()) else 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m vllm_ascend_kvext``: what the package does here, and why not."""
+"""``python -m vllm_ascend_kvext``: commands that show what the package does on this machine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _COMMANDS = {
     "check-model": "ask a model whether its segments may be reused by blending",
     "collect-env": "what to attach to a bug report",
     "fingerprint": "compare the source of upstream's functions with the stored source fingerprints",
+    "ledger": "which ids of patches are free",
 }
 _PROGRAM = "python -m vllm_ascend_kvext"
 
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see `command --help`")
     parsed = parser.parse_args(arguments)
 
-    # Only the module that is asked for: collect-env has to work where others cannot be imported.
+    # Only the module of the command is imported. collect-env must work even if others do not
+    # import.
     name = parsed.command.replace("-", "_")
     command = importlib.import_module(f"vllm_ascend_kvext.commands.{name}")
     subparser = argparse.ArgumentParser(

@@ -99,14 +99,31 @@ def require_cpus(cpus: Sequence[int], niceness: int = 0) -> None:
 def describe() -> Description:
     """The version, the instruction sets this CPU has kernels for, and the kernels used."""
 
-ReasonTuple = tuple[int, int, int]
-"""Origin, step, and how often it has been resumed from."""
+Boundary = tuple[int, int, int]
+"""Tokens, origin and step: see ``vllm_ascend_kvext.retention.reasons``."""
+
+GroupRun = tuple[int, int, int]
+"""The place of a group, sparse ones first, and the first block and the stop of a run."""
+
+class Geometry:
+    """`HitGeometry` and the grid of a policy, as tables: ``csrc/retention/geometry.h``."""
+
+    def __init__(self, tables: dict[str, Any]) -> None: ...
+    def lasting_boundaries(
+        self, plan: Sequence[Boundary], after_tokens: int, upto_tokens: int
+    ) -> list[Boundary]:
+        """Boundaries in ``(after_tokens, upto_tokens]`` that are planned or on the grid, ascending.
+
+        Args:
+            plan: Ascending. A planned boundary on the grid keeps its reason.
+        """
 
 class RetainedCache:
     """The checkpoints of one block pool: ``csrc/retention/retained_cache.h``.
 
-    What nothing needs is reallocated first; where that runs short, the least worthy checkpoint
-    gives its blocks up. See ``csrc/retention/checkpoint_tree.h`` and ``eviction_order.h``.
+    Blocks that nothing needs are reallocated first. Where they run short, the least worthy
+    checkpoint gives its blocks up: see ``csrc/retention/checkpoint_tree.h`` and
+    ``eviction_order.h``.
     """
 
     def __init__(
@@ -114,10 +131,12 @@ class RetainedCache:
         blocks: list[Any],
         head: Any,
         tail: Any,
-        geometry: Any,
-        sparse_groups: list[Any],
-        full_groups: list[Any],
-        has_events: bool,
+        hash_block_tokens: int,
+        geometry: Geometry,
+        sparse_groups: Sequence[Any],
+        full_groups: Sequence[Any],
+        quiet_sparse_groups: Sequence[bool],
+        quiet_full_groups: Sequence[bool],
     ) -> None:
         """Take over the order of a pool's free blocks, of which none is cached.
 
@@ -125,9 +144,12 @@ class RetainedCache:
             blocks: Every block, each at the place of its id.
             head: The end of the free queue before the first block.
             tail: The end of the free queue behind the last block.
-            geometry: See `geometry_tables`.
-            sparse_groups: See `group_tables`.
-            full_groups: See `group_tables`.
+            hash_block_tokens: Tokens per hash of a request.
+            sparse_groups: Of `ManagedGroup`.
+            full_groups: Of `ManagedGroup`.
+            quiet_sparse_groups: Whether a sparse group is quiet: neither an event nor upstream's
+                books tell what of it is cached.
+            quiet_full_groups: The same of full-attention groups.
 
         Raises:
             TypeError: These are not upstream's blocks as they are known.
@@ -153,28 +175,18 @@ class RetainedCache:
     def note_uncached(self, freed: list[Any]) -> None:
         """Blocks that are not cached were put at the front of the free queue, in this order."""
 
-    @property
-    def rates(self) -> UseRates:
-        """What its checkpoints have turned out to be worth."""
-
-    def num_needs(self, block_id: int) -> int:
-        """How many runs and tails of checkpoints, and running requests, need a block."""
-
-    def surplus(self) -> list[int]:
-        """Ids of the free blocks that nothing needs, in the order of their reallocation."""
-
     def counts(self) -> tuple[int, int, int, int]:
         """Checkpoints there are, were kept, were evicted; hits at junctions."""
 
-    @property
-    def clock_pools(self) -> float:
-        """Pools that have been cached for checkpoints so far."""
-
-    def describe(self) -> list[dict[str, Any]]:
-        """All checkpoints, for tests and reports."""
-
 class RetainedRequest:
-    """What one request has cached: ``csrc/retention/retained_request.h``."""
+    """What one request has cached: ``csrc/retention/retained_request.h``.
+
+    A step is begun, its runs are cached, and it is ended. A step that was begun and not ended is
+    begun once more.
+
+    Methods that are given a key table raise `TypeError` where upstream's objects are not as they
+    are known, and `IndexError` where a full block has no hash; then nothing has been cached.
+    """
 
     cached_tokens: int
 
@@ -182,61 +194,85 @@ class RetainedRequest:
     @property
     def holds_blocks(self) -> bool: ...
     @property
-    def boundary_tokens(self) -> int: ...
-    @property
     def next_event_tokens(self) -> int: ...
+    def find_prefixes(
+        self, key_table: Any, hit_tokens: int, num_prompt_tokens: int
+    ) -> tuple[list[int], int]:
+        """What earlier requests have computed of a prompt.
+
+        Returns:
+            Per full-attention group, up to which token the prompt is cached; the longest boundary
+            of the prompt past the hit whose checkpoint was evicted, 0 if there is none.
+        """
+
     def admit(self, key_table: Any) -> int:
         """The request has got blocks; returns the tokens that it need not compute."""
 
-    def find_shared(self, key_table: Any, hit_tokens: int, num_prompt_tokens: int) -> list[int]:
-        """Per full-attention group, up to which token the prompt is cached."""
-
-    def find_evicted(self, after_tokens: int, upto_tokens: int) -> int:
-        """The longest boundary of the prompt whose checkpoint was evicted; 0 if there is none."""
-
-    def want(self, boundary_tokens: int) -> None:
-        """It would have resumed at a boundary that is gone."""
-
-    def set_plan(
-        self, plan: list[tuple[int, int, int]], stops_tokens: list[int], replay_tokens: int
+    def plan(
+        self,
+        plan: Sequence[Boundary],
+        rungs: Sequence[tuple[int, int]],
+        stops_tokens: Sequence[int],
+        replay_tokens: int,
     ) -> None:
-        """Boundaries to keep: tokens, origin and step of each, sorted by tokens.
+        """Plan which boundaries to keep.
 
         Args:
-            stops_tokens: Those at which a prefill step is to end, ascending.
+            plan: Ascending. A boundary that is wanted is gone, and should have stayed.
+            rungs: Rung and tokens of boundaries that no request asked for. They are planned where
+                they turn out useful.
+            stops_tokens: Boundaries at which a prefill step is to end, ascending.
+            replay_tokens: Where a request with the same prompt resumes.
         """
 
     def next_stop_tokens(self, computed_tokens: int) -> int | None:
         """The first of these past what is computed."""
 
-    def cache(self, retention: Any, num_computed_tokens: int) -> None:
-        """See `CheckpointRetention.cache`."""
+    def begin_step(
+        self, key_table: Any, num_computed_tokens: int, num_tokens: int
+    ) -> list[GroupRun] | None:
+        """Begin a step.
 
-    def before_skip(self, retention: Any, total_computed_tokens: int, is_settled: bool) -> int:
-        """See `CheckpointRetention.before_skip`."""
+        Returns:
+            Which runs upstream's functions are to cache now, in their order: those of groups that
+            are not quiet. None where there is nothing to do at all.
+        """
 
-    def release(self, retention: Any, computed_tokens: int, own_tokens: int) -> None:
-        """Settle what it leaves behind.
+    def begin_last_step(
+        self, key_table: Any, computed_tokens: int, own_tokens: int
+    ) -> list[GroupRun] | None:
+        """Begin the last step, before the request's blocks are freed.
 
         Args:
             computed_tokens: What it really computed.
-            own_tokens: As far as who comes back reads.
+            own_tokens: Up to which token a request that extends it, or resumes it, reads.
+
+        Returns:
+            As `begin_step`; None where it holds no blocks.
         """
 
-    def held_blocks(self) -> list[int]:
-        """Ids of blocks that have left a window and that a coming checkpoint needs."""
+    def cache_quiet_runs(self, key_table: Any) -> None:
+        """Cache the step's runs of quiet groups."""
 
-class UseRates:
-    """How useful checkpoints turn out: ``csrc/retention/use_rates.h``. Ages are in pools."""
+    def end_step(self, key_table: Any) -> None:
+        """Keep the boundaries that are complete, now that the runs are cached.
 
-    def is_worth_trying(self, reason: ReasonTuple) -> bool:
-        """Whether to leave one more checkpoint that nobody asked for."""
+        Raises:
+            RuntimeError: Runs of quiet groups are not cached yet.
+        """
 
-    def expected_uses(self, reason: ReasonTuple) -> float: ...
-    def uses_per_pool(self, reason: ReasonTuple, age_pools: float) -> float: ...
-    def count_eviction(self, reason: ReasonTuple) -> None: ...
-    def note_age(self, reason: ReasonTuple, age_pools: float, seen_ages: int) -> int:
-        """Count a checkpoint that has grown so old unused; returns how many ages it was seen at."""
+    def end_last_step(self, key_table: Any) -> list[Any]:
+        """Keep the boundaries that are complete; returns blocks to be uncached."""
 
-    def count_use(self, reason: ReasonTuple, age_pools: float, seen_ages: int) -> None: ...
-    def count_missed_use(self, reason: ReasonTuple, age_pools: float, seen_ages: int) -> None: ...
+    def settled_tokens(self, total_tokens: int) -> int:
+        """Computed tokens without those of steps in flight, which may be rejected."""
+
+    def before_skip(
+        self, total_tokens: int, is_settled: bool, skipped_tokens: Sequence[int] = ...
+    ) -> int:
+        """See `CheckpointRetention.before_skip`.
+
+        Args:
+            skipped_tokens: Per sparse group, how many tokens no computation reads any more; not
+                needed where all managers are upstream's.
+        """

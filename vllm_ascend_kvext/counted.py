@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters of an engine that become metrics: declared once, as annotated fields of a dataclass.
+"""Turns counters of an engine into metrics. A counter is declared once, as a field of a dataclass.
 
     hits: Annotated[int, Counted("Requests that hit.")] = 0
 
-A `MetricTable` is read from such a class. It makes reports of its objects, adds reports up, and
-registers the metrics with the classes of a stat logger. A report is flat, plain data that any
-serializer takes: by key, what counters have gained since the last report, and what gauges say. A
-counter that it leaves out has gained nothing.
+A `MetricTable` is made from such a class. It makes reports of objects of the class, adds reports
+up, and registers the metrics with the classes of a stat logger. A report is flat, plain data that
+any serializer takes. For each key it has what a counter has gained since the last report, or the
+value of a gauge. A counter that is not in a report has gained nothing.
 """
 
 from __future__ import annotations
@@ -26,20 +26,30 @@ PREFIX = "vllm:kvext_"
 
 
 class Counted(NamedTuple):
-    """What is said of a field. With a label, a field that is a dict has a value for each key."""
+    """The declaration of a metric, as the note of a field.
 
-    documentation: str  # For Prometheus; empty if another field of the same metric has it.
+    Attributes:
+        documentation: The text for Prometheus; empty if another field of the same metric has it.
+        label: The name of the label. A field that is a dict has one label value per key.
+        value: The label value of this field, if several fields share the metric.
+        name: The name of the metric; if empty, it is the prefix and the name of the field.
+        is_gauge: Whether the metric is a gauge, and not a counter.
+    """
+
+    documentation: str
     label: str = ""
-    value: str = ""  # Of the label, where fields share a metric.
-    name: str = ""  # Of the metric, where it is not that of the field behind a prefix.
+    value: str = ""
+    name: str = ""
     is_gauge: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric, with a value for each value of its label; see `Counted`.
+    """One metric, which has one value per label value; see `Counted`.
 
-    The name has neither prefix nor suffix. Without a label there are no label values.
+    Attributes:
+        name: The name without the prefix and suffix that Prometheus shows.
+        label_values: The values of the label; empty for a metric without a label.
     """
 
     name: str
@@ -50,15 +60,15 @@ class Metric:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What its values are called in a report."""
+        """The keys of its values in a report."""
         return tuple(f"{self.name}.{value}" for value in self.label_values) or (self.name,)
 
 
 class MetricTable:
     """The metrics of a class of counters, and of its parts.
 
-    A field whose type is such a class is a part; its note is what the names of the part's metrics
-    begin with. No two parts share a metric. Dicts have all keys from the start.
+    A field whose type is such a class is a part. Its note is the prefix of the names of the part's
+    metrics. No two parts share a metric. A field that is a dict has all its keys from the start.
     """
 
     def __init__(self, cls: type, prefix: str = "") -> None:
@@ -79,21 +89,24 @@ class MetricTable:
                 continue
             name = note.name or prefix + key
             factory: Any = factories[key]
-            words = (note.value,) if factory is MISSING else tuple(map(_word, factory()))
-            words *= bool(note.label)
-            metric = Metric(name, note.documentation, note.label, words, note.is_gauge)
+            label_values: tuple[str, ...] = ()
+            if note.label and factory is MISSING:
+                label_values = (note.value,)
+            elif note.label:
+                label_values = tuple(map(_word, factory()))
+            metric = Metric(name, note.documentation, note.label, label_values, note.is_gauge)
             self._readers.append((attrgetter(path + key), metric.keys))
             known = self._metrics.get(name)
             if known is not None:
-                metric = replace(known, label_values=known.label_values + words)
+                metric = replace(known, label_values=known.label_values + label_values)
             self._metrics[name] = metric
 
     def is_gauge(self, key: str) -> bool:
-        """Whether a key of a report is that of a gauge."""
+        """Whether a key of a report belongs to a gauge."""
         return key in self._gauge_keys
 
     def values(self, counters: Any) -> list[Number]:
-        """All values, in the order of their keys. Called once per step."""
+        """All values, in the order of their keys. The scheduler calls this once per step."""
         values: list[Number] = []
         for read, _ in self._readers:
             value = read(counters)
@@ -104,13 +117,16 @@ class MetricTable:
         return values
 
     def report(self, values: Iterable[Number], reported: Iterable[Number] = ()) -> Report:
-        """What counters have gained since some values were reported, and all gauges.
+        """Make a report.
 
-        Without these, everything, zeros included.
+        Args:
+            values: The current values, in the order of their keys.
+            reported: The values of the last report. The new report has the gains of counters since
+                then, and all gauges. Without them it has all values, zeros included.
         """
         if not reported:
             return dict(zip(self._keys, values, strict=True))
-        # Gauges are in every report: if one is lost on its way, the next makes up for it.
+        # Every report has all gauges. If a report is lost, the next one has the value again.
         return {
             key: value if key in self._gauge_keys else value - before
             for key, value, before in zip(self._keys, values, reported, strict=True)
@@ -131,8 +147,9 @@ class MetricTable:
     ) -> Callable[[Mapping[str, Number], int], None]:
         """Register the metrics with the classes of a stat logger, which may be Ray's.
 
-        Returns a function that adds a report of an engine. Keys of another release, of an engine on
-        another machine, are left out.
+        Returns:
+            A function that adds the report of one engine. An engine on another machine may run
+            another release; the function ignores keys that this release does not have.
         """
         updates: dict[int, dict[str, Callable[[Number], None]]] = {
             engine: {} for engine in labels_of_engines
@@ -141,7 +158,7 @@ class MetricTable:
             named: dict[str, Any] = {
                 "name": PREFIX + metric.name,
                 "documentation": metric.documentation,
-                "labelnames": [*labelnames, *([metric.label] if metric.label else [])],
+                "labelnames": [*labelnames, metric.label] if metric.label else [*labelnames],
             }
             if metric.is_gauge:
                 parent = gauge_cls(**named, multiprocess_mode="mostrecent")
@@ -149,8 +166,8 @@ class MetricTable:
                 parent = counter_cls(**named)
             for engine, labels in labels_of_engines.items():
                 for key, value in zip(metric.keys, metric.label_values or (None,), strict=True):
-                    # Prometheus shows it from the start.
-                    child = parent.labels(*labels, *([value] if value else []))
+                    # A child that exists is shown by Prometheus even if nothing was counted.
+                    child = parent.labels(*labels, value) if value else parent.labels(*labels)
                     updates[engine][key] = child.set if metric.is_gauge else child.inc
 
         def observe(report: Mapping[str, Number], engine: int) -> None:
@@ -162,19 +179,19 @@ class MetricTable:
 
 
 class Reporting:
-    """What a class of counters inherits, and its ``metrics`` are set once it is there."""
+    """The base of a class of counters. Its ``metrics`` are set once the class exists."""
 
     metrics: ClassVar[MetricTable]
     _reported: Sequence[Number] = ()
 
     def totals(self) -> Report:
-        """Everything counted so far, zeros included: a copy."""
+        """All values so far, zeros included, as a copy."""
         return self.metrics.report(self.metrics.values(self))
 
     def take(self) -> Report:
         """What counters have gained since the last call, and all gauges; empty if nothing changed.
 
-        Called once per scheduler step, in most of which nothing has.
+        The scheduler calls this once per step. In most steps nothing has changed.
         """
         values = self.metrics.values(self)
         reported = self._reported or [0] * len(values)
@@ -183,7 +200,7 @@ class Reporting:
 
 
 def zeros(keys: Iterable[Any]) -> dict[Any, Any]:
-    """A counter for each of some keys."""
+    """A dict with a counter for each key."""
     return dict.fromkeys(keys, 0)
 
 

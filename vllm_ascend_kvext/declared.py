@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a dataclass declares of its fields: type, default and a note.
+"""Reads what a dataclass declares about its fields: type, default and a note.
 
     count: Annotated[int, a_note] = 3
     \"\"\"What it does.\"\"\"
 
-So settings and options are declared once. ``tools/render_docs.py`` reads the text below each field.
+Settings and options are declared only once in this form. ``tools/render_docs.py`` reads the text
+below each field.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hi
 
 
 class Declared(NamedTuple):
-    """One field; the note is what ``Annotated`` adds to its type."""
+    """One field. The note is what ``Annotated`` adds to its type."""
 
     key: str
     kind: Any
@@ -36,6 +37,6 @@ def declared(cls: type) -> tuple[Declared, ...]:
 
 
 def did_you_mean(found: object, known: Iterable[str]) -> str:
-    """A question with the nearest known word, behind a space; empty if none is near."""
+    """A question with the most similar known word, after a space; empty if no word is similar."""
     nearest = difflib.get_close_matches(str(found), list(known), n=1)
     return f" Did you mean {nearest[0]}?" if nearest else ""

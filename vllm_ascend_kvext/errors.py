@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exceptions of this package; nothing else is raised on purpose."""
+"""The exceptions of this package. It raises no other errors on purpose."""
 
 
 class KvextError(Exception):
-    """Base class. A message says what, where, expected, found and the remedy."""
+    """The base class. A message names what, where, expected, found and the remedy."""
 
 
 class SettingsError(KvextError, ValueError):
@@ -11,26 +11,29 @@ class SettingsError(KvextError, ValueError):
 
 
 class PatchError(KvextError, RuntimeError):
-    """A feature cannot be installed into the upstream at hand; nothing of it is in place."""
+    """A feature cannot be installed into this upstream. None of its patches is in place."""
 
 
 class FingerprintError(KvextError, LookupError):
-    """A function's source cannot be found, so that there is nothing to compare."""
+    """The source of a function cannot be found, so it cannot be compared."""
 
 
 class CompiledModuleError(KvextError, RuntimeError):
-    """The compiled module is missing, does not load, or is not that of this package."""
+    """The compiled module is missing, does not load, or belongs to another version."""
 
 
 class LMCacheError(KvextError):
-    """LMCache's connector and its server cannot work together as they are.
+    """LMCache is not the one whose connector was read, or the layout of KV cannot be named.
 
     Args:
+        expected: What was expected.
+        found: What was found.
         remedy: What to do, as sentences without the last full stop.
     """
 
     def __init__(self, expected: str, found: str, remedy: str) -> None:
-        # All of them, in order: an exception that crosses a process is made again of its ``args``.
+        # An exception that crosses a process boundary is made again from its ``args``, so these are
+        # all arguments in order.
         super().__init__(expected, found, remedy)
 
     def __str__(self) -> str:
@@ -39,14 +42,14 @@ class LMCacheError(KvextError):
 
 
 class GroupError(KvextError, ValueError):
-    """A KV cache group contradicts itself, or is not understood.
+    """A KV cache group contradicts itself, or is not supported.
 
     The message names the layer or group, both numbers and the remedy.
     """
 
 
 class LayoutError(GroupError):
-    """The KV cache config and the registered tensors contradict each other, or are not understood.
+    """The KV cache config and the registered tensors contradict each other, or are not supported.
 
     The message names the layer or group, both numbers and the remedy.
     """
@@ -57,16 +60,16 @@ class TokenRangeError(KvextError, ValueError):
 
 
 class SegmentError(KvextError, ValueError):
-    """What a request says of its segments is wrong, or a segment cannot be stored or placed."""
+    """A request describes its segments wrongly, or a segment cannot be stored or placed."""
 
 
 class BlendingError(KvextError, ValueError):
-    """Segments of this model, or in pages as these are, cannot be reused."""
+    """The segments of this model, or segments in pages of this form, cannot be reused."""
 
 
 class TierError(KvextError, ValueError):
-    """A call that does not fit what the tier holds; nothing has changed."""
+    """A call does not fit what the tier holds; nothing has changed."""
 
 
 class ConnectorError(KvextError):
-    """The connector cannot work with this configuration, or was used out of order."""
+    """The connector cannot work with this configuration, or was called in the wrong order."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The features: what a user asks for or switches off, and what is built on what.
+"""Lists the features that a user can request or switch off, and the order of their installation.
 
-Knows no patch and no variable: `vllm_ascend_kvext.patches` says what a feature consists of,
-`vllm_ascend_kvext.settings` how one asks for it.
+The module knows no patch and no variable. `vllm_ascend_kvext.patches` declares the patches of a
+feature, and `vllm_ascend_kvext.settings` the variable that requests it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from vllm_ascend_kvext.patching.declaration import Feature
 
 ALIGNED_STEPS = Feature("aligned-steps", default_on=True)
-"""Installed before retention, which shortens the steps that this repair has aligned."""
+"""It is installed before retention, which shortens the steps that this repair has aligned."""
 
 REPAIRS = (
     Feature("trim-full-groups", default_on=True),
@@ -29,19 +29,19 @@ REPAIRS = (
     Feature("multi-connector-handshakes", default_on=True),
     ALIGNED_STEPS,
 )
-"""Defects of upstream that are repaired without being asked for, each on its own."""
+"""Repairs of upstream defects. They are on by default, and independent of each other."""
 
 FAST_PREFIX_CACHE = Feature("fast-prefix-cache")
-"""Changes no decision. Innermost: what others do differently wraps what it does faster."""
+"""It changes no decision. It is installed first, so that other features wrap its functions."""
 
 CONNECTOR = Feature("connector", default_on=True)
-"""Changes nothing in an engine that is started without KvextConnector."""
+"""It changes nothing in an engine that is started without KvextConnector."""
 
 LMCACHE = Feature("lmcache", default_on=True)
-"""Changes nothing in an engine that is started without LMCacheMPConnector."""
+"""It changes nothing in an engine that is started without LMCacheMPConnector."""
 
 DEFAULTS = (*REPAIRS, CONNECTOR, LMCACHE)
-"""What is on without being asked for, and can be left out by name."""
+"""The features that are on by default, and that a user can leave out by name."""
 
 FEATURES = (
     FAST_PREFIX_CACHE,
@@ -49,10 +49,10 @@ FEATURES = (
     Feature("retention", requires=("trim-full-groups", "preempted-in-step")),
     *(each for each in DEFAULTS if each is not ALIGNED_STEPS),
 )
-"""All of them, in the order of installation: the wrappers of a later one lie outside."""
+"""All features, in the order of installation. The wrappers of a later feature lie outside."""
 
 
 def with_requirements(names: Iterable[str], features: Iterable[Feature]) -> frozenset[str]:
-    """These features and those that they require, which require nothing themselves."""
+    """Some features and the features that they require. A required feature requires no other."""
     asked = frozenset(names)
     return asked.union(*(feature.requires for feature in features if feature.name in asked))

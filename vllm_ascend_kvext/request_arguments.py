@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what a request says in ``SamplingParams.extra_args``, which is ``vllm_xargs`` over HTTP.
+"""Reads the arguments of a request in ``SamplingParams.extra_args`` (``vllm_xargs`` over HTTP).
 
-Which JSON values an endpoint takes there differs: ``/v1/completions`` refuses lists, and
-``/v1/chat/completions`` lists of lists. Both take text, so every value may also be JSON text.
+Endpoints accept different JSON values there: ``/v1/completions`` refuses lists, and
+``/v1/chat/completions`` refuses lists of lists. Both accept text, so every value may be JSON text.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_TEXT_CHARACTERS = 1 << 18
-"""Of JSON text. An argument is decoded on the scheduler's thread: this takes some milliseconds."""
+"""The longest JSON text that is decoded. The scheduler's thread decodes it in some milliseconds."""
 
 _MAX_SHOWN = 100
-"""Characters of what a client has sent."""
+"""The most characters of a client's value that a message shows."""
 
 MAX_REMEMBERED = 1024
-"""Requests with several answers of which something was said, the newest ones."""
+"""How many requests with several answers are remembered, the newest ones."""
 
 _ANSWER = re.compile("[0-9]+_(.+)", re.DOTALL)
 _answered: dict[tuple[str, str], None] = {}
-"""Arguments and ids of requests with several answers, the newest last."""
+"""Pairs of an argument and the id of a request with several answers, the newest last."""
 
 
 def read_argument(extra_args: Mapping[str, Any] | None, name: str) -> Any:
     """The value of an argument; None if a request does not have it.
 
-    JSON text is decoded. Text that is something else, or longer than `MAX_TEXT_CHARACTERS`, is
-    returned as it is: whoever expects a list or a number refuses it.
+    JSON text is decoded. Other text, and text longer than `MAX_TEXT_CHARACTERS`, is returned
+    unchanged. A caller that expects a list or a number refuses it.
     """
     value = (extra_args or {}).get(name)
     if isinstance(value, str) and len(value) <= MAX_TEXT_CHARACTERS:
@@ -54,25 +54,25 @@ def truth_of(value: Any) -> bool | None:
 
 
 def is_integer(value: object) -> bool:
-    """Whether a value is a whole number and no truth value."""
+    """Whether a value is an integer, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def shown(value: object) -> str:
-    """What a client has sent, for people: it may be anything."""
+    """The text of a client's value for a message. The value may be anything."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # A number of thousands of digits, or very deep.
+    except (ValueError, RecursionError):  # The number is very long, or the list is very deep.
         return f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def is_first_answer(argument: str, request_id: str) -> bool:
-    """Whether nothing has been said so far of an argument of the request that this answers.
+    """Whether a message about an argument is the first one for all answers to one request.
 
-    vLLM makes a request of each of ``n`` answers: their ids are numbers before one id, which ends
-    in a random part. Where a client has chosen such ids itself, and vLLM is told to leave them as
-    they are, less is said.
+    vLLM makes ``n`` requests for ``n`` answers. Each id is a number, an underscore, and the id of
+    the original request, which ends in a random part. If clients choose such ids themselves, and
+    vLLM keeps them unchanged, some messages are left out.
     """
     found = _ANSWER.fullmatch(request_id)
     if found is None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every environment variable of this package: its default, its values and what they do.
+"""Declares every environment variable of this package: its default, its values and their effect.
 
-The fields of `Settings` are the one declaration, see ``declared``. Knows nothing of vLLM: whether a
-retention interval suits a model is decided at engine start, where the unit of its prefix-cache hits
-is known.
+The fields of `Settings` are the only declaration, see ``declared``. The module knows nothing of
+vLLM. Whether a retention interval suits a model is checked when the engine starts, because the unit
+of the model's prefix-cache hits is known there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ RETENTION_VARIABLE = f"{OWN_PREFIX}RETENTION"
 FAST_PREFIX_CACHE_VARIABLE = f"{OWN_PREFIX}FAST_PREFIX_CACHE"
 BUNDLE_VARIABLE = f"{OWN_PREFIX}BUNDLE"
 ASCEND_KERNEL_VARIABLE = f"{OWN_PREFIX}ASCEND_KERNEL"
-LMCACHE_KEYS_VARIABLE = f"{OWN_PREFIX}LMCACHE_KEYS"
 RETENTION_INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 
 
@@ -38,7 +37,7 @@ class Mode(enum.Enum):
 
 
 class Switch(enum.Enum):
-    """A feature that is implied by others, unless the user says what is to be."""
+    """The values of a feature that other features switch on, unless the user decides."""
 
     OFF = "0"
     ON = "1"
@@ -46,7 +45,7 @@ class Switch(enum.Enum):
 
 
 class Retention(enum.Enum):
-    """Who decides which boundaries stay in the prefix cache."""
+    """Which policy decides what stays in the prefix cache."""
 
     INTERVAL = "interval"
     ADAPTIVE = "adaptive"
@@ -56,7 +55,7 @@ HOW_TO_ASK = {
     "retention": f"{RETENTION_VARIABLE}={Retention.ADAPTIVE.value}",
     FAST_PREFIX_CACHE.name: f"{FAST_PREFIX_CACHE_VARIABLE}={Switch.ON.value}",
 }
-"""For each feature that is off unless it is asked for: a setting that asks for it."""
+"""By the name of each feature that is off by default: a setting that requests it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,51 +68,43 @@ class Settings:
 
     disabled: Annotated[frozenset[str], DISABLE_VARIABLE] = frozenset()
     """Repairs of upstream defects to leave out, separated by commas: {repairs}. `connector` leaves
-    out KvextConnector: vLLM does not know it then. `lmcache` leaves LMCacheMPConnector as LMCache
+    out KvextConnector, so vLLM does not know it. `lmcache` leaves LMCacheMPConnector as LMCache
     has it. Unset: all of them are in effect."""
 
     retention: Annotated[Retention, RETENTION_VARIABLE] = Retention.INTERVAL
-    """`interval`: the interval below decides alone. `adaptive`: what requests resume from, share
-    and name decides which blocks of sliding-window and state groups stay in the prefix cache, and
-    what gives way when it is full. An interval then adds a grid, that of vLLM's configuration,
-    too."""
+    """`interval`: only the interval below decides. `adaptive`: the boundaries that requests resume
+    from, share and name decide which blocks of sliding-window and state groups stay in the prefix
+    cache, and which are evicted when it is full. An interval then adds a grid of boundaries; the
+    interval of vLLM's configuration counts, too."""
 
     retention_interval: Annotated[str | None, RETENTION_INTERVAL_VARIABLE] = None
-    """Which blocks of sliding-window and state groups are the last to leave the prefix cache. Unset
-    or blank: vLLM decides, since 0.30 by its `--prefix-cache-retention-interval`. `0`: those before
-    the last positions a request can be resumed at. `N`: also those before every N-th token. Since
-    vLLM 0.30 this package alone reads it: AscendStore of vLLM-Ascend 0.30 stores as if it were
-    unset."""
+    """Which blocks of sliding-window and state groups stay longest in the prefix cache. Unset or
+    blank: vLLM decides, since 0.30 by its `--prefix-cache-retention-interval`. `0`: the blocks
+    before the last positions at which a request can resume. `N`: also the blocks before every N-th
+    token. Since vLLM 0.30 only this package reads the variable; AscendStore of vLLM-Ascend 0.30
+    stores as if it were unset."""
 
     fast_prefix_cache: Annotated[Switch, FAST_PREFIX_CACHE_VARIABLE] = Switch.AUTO
-    """`1`: the scheduler's prefix-cache functions are replaced by ones that decide the same in less
-    time. `0`: upstream's run. `auto`: with retention."""
+    """`1`: the scheduler's prefix-cache functions are replaced by faster ones that make the same
+    decisions. `0`: upstream's functions run. `auto`: as `1` with retention, and as `0` without."""
 
     is_bundled: Annotated[bool, BUNDLE_VARIABLE] = True
     """`1`: one call moves all groups and planes of a request. `0`: one call per plane, with the
     same result."""
 
     uses_ascend_kernel: Annotated[bool, ASCEND_KERNEL_VARIABLE] = False
-    """Experimental: it has never run on an NPU. `1`: small scattered runs are moved by the AscendC
-    kernel, where the package was built with it. `0`: by the DMA engines."""
-
-    lmcache_keys: Annotated[Switch, LMCACHE_KEYS_VARIABLE] = Switch.AUTO
-    """With LMCacheMPConnector. `1`: the names of stored objects say how the engine lays out its KV,
-    so that engines with other groups, dtypes, block sizes or parallel sizes never read each
-    other's. `auto`: the same for models with several KV cache groups; with one group names are
-    LMCache's. `0`: names are LMCache's always, which is safe only where all engines of a server are
-    alike."""
+    """Experimental: the kernel has never run on an NPU. `1`: the AscendC kernel moves small
+    scattered runs, if the package was built with it. `0`: the DMA engines move them."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
         """Read and validate the variables.
 
-        With mode ``off`` no other variable is looked at.
+        In mode ``off`` no other variable is read.
 
         Raises:
-            SettingsError: If a variable has a value that is not one of its own, a
-                ``VLLM_ASCEND_KVEXT_*`` variable is not one of `Settings`, or a feature that is
-                asked for is built on a repair that is disabled.
+            SettingsError: If a variable has a wrong value, if a ``VLLM_ASCEND_KVEXT_*`` variable is
+                unknown, or if a requested feature needs a repair that is disabled.
         """
         mode = _read("mode", environ)
         if mode is Mode.OFF:
@@ -125,7 +116,7 @@ class Settings:
 
     @property
     def requests(self) -> dict[str, str]:
-        """The features that the user asked for, each with the variable that says so."""
+        """The features that the user requests, each with the variable that requests it."""
         requests = {}
         if self.retention is Retention.ADAPTIVE:
             requests["retention"] = RETENTION_VARIABLE
@@ -137,13 +128,13 @@ class Settings:
 
     @property
     def implied_features(self) -> frozenset[str]:
-        """What goes with the features asked for, where it fits."""
+        """The features that come with the requested features, if they fit."""
         if self.fast_prefix_cache is Switch.AUTO and "retention" in self.requests:
             return frozenset({FAST_PREFIX_CACHE.name})
         return frozenset()
 
     def refuse_wrong_interval(self) -> None:
-        """Raise `SettingsError` for a retention interval that is no integer, or negative."""
+        """Raise `SettingsError` if the retention interval is no integer, or is negative."""
         text = self.retention_interval
         try:
             problem = "negative" if text is not None and int(text) < 0 else ""
@@ -182,7 +173,7 @@ def own_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read(key: str, environ: Mapping[str, str]) -> Any:
-    """The value of one field of `Settings`; `SettingsError` if it is not one of its own."""
+    """The value of one field of `Settings`; raises `SettingsError` if the value is wrong."""
     _, kind, name, default = _VARIABLES[key]
     if key == "disabled":
         return _parse_disabled(environ.get(name, ""))
@@ -194,17 +185,16 @@ def _read(key: str, environ: Mapping[str, str]) -> Any:
     return _word(environ, name, "1" if default else "0", ["0", "1"]) == "1"
 
 
-# Those that are asked for while an engine runs.
+# The variables that are read while an engine runs.
 Environ = Mapping[str, str]
 parse_retention: Callable[[Environ], Retention] = partial(_read, "retention")
 parse_retention_interval: Callable[[Environ], str | None] = partial(_read, "retention_interval")
 parse_is_bundled: Callable[[Environ], bool] = partial(_read, "is_bundled")
 parse_uses_ascend_kernel: Callable[[Environ], bool] = partial(_read, "uses_ascend_kernel")
-parse_lmcache_keys: Callable[[Environ], Switch] = partial(_read, "lmcache_keys")
 
 
 def _word(environ: Mapping[str, str], name: str, default: str, words: Collection[str]) -> str:
-    """What a variable has: one of some words, or nothing."""
+    """The value of a variable that has one of some words; the default if it is blank."""
     text = environ.get(name, "")
     word = text.strip().lower() or default
     if word not in words:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Consecutive tokens of a request: cached or computed ones, a hole, a segment, those of a chunk."""
+"""Ranges of consecutive tokens of a request: a chunk, a hole, a segment, or computed tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from typing import NamedTuple
 
 
 class TokenRange(NamedTuple):
-    """A half-open range: how many tokens lie before it, and up to its end."""
+    """A half-open range of tokens.
+
+    Attributes:
+        first_tokens: The number of tokens before the range.
+        end_tokens: The number of tokens up to its end.
+    """
 
     first_tokens: int
     end_tokens: int
@@ -19,7 +24,7 @@ class TokenRange(NamedTuple):
 
 
 def union(runs: Iterable[TokenRange]) -> tuple[TokenRange, ...]:
-    """Runs in any order, which may touch or overlap, as runs that do not."""
+    """Join runs that touch or overlap. The runs may have any order; the result ascends."""
     united: list[TokenRange] = []
     for run in sorted(runs):
         if united and run.first_tokens <= united[-1].end_tokens:
@@ -31,9 +36,12 @@ def union(runs: Iterable[TokenRange]) -> tuple[TokenRange, ...]:
 
 
 def without(runs: Iterable[TokenRange], taken: Sequence[TokenRange]) -> tuple[TokenRange, ...]:
-    """What is left of some runs. All ascend, and those that are taken do not overlap."""
+    """The parts of some runs that are not in the runs of ``taken``.
+
+    Both lists ascend, and the runs of ``taken`` do not overlap.
+    """
     left: list[TokenRange] = []
-    num_behind = 0  # Of those taken: that end before what is looked at.
+    num_behind = 0  # The number of taken runs that end before the current run.
     for first_tokens, end_tokens in runs:
         while num_behind < len(taken) and taken[num_behind].end_tokens <= first_tokens:
             num_behind += 1

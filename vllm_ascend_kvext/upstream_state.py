@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What we remember with upstream's objects: one attribute, ``_kvext``, on each of them.
+"""Keeps the state of this package with upstream's objects, in one attribute ``_kvext`` of each.
 
-There is one kind of state for each kind of object, made at the first look at it::
+There is one class of state for each class of object. The state is made at the first access::
 
     RequestState.of(request).hit_tokens = 512     # request._kvext.hit_tokens
 
-State goes when its object does. Features that are taken back leave it there, without effect.
-Imports nothing: types are named for the type checker alone.
+The state is freed with its object. If a feature is taken back, its state stays and has no effect.
+The module imports nothing at run time; the type checker alone imports the types.
 """
 
 from __future__ import annotations
@@ -18,13 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from array import array
 
-    from vllm_ascend_kvext._native import RetainedCache
     from vllm_ascend_kvext.counted import Report
-    from vllm_ascend_kvext.patches.repairs.discarded_frames import StepsInFlight
     from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
     from vllm_ascend_kvext.prefix_cache.limits import RequestLimits
-    from vllm_ascend_kvext.prefix_cache.lookup import Lookup
-    from vllm_ascend_kvext.prefix_cache.runs import TailRule
     from vllm_ascend_kvext.prefix_cache.steps import Steps
     from vllm_ascend_kvext.retention.checkpoint_retention import CheckpointRetention
 
@@ -36,11 +32,12 @@ class _OfObject:
 
     @classmethod
     def of(cls: type[_State], owner: Any) -> _State:
-        """The state of an object of upstream, which has room for one."""
+        """The state of an object of upstream that can have further attributes."""
         try:
             state: _State = owner._kvext
         except AttributeError:
-            state = owner._kvext = cls()
+            state = cls()
+            owner._kvext = state
         return state
 
 
@@ -49,10 +46,18 @@ class RequestState(_OfObject):
     """State of a ``vllm.v1.request.Request``."""
 
     limits: RequestLimits | None = None
-    hit_tokens: int = 0  # Found in the prefix cache when it was admitted last.
-    has_failed_load: bool = False  # It was started again for a load that failed.
-    has_reported_hints: bool = False  # The log has been told of hints that cannot be used.
-    token_ids: array[int] | None = None  # Its first tokens, as workers copy them fastest.
+
+    hit_tokens: int = 0
+    """The tokens that the prefix cache had when the request was last admitted."""
+
+    has_failed_load: bool = False
+    """Whether the request was started again because a load failed."""
+
+    has_reported_hints: bool = False
+    """Whether hints that cannot be used have been logged."""
+
+    token_ids: array[int] | None = None
+    """Its first tokens, in the form that workers copy fastest."""
 
 
 @dataclass(slots=True)
@@ -60,60 +65,60 @@ class PoolState(_OfObject):
     """State of a ``vllm.v1.core.block_pool.BlockPool``."""
 
     group_keys: dict[tuple[int, int], GroupKeys] = field(default_factory=dict)
-    """By group id and tokens per block."""
+    """The keys of a group, by group id and tokens per block."""
 
-    retained: RetainedCache | None = None
-    """The checkpoints that decide what is reallocated next, if any do."""
-
-
-@dataclass(slots=True)
-class GroupManagerState(_OfObject):
-    """State of a ``SingleTypeKVCacheManager``."""
-
-    tail_rule: tuple[bool, TailRule | None] | None = None
-    """Whether blocks are left out when it caches, and the rule where it is known. Set when it first
-    caches."""
+    on_uncached: Callable[[list[Any]], None] | None = None
+    """Is told of blocks that are free and have left the prefix cache, once they are the next ones
+    to be reallocated. None where the pool keeps no books but upstream's."""
 
 
 @dataclass(slots=True)
 class CoordinatorState(_OfObject):
     """State of a ``vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator``."""
 
-    lookup: Lookup | None = None
-    """Looks all groups up; None where upstream has to, and before the first lookup."""
-
-    has_described_lookup: bool = False  # ``lookup`` has been decided on.
     full_groups: tuple[tuple[int, int], ...] | None = None
-    """Group id and tokens per block of each full-attention group, once asked for."""
+    """The group id and the tokens per block of each full-attention group; None before first use."""
 
     retention: CheckpointRetention | None = None
-    """What decides which blocks are cached, and when, if it is not upstream. Set before the first
-    step."""
+    """What decides which blocks are cached, and when, if it is not upstream. Set when the block
+    manager is made."""
+
+    interval_tokens: int = 0
+    """The distance of the boundaries that it keeps in any case; 0 if there are none."""
+
+    waits_for_drafts: bool = False
+    """Whether windows move on only past tokens that no draft in flight can take back."""
 
 
 @dataclass(slots=True)
 class BlockManagerState(_OfObject):
     """State of a ``vllm.v1.core.kv_cache_manager.KVCacheManager``."""
 
-    steps: Steps | None = None  # Set with its first step.
+    features: set[str] = field(default_factory=set)
+    """The features that bind methods of this manager, and of what it is made of."""
+
+    steps: Steps | None = None
+    """Steps of running requests, where the fast path takes them."""
 
 
 @dataclass(slots=True)
 class SchedulerState(_OfObject):
     """State of a ``vllm.v1.core.sched.scheduler.Scheduler``."""
 
-    steps_in_flight: StepsInFlight | None = None
-    """Those whose outputs are still to come; None where the scheduler processes outputs in a method
-    of its own, and before the first step."""
+    steps_in_flight: Any = None
+    """The steps whose outputs are still to come, as the repair ``discarded-frames`` keeps them.
+    None where the scheduler processes outputs in a method of its own, and before the first step."""
 
-    has_looked_at_outputs: bool = False  # ``steps_in_flight`` has been decided on.
+    has_looked_at_outputs: bool = False
+    """Whether ``steps_in_flight`` has been decided."""
 
 
 @dataclass(slots=True)
 class ReportsState(_OfObject):
-    """State of what passes reports of retention on: stat loggers and the output processor."""
+    """State of the stat loggers and of the output processor, which pass on reports of retention."""
 
     observe: Callable[[Report, int], None] | None = None
     """Adds the report of one engine, by its index, to Prometheus."""
 
-    counts: Report = field(default_factory=dict)  # Reported, and not logged or recorded so far.
+    counts: Report = field(default_factory=dict)
+    """Counts that were reported, but not logged or recorded yet."""

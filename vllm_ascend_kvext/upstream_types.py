@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's objects, as far as plain code reads them: protocols under upstream's names.
+"""Protocols of vLLM's objects, under upstream's names, with the attributes that plain code reads.
 
-What they name is there in every supported version, and in vLLM-Ascend's subclasses. Knows
-nothing of who reads it.
+Every supported version of vLLM has these attributes, and so have the subclasses of vLLM-Ascend. The
+module does not know its readers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BlockPool(Protocol):
 
     blocks: list[Any]
     free_block_queue: Any
-    cached_block_hash_to_block: Any  # Another one after each reset.
+    cached_block_hash_to_block: Any  # Each reset replaces it by another object.
     hash_block_size: int
     enable_kv_cache_events: bool
 

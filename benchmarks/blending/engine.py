@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One mode on the real engine: stores the documents, and then asks every prompt."""
+"""Runs one mode on the real engine: stores the documents, and then asks every prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOST_GIB = 2
 FORCED = "bench_forced_tokens"
 STORE = {"kvext_store_segment": True}
 WARM_UP = tuple(range(10, 100))
-"""No prompt begins like this."""
+"""Tokens with which no prompt begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Answer:
 
     Attributes:
         top: For each token of the reference's answer, the most probable tokens and their
-            log-probabilities, when what came before was the reference's.
-        reused_tokens: Tokens that the response says were reused; None: it does not say.
+            log-probabilities after the reference's tokens before it.
+        reused_tokens: The reused tokens that the response reports; None if it reports none.
     """
 
     tokens: list[int]
@@ -46,10 +46,10 @@ class Answer:
 
 @dataclass(slots=True)
 class Answers:
-    """What one mode answered.
+    """The answers of one mode.
 
     Attributes:
-        store_s: Seconds for each stored document, behind contexts, too, if there are any.
+        store_s: The seconds for each stored document, with those of contexts, if there are any.
     """
 
     store_s: list[float] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Answers:
 
 
 def ask(engine: CpuEngine, prompt: Prompt, num_tokens: int = ANSWER_TOKENS, **extra: Any) -> Answer:
-    """Ask one prompt; ``extra`` are more arguments of the request."""
+    """Ask one prompt. ``extra`` are further arguments of the request."""
     asked = engine.ask(
         prompt.tokens,
         num_tokens,
@@ -69,7 +69,7 @@ def ask(engine: CpuEngine, prompt: Prompt, num_tokens: int = ANSWER_TOKENS, **ex
 
 
 def store(engine: CpuEngine, segment: Sequence[int]) -> float:
-    """Seconds until a segment is computed alone and stored."""
+    """The seconds until a segment is computed alone and stored."""
     began_s = time.perf_counter()
     engine.ask(segment, extra_args=STORE)
     engine.settle()
@@ -105,11 +105,11 @@ def serve(
     reference: Answers | None,
     max_model_tokens: int = MAX_MODEL_TOKENS,
 ) -> Answers:
-    """Everything that a mode is asked, in a process of its own.
+    """Ask everything in one mode. The function runs in its own process.
 
     Args:
-        reference: What full recompute answered; None: this is it.
-        max_model_tokens: The longest prompt and its answer.
+        reference: The answers of full recompute; None if this mode is full recompute.
+        max_model_tokens: The length of the longest prompt with its answer.
     """
     from tqdm import tqdm
 
@@ -118,14 +118,14 @@ def serve(
         mode.kv_transfer_config(HOST_GIB, _text_sink(Path(model)) if mode.has_text_sink else None),
         dtype="float32",
         max_model_len=max_model_tokens,
-        # All tokens that one prompt has, in one step.
+        # One step computes a whole prompt.
         max_num_batched_tokens=max_model_tokens,
         max_num_seqs=64,
         max_logprobs=TOP_TOKENS,
         enable_prefix_caching=mode.prefix_caching,
         logits_processors=[_forcing()],
     )
-    # Memory is used for the first time.
+    # The first use of memory is not measured.
     engine.ask(WARM_UP)
     found = Answers()
     if mode.blends:
@@ -150,9 +150,9 @@ def _text_sink(model: Path) -> list[int]:
 
 
 def _forcing() -> type:
-    """A logits processor: the next token is the one that the request wants.
+    """A logits processor that forces the next token that the request wants.
 
-    Log-probabilities that vLLM returns are those before it.
+    vLLM returns the log-probabilities from before the processor.
     """
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 

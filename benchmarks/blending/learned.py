@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether segments that the engine learns pay: prompts of documents behind a separator.
+"""Measures whether segments that the engine learns pay, for prompts of separated documents.
 
     python benchmarks/blending/learned.py [--quick] [--load L] [--rounds N]
 
-A model with random weights, on the real engine. In a round every document of a pool stands in one
-prompt, six to a prompt, in a new order each round: so round N is the N-th use of every document.
-Three engines take turns, round by round: one with prefix caching alone; one whose client has stored
-the documents before; and one that is told the separator and nothing else, and learns segments.
+The model has random weights and runs on the real engine. In a round, every document of a pool is in
+one prompt, six documents per prompt, in a new order each round. So round N is the N-th use of every
+document. Three engines take turns, round by round. The first has prefix caching only. The client of
+the second has stored the documents before. The third gets only the separator, and learns segments.
 
-Two loads: *idle*, prompts come one by one, and the engine does what is left to do before the next;
-and *busy*, four clients ask as soon as they are answered. Learning costs the others time there.
+There are two loads. In *idle*, prompts come one by one, and the engine finishes all other work
+before the next one. In *busy*, four clients send the next prompt as soon as they have an answer;
+there, learning takes time from the other requests.
 
-*Hit* is the share of a prompt's tokens that were in some cache. *First token* and *time*, of the
-whole round, are ratios to prefix caching in the same round; *computed* is the ratio of all tokens
-that the engine has computed from the beginning to the end of the round, stores and learning
-included. Below 1, it pays.
+*Hit* is the share of a prompt's tokens that were in any cache. *First token* and *time* (of the
+whole round) are ratios to prefix caching in the same round. *Computed* is the same ratio of all
+tokens that the engine has computed from the beginning to the end of the round, including stores and
+learning. A ratio below 1 is a gain.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Instead of this folder, whose modules are not to be found by their short names.
+# Modules are found by their full names below benchmarks/, not by short names in this folder.
 sys.path[0] = str(Path(__file__).parents[1])
 
 from common.cpu_engine import ENVIRON, CpuEngine, kvext_config  # noqa: E402
@@ -48,18 +49,22 @@ DOCUMENT_TOKENS = (100, 200)
 QUESTION_TOKENS = 20
 SEPARATOR = (1, 2, 3)
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""What else runs then does less harm to the times."""
+"""With one thread, other processes disturb the times less."""
 
 LOADS = {"idle": 1, "busy": 4}
-"""Clients that wait for answers."""
+"""The number of clients of each load."""
 
-PREFIX_CACHING, STORED, LEARNED = MODES = ("prefix", "stored", "learned")
+PREFIX_CACHING = "prefix"
+STORED = "stored"
+LEARNED = "learned"
+MODES = (PREFIX_CACHING, STORED, LEARNED)
+
 Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """What is asked."""
+    """The documents, and the prompts of each round."""
 
     documents: tuple[Tokens, ...]
     rounds: tuple[tuple[Tokens, ...], ...]
@@ -67,11 +72,11 @@ class Texts:
 
 @dataclass(slots=True)
 class Round:
-    """What one engine did with the prompts of one round.
+    """The results of one engine for the prompts of one round.
 
     Attributes:
-        hit_share: Share of the prompts' tokens that were in some cache.
-        first_token_s: Time from adding each prompt to its first token.
+        hit_share: The share of the prompts' tokens that were in some cache.
+        first_token_s: For each prompt, the time from adding it to its first token.
     """
 
     hit_share: float = 0.0
@@ -85,7 +90,7 @@ class Row:
     """One round in all modes.
 
     Attributes:
-        use: Number of the round, from 1.
+        use: The number of the round, from 1.
     """
 
     load: str
@@ -100,7 +105,7 @@ class Row:
 
 
 def make_texts(num_documents: int, num_rounds: int) -> Texts:
-    """In each round, every document stands in one prompt."""
+    """Make the texts. In each round, every document is in one prompt."""
     rng = random.Random(0)
     system, *documents = make_documents(rng, num_documents)
     rounds = []
@@ -114,13 +119,13 @@ def make_texts(num_documents: int, num_rounds: int) -> Texts:
 
 
 def make_documents(rng: random.Random, num_documents: int) -> list[Tokens]:
-    """A system message, and documents."""
+    """Make a system message, and then documents."""
     lengths = [SYSTEM_TOKENS, *(rng.randint(*DOCUMENT_TOKENS) for _ in range(num_documents))]
     return [_text(rng, num_tokens) for num_tokens in lengths]
 
 
 def make_prompt(rng: random.Random, system: Tokens, documents: Sequence[Tokens]) -> Tokens:
-    """A system message, documents and a question, behind separators but for the first."""
+    """Make a prompt: a system message, then documents and a question, each behind a separator."""
     others = [*documents, _text(rng, QUESTION_TOKENS)]
     return (*system, *(token for part in others for token in (*SEPARATOR, *part)))
 
@@ -149,10 +154,12 @@ def start(mode: str, model: str, texts: Texts, host_gib: float = 1) -> None:
 
 def serve(prompts: Sequence[Tokens], num_clients: int, answer_tokens: int = ANSWER_TOKENS) -> Round:
     """Serve a round with the engine of this process."""
-    engine, found = _engine, Round()
+    engine = _engine
+    found = Round()
     waiting = list(prompts)
     began_s: dict[str, float] = {}
-    hit_tokens, started_s = 0, time.perf_counter()
+    hit_tokens = 0
+    started_s = time.perf_counter()
     answering: set[str] = set()
     while waiting or answering:
         while waiting and len(answering) < num_clients:
@@ -174,7 +181,7 @@ def serve(prompts: Sequence[Tokens], num_clients: int, answer_tokens: int = ANSW
 
 
 def measure(load: str, texts: Texts, model: str) -> Iterator[Row]:
-    """All rounds, in engines that take turns."""
+    """Measure all rounds, in engines that take turns."""
     with ExitStack() as stack:
         engines = {mode: stack.enter_context(processes(1, ENVIRON | ONE_THREAD)) for mode in MODES}
         for mode, process in engines.items():
@@ -202,7 +209,7 @@ def line(row: Row) -> str:
 
 
 def verdicts(rows: Sequence[Row]) -> Iterator[str]:
-    """Where learning pays, for each load."""
+    """The lines about the rounds in which learning pays, for each load."""
     for load in dict.fromkeys(row.load for row in rows):
         of_load = [row for row in rows if row.load == load]
         paid = [row.use for row in of_load if row.ratio("computed_tokens", LEARNED) < 1]

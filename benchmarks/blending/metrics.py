@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What answers are worth: plain functions of texts and of top log-probabilities."""
+"""Scores answers: plain functions of texts and of top log-probabilities."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 LogProbs = Mapping[int, float]
-"""By token: those of the most probable ones."""
+"""The log-probabilities of the most probable tokens, by token."""
 
 RESAMPLES = 4000
 _END_OF_ANSWER = re.compile(r"[.,;!?\n\"]")
@@ -20,26 +20,26 @@ _MIN_REST = 1e-12
 
 
 def answer_in(text: str) -> str:
-    """What a model said up to the end of its sentence or clause."""
+    """The text of an answer up to the end of its sentence or clause."""
     return _END_OF_ANSWER.split(text.lstrip(' "\n'), maxsplit=1)[0].strip()
 
 
 def words(text: str) -> list[str]:
-    """In lower case, without punctuation and articles."""
+    """The words of a text in lower case, without punctuation and articles."""
     found = _NO_WORD.sub(" ", text.lower()).split()
     return [word for word in found if word not in ("a", "an", "the")]
 
 
 def exact_match(said: str, wanted: str) -> float:
-    """1 if both have the same words."""
+    """1 if both texts have the same words, otherwise 0."""
     return float(words(said) == words(wanted))
 
 
 def divergence(reference: LogProbs, other: LogProbs) -> float:
     """Kullback-Leibler divergence of two next-token distributions, in nats.
 
-    Known are the most probable tokens of each. Those known of both count one by one, all others
-    as one: a lower bound of the divergence over the vocabulary.
+    Each distribution has only its most probable tokens. Tokens of both count one by one, and all
+    others count as one token. The result is a lower bound of the divergence over the vocabulary.
     """
     common = reference.keys() & other.keys()
     total = sum(math.exp(reference[token]) * (reference[token] - other[token]) for token in common)
@@ -51,7 +51,7 @@ def divergence(reference: LogProbs, other: LogProbs) -> float:
 
 
 def same_top(reference: LogProbs, other: LogProbs) -> bool:
-    """Whether both have the same most probable token."""
+    """Whether both distributions have the same most probable token."""
     return max(reference, key=reference.__getitem__) == max(other, key=other.__getitem__)
 
 
@@ -70,10 +70,10 @@ class Interval:
 def paired_difference(
     values: Sequence[float], reference: Sequence[float], seed: int = 0
 ) -> Interval:
-    """Mean difference over the same questions, by a bootstrap over questions.
+    """The mean difference over the same questions, by a bootstrap over questions.
 
     Raises:
-        ValueError: There are not as many of both, or none.
+        ValueError: The numbers of values differ, or are 0.
     """
     if len(values) != len(reference) or not values:
         raise ValueError(
@@ -87,12 +87,12 @@ def paired_difference(
 def recovered(
     values: Sequence[float], worst: Sequence[float], best: Sequence[float], seed: int = 0
 ) -> Interval | None:
-    """Which share of what the worst loses against the best is regained.
+    """The share of the worst mode's loss against the best mode that is recovered.
 
-    A resample in which the worst loses nothing is left out.
+    A resample in which the worst mode loses nothing is left out.
 
     Returns:
-        None if the worst loses nothing.
+        None if the worst mode loses nothing.
     """
     found, low, high = (np.asarray(each, dtype=float) for each in (values, worst, best))
     lost = (high - low).mean()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a prompt is served: what vLLM and the connector are told."""
+"""The modes of serving a prompt: the options of vLLM and of the connector."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ class Mode:
     def kv_transfer_config(
         self, host_gib: float, sink_ids: Sequence[int] | None = None
     ) -> dict[str, Any] | None:
-        """For vLLM.
+        """The connector's configuration for vLLM; None for no connector.
 
         Args:
-            sink_ids: What documents are stored behind; None: the connector's default.
+            host_gib: The size of host memory.
+            sink_ids: The tokens that documents are stored behind; None for the default.
         """
         if self.options is None:
             return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens of documents and prompts. A document has the same tokens wherever it stands."""
+"""Makes the tokens of documents and prompts. A document has the same tokens in every prompt."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from blending.questions import Document, Kind, ask, make_documents
 
 SYSTEM = "You answer questions about the given stories with a few words."
 MISSING = (0, 1, 2)
-"""Documents of a prompt that nobody has stored."""
+"""The numbers of documents of a prompt that were not stored before."""
 
 
 class FolderTokenizer:
-    """That of a model folder; special tokens are read where the text has them, none are added."""
+    """The tokenizer of a model folder. It reads special tokens of the text, and adds none."""
 
     def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer as Found
@@ -36,8 +36,8 @@ class Prompt:
     """One prompt.
 
     Attributes:
-        segments: Of each document, the first token's index and that behind its last.
-        num_missing: How many of its documents nobody has stored.
+        segments: For each document, the index of its first token and the index behind its last.
+        num_missing: The number of its documents that were not stored before.
     """
 
     tokens: tuple[int, ...]
@@ -49,7 +49,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What every mode is asked.
+    """The documents and prompts of all modes.
 
     Attributes:
         stored: The tokens of each document that is stored first.
@@ -65,12 +65,12 @@ def make_workload(
     missing: Sequence[int] = MISSING,
     seeds: Sequence[int] = (0,),
 ) -> Workload:
-    """Prompts of all kinds.
+    """Make prompts with questions of all kinds.
 
     Args:
-        num_of_kind: Questions of each kind, for each seed and number of missing documents.
-        missing: How many documents of a prompt nobody has stored.
-        seeds: Of the documents, their orders and the questions.
+        num_of_kind: The number of questions of each kind, per seed and number of missing documents.
+        missing: The numbers of documents of a prompt that are not stored before.
+        seeds: The seeds of the documents, their orders and the questions.
     """
     stored: list[tuple[int, ...]] = []
     prompts: list[Prompt] = []
@@ -100,7 +100,8 @@ def _prompts(
                 while order in seen:
                     order, question = ask(rng, documents, kind, num_missing)
                 seen.add(order)
-                found, segments = list(head), []
+                found = list(head)
+                segments = []
                 for number in order:
                     segments.append((len(found), len(found) + len(tokens[number])))
                     found += tokens[number]

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated documents, and prompts that ask about eight of them in a new order each.
+"""Generates documents, and prompts that ask about eight of them, each in a new order.
 
 Three kinds of questions:
 
-- *fact*: one sentence of one document has the answer;
-- *reference*: a document begins with "It ..."; what it is, the end of the document before says;
+- *fact*: one sentence of one document has the answer.
+- *reference*: a document begins with "It ..."; the end of the document before says what "it" is.
 - *cut*: a sentence begins at the end of a document and ends at the beginning of the next.
 
-Which document comes before is another one in every prompt: the answers to the last two kinds depend
-on the order. Knows no tokens; see `prompts.py`.
+The document before is another one in every prompt, so the answers to the last two kinds depend on
+the order. This module does not know tokens; see `prompts.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _THINGS = _words(
     tractor tray trumpet trunk umbrella vase violin wagon wallet watch wheel whistle window zipper
     """
 )
-"""Each is in one sentence of one document."""
+"""The things. Each of them is in one sentence of one document."""
 
 _COLORS = _words("red blue green yellow black white orange purple silver brown pink")
 _MATERIALS = _words("copper glass wood silk stone leather paper iron ivory cotton marble")
@@ -52,7 +52,7 @@ _FACTS = (
     ("The {thing} belongs to the {value}.", "To whom does the {thing} belong?", _OWNERS),
     ("The {thing} was found in {value}.", "Where was the {thing} found?", _CITIES),
 )
-"""The sentence, the question, and values. An answer begins as the sentence does."""
+"""The sentence, the question and the values of each fact. An answer begins like the sentence."""
 
 _REMARKS = (
     "The weather was mild for most of that week.",
@@ -77,7 +77,7 @@ _PASSWORDS = _words("Falcon Tiger Summer Pepper Diamond")
 
 
 class Kind(enum.Enum):
-    """What a question needs."""
+    """What the answer to a question needs."""
 
     FACT = "fact"
     REFERENCE = "reference"
@@ -89,13 +89,13 @@ class Role(enum.Enum):
 
     PLAIN = "plain"
     CHAINED = "chained"
-    """Begins with "It", ends with a thing."""
+    """The document begins with "It", and ends with a thing."""
 
     OPEN = "open"
-    """Ends within a sentence."""
+    """The document ends inside a sentence."""
 
     CLOSING = "closing"
-    """Begins with the end of a sentence."""
+    """The document begins with the end of a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Question:
     """A question and its answer.
 
     Attributes:
-        begins: The answer's sentence up to the answer; the model goes on from there.
+        begins: The sentence of the answer up to the answer. The model continues it.
     """
 
     text: str
@@ -116,11 +116,11 @@ class Document:
     """One text.
 
     Attributes:
-        is_stored: Whether its KV is stored before the first prompt; the others are missing.
+        is_stored: Whether its KV is stored before the first prompt. Other documents are missing.
         role: How it begins and ends.
-        questions: That it answers alone.
-        begins_with: The value that its beginning has for the end of the document before it.
-        ends_with: The thing that its end has for the beginning of the next one.
+        questions: The questions that it answers alone.
+        begins_with: The value at its beginning, which belongs to the document before it.
+        ends_with: The thing at its end, which belongs to the next document.
     """
 
     text: str
@@ -137,7 +137,7 @@ _IN_PROMPT = {Role.PLAIN: 2, Role.CHAINED: 4, Role.OPEN: 1, Role.CLOSING: 1}
 
 
 def make_documents(seed: int = 0) -> list[Document]:
-    """All of them."""
+    """Make all documents."""
     rng = random.Random(seed)
     things = list(_THINGS)
     rng.shuffle(things)
@@ -151,8 +151,9 @@ def make_documents(seed: int = 0) -> list[Document]:
 def _document(
     rng: random.Random, role: Role, number: int, is_stored: bool, things: list[str]
 ) -> Document:
-    """Takes its things out of the list."""
-    sentences, questions = [], []
+    """Make one document. Its things are taken out of the list."""
+    sentences = []
+    questions = []
     for sentence, question, values in rng.choices(_FACTS, k=_FACTS_PER_DOCUMENT):
         words = {"thing": things.pop(), "value": rng.choice(values)}
         sentences.append(sentence.format(**words))
@@ -162,7 +163,8 @@ def _document(
     rng.shuffle(sentences)
     begins_with = ends_with = ""
     if role is Role.CHAINED:
-        begins_with, ends_with = _YEARS[number], things.pop()
+        begins_with = _YEARS[number]
+        ends_with = things.pop()
         sentences.insert(0, f"It was bought in the year {begins_with}.")
         sentences.append(f"The last thing on this list is the {ends_with}.")
     elif role is Role.OPEN:
@@ -181,7 +183,7 @@ def ask(
     """The numbers of a prompt's documents, in a new order, and its question.
 
     Args:
-        num_missing: Documents of the prompt that nobody has stored.
+        num_missing: The number of its documents that were not stored before.
     """
     numbers = {
         role: _sample(rng, documents, role, is_stored=True, count=count)
@@ -222,7 +224,8 @@ def _question(
         if documents[after].role is role and documents[before].ends_with
     ]
     before, after = rng.choice(pairs)
-    thing, value = before.ends_with, after.begins_with
+    thing = before.ends_with
+    value = after.begins_with
     if kind is Kind.REFERENCE:
         begins = f"The {thing} was bought in the year"
         return Question(f"In which year was the {thing} bought?", begins, value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From answers to rows and a table. Imports nothing of vLLM."""
+"""Makes rows and a table of answers. The module imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ class Row:
     """One mode, for prompts with some number of missing documents.
 
     Attributes:
-        num_missing: Documents of a prompt that nobody has stored; None: all prompts.
-        computed_share: Share of the prompts' tokens that was computed.
-        segment_share: Share of the tokens of stored documents that was computed; None: nothing
+        num_missing: The number of documents of a prompt that were not stored; None for all prompts.
+        computed_share: The share of the prompts' tokens that were computed.
+        segment_share: The share of stored documents' tokens that were computed; None if nothing
             was stored.
-        exact: Mean of exact match.
-        exact_difference: Difference to full recompute.
-        exact_recovered: Share of what plain reuse loses; None: it loses nothing.
-        divergence: Mean divergence of the answer's tokens from full recompute's, in nats.
-        same_top: Share of the answer's tokens whose most probable one is full recompute's.
+        exact: The mean of exact match.
+        exact_difference: The difference of exact match to full recompute.
+        exact_recovered: The recovered share of plain reuse's loss; None if it loses nothing.
+        divergence: The mean divergence of the answer's tokens from full recompute, in nats.
+        same_top: The share of the answer's tokens with the same most probable token as in full
+            recompute.
         exact_of_kind: Exact match by kind of question.
     """
 
@@ -72,15 +73,15 @@ def rows(workload: Workload, found: Mapping[str, Answers], decode: Decode) -> It
     """One row for every mode and number of missing documents, and for all prompts of every mode.
 
     Args:
-        workload: What all modes were asked.
-        found: Answers by the name of the mode, full recompute among them.
-        decode: Tokens to text.
+        workload: The documents and prompts of all modes.
+        found: The answers by the name of the mode, with full recompute.
+        decode: A function from tokens to text.
     """
     reference = found[FULL.name].answers
     stored = set(workload.stored)
 
     def score(prompt: Prompt, answer: Answer, of_full: Answer) -> _Scored:
-        # Behind its answer the model goes on with something else.
+        # The model continues with other text behind its answer, which does not count.
         counted = range(answer_length(of_full.tokens, decode))
         spans = [prompt.tokens[first:end] for first, end in prompt.segments]
         return _Scored(
@@ -97,7 +98,9 @@ def rows(workload: Workload, found: Mapping[str, Answers], decode: Decode) -> It
         for name, answers in found.items()
     }
     cells: list[int | None] = sorted({prompt.num_missing for prompt in workload.prompts})
-    for num_missing in (*cells, *([None] if len(cells) > 1 else [])):
+    if len(cells) > 1:
+        cells.append(None)
+    for num_missing in cells:
         chosen = {
             name: [each for each in some if num_missing in (None, each.prompt.num_missing)]
             for name, some in scored.items()
@@ -108,7 +111,7 @@ def rows(workload: Workload, found: Mapping[str, Answers], decode: Decode) -> It
 
 
 def answer_length(tokens: Sequence[int], decode: Decode) -> int:
-    """Number of tokens until the answer is complete."""
+    """The number of tokens until the answer is complete."""
     whole = answer_in(decode(tokens))
     for length in range(1, len(tokens) + 1):
         if answer_in(decode(tokens[:length])) == whole:
@@ -155,8 +158,18 @@ def _segment_share(scored: Sequence[_Scored]) -> float | None:
 
 
 TABLE = Table(
-    *("mode:<19", "missing:>7", "n:>4", "computed:>8", "of segments:>11", "EM:>4"),
-    *("difference:>20", "recovered:>20", "KL:>6", "top-1:>5", "p50 s:>6", "EM by kind:<10"),
+    "mode:<19",
+    "missing:>7",
+    "n:>4",
+    "computed:>8",
+    "of segments:>11",
+    "EM:>4",
+    "difference:>20",
+    "recovered:>20",
+    "KL:>6",
+    "top-1:>5",
+    "p50 s:>6",
+    "EM by kind:<10",
 )
 
 
@@ -183,8 +196,9 @@ def _cell(num_missing: int | None) -> str:
 
 
 def storing(workload: Workload, answers: Answers) -> str:
-    """What it cost to store the documents."""
-    num_tokens, seconds = sum(map(len, workload.stored)), sum(answers.store_s)
+    """The line about the cost of storing the documents."""
+    num_tokens = sum(map(len, workload.stored))
+    seconds = sum(answers.store_s)
     return (
         f"stored before: {len(workload.stored)} documents, {num_tokens:,} tokens, in "
         f"{seconds:.1f} s ({num_tokens / seconds:.0f} tokens/s)"

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What blending gains and costs with a real language model, on the real engine.
+"""Measures what blending gains and costs with a real language model, on the real engine.
 
     python benchmarks/blending/run.py [--quick] [--mode M] [--questions N] [--out FOLDER]
 
 SmolLM2-135M-Instruct, in float32, answers generated questions about eight documents of 100 to 200
-tokens; see `questions.py`. Every prompt has its own order of documents and is asked once. In modes
-that blend, most documents were stored before; of a prompt none, one or two are missing. In modes
-with *text* in their names, they were stored behind a text, see `sink_text.py`. Every mode has a
-process of its own, with the same prompts. Full recompute comes first: of its answers, the
-other modes say how probable they find each token.
+tokens; see `questions.py`. Every prompt has its own order of documents and is sent once. In modes
+that blend, most documents were stored before; zero, one or two documents of a prompt are missing.
+In modes with *text* in their names, the documents were stored behind a text; see `sink_text.py`.
+Every mode has its own process and gets the same prompts. Full recompute comes first, and its
+answers are the references: the other modes report how probable they find each token of these
+answers.
 
-Exact match (EM) is of what a mode says by itself; KL and top-1 are against full recompute, over its
-answer. Intervals are a bootstrap over questions, paired. *Computed* are prompt tokens that the
-engine computes until the first token; *of segments* is the share of stored documents that is
-recomputed. A table and all numbers as JSON are written to --out; what is there of the same prompts
-is not measured again with --resume.
+Exact match (EM) is measured on the answer that a mode generates. KL and top-1 are measured against
+full recompute, over its answer. Intervals are a paired bootstrap over questions. *Computed* is the
+number of prompt tokens that the engine computes until the first token. *Of segments* is the share
+of stored documents that is recomputed. A table and all numbers as JSON are written to --out. With
+--resume, results there of the same prompts are not measured again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import pickle
 import sys
 from pathlib import Path
 
-# Instead of this folder, whose modules are not to be found by their short names.
+# Modules are found by their full names below benchmarks/, not by short names in this folder.
 sys.path[0] = str(Path(__file__).parents[1])
 
 from common.cpu_engine import ENVIRON  # noqa: E402
@@ -62,7 +63,7 @@ def parse_arguments() -> argparse.Namespace:
 def measure(
     name: str, workload: Workload, reference: Answers | None, out: Path, resumes: bool
 ) -> Answers:
-    """One mode, in a process of its own; or what ``out`` has of it."""
+    """Measure one mode in its own process, or read its answers from ``out``."""
     path = out / f"{name.replace(' ', '-')}.pickle"
     if resumes and path.is_file():
         asked, found = pickle.loads(path.read_bytes())

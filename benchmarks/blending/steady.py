@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learned segments in the long run, in host memory that holds half of them.
+"""Measures learned segments in the long run, in host memory that holds half of them.
 
     python benchmarks/blending/steady.py [--quick] [--host-share S]
 
-SmolLM2-135M on the real engine, in float32. Prompts of six of 200 documents of 100 to 200 random
-tokens, in any order; the n-th document is wanted 1 / n as often as the first. Nobody stores one:
-the engine is told the separator and has the defaults of blending. Its host memory has room for the
-given share of all documents, each alone and behind all contexts. Another engine has prefix caching
-alone; they take turns, a hundred prompts at a time, each prompt alone.
+The model is SmolLM2-135M on the real engine, in float32. A prompt has six of 200 documents of 100
+to 200 random tokens, in any order. The n-th document is used 1 / n as often as the first. No client
+stores a document: the engine gets the separator and has the defaults of blending. Its host memory
+holds the given share of all documents, counting each alone and behind all contexts. Another engine
+has prefix caching only. The two take turns every hundred prompts, and prompts run one by one.
 
-*Hit* is the share of the prompts' tokens that were in some cache. *First token* (p50) and *time*,
-of all hundred, what was learned beside them included, are ratios to prefix caching in the same
-round; *computed* is the ratio of all tokens since the beginning. Below 1, it pays.
+*Hit* is the share of the prompts' tokens that were in any cache. *First token* (p50) and *time* (of
+all hundred prompts, including the learning beside them) are ratios to prefix caching in the same
+round. *Computed* is the same ratio of all tokens since the beginning. A ratio below 1 is a gain.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-# Instead of this folder, whose modules are not to be found by their short names.
+# Modules are found by their full names below benchmarks/, not by short names in this folder.
 sys.path[0] = str(Path(__file__).parents[1])
 
 from common.cpu_engine import ENVIRON  # noqa: E402
@@ -46,14 +46,15 @@ from blending.learned import (  # noqa: E402
 )
 
 NUM_DOCUMENTS = 200
-NUM_ROUNDS, PROMPTS_PER_ROUND = 10, 100
+NUM_ROUNDS = 10
+PROMPTS_PER_ROUND = 100
 ANSWER_TOKENS = 4
 HOST_SHARE = 0.5
 TOKEN_BYTES = 2 * 30 * 3 * 64 * 4
-"""Keys and values of 30 layers with 3 heads of 64 elements, in float32."""
+"""The bytes of a token's keys and values in 30 layers with 3 heads of 64 float32 elements."""
 
 NUM_SINKS = 4
-"""Alone, and behind three contexts."""
+"""The number of places of a document: alone, and behind three contexts."""
 
 TABLE = Table(
     "prompts:>8", "hit prefix:>11", "hit learned:>12", "first token:>12", "time:>6", "computed:>9"
@@ -61,7 +62,7 @@ TABLE = Table(
 
 
 def make_texts(num_rounds: int, num_prompts: int = PROMPTS_PER_ROUND) -> Texts:
-    """Rounds of so many prompts."""
+    """Make rounds of a number of prompts."""
     rng = random.Random(0)
     system, *documents = make_documents(rng, NUM_DOCUMENTS)
 
@@ -77,7 +78,7 @@ def make_texts(num_rounds: int, num_prompts: int = PROMPTS_PER_ROUND) -> Texts:
 
 
 def measure(texts: Texts, model: str, host_gib: float) -> Iterator[Row]:
-    """All rounds, in two engines that take turns."""
+    """Measure all rounds, in two engines that take turns."""
     modes = (PREFIX_CACHING, LEARNED)
     with ExitStack() as stack:
         engines = {mode: stack.enter_context(processes(1, ENVIRON | ONE_THREAD)) for mode in modes}

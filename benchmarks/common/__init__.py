@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several benchmarks share: an engine in this process, processes, tables and ratios."""
+"""Code of several benchmarks: an engine in this process, processes, tables and ratios."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM on a CPU in this process. Steps are taken here, so that time and tokens of each are known.
+"""Runs vLLM on a CPU in this process. The loop is here, so that each step can be measured.
 
 Like vLLM's server, the loop waits a millisecond after a step that computes nothing.
 """
@@ -15,10 +15,10 @@ ENVIRON = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # Nothing is worth compiling, and no C++ compiler is needed.
+    # Compiling would not pay, and would need a C++ compiler.
     "TORCHDYNAMO_DISABLE": "1",
 }
-"""To be set before anything of vLLM is imported."""
+"""Environment variables that must be set before vLLM is imported."""
 
 POLL_S = 0.001
 
@@ -28,7 +28,8 @@ class Asked:
     """One request that was served alone.
 
     Attributes:
-        first_token_s: From adding the request to its first token.
+        output: The output of vLLM.
+        first_token_s: The time from adding the request to its first token.
     """
 
     output: Any
@@ -55,11 +56,12 @@ class CpuEngine:
     """An engine and its loop.
 
     Args:
-        kv_transfer_config: For vLLM; None for no connector.
+        model: The folder of the model.
+        kv_transfer_config: The connector's configuration for vLLM; None for no connector.
 
     Attributes:
-        step_tokens: What the last step computed.
-        computed_tokens: What all steps computed.
+        step_tokens: The tokens that the last step computed.
+        computed_tokens: The tokens that all steps computed.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class CpuEngine:
             "enforce_eager": True,
             "enable_prefix_caching": True,
             "disable_hybrid_kv_cache_manager": False,
-            # A step's tokens and its time then belong together.
+            # Without it, the tokens and the time of a step belong together.
             "async_scheduling": False,
             "seed": 0,
         }
@@ -116,7 +118,7 @@ class CpuEngine:
         self._engine.abort_request(list(request_ids))
 
     def step(self) -> list[Any]:
-        """Outputs of one step."""
+        """Take one step, and return its outputs."""
         self.step_tokens = 0
         outputs = self._engine.step()
         if not self.step_tokens:
@@ -125,8 +127,10 @@ class CpuEngine:
 
     def ask(self, tokens: Sequence[int], num_output_tokens: int = 1, **sampling: Any) -> Asked:
         """Serve one request until it has ended."""
-        first_token_s, first_tokens = 0.0, 0
-        before_tokens, began_s = self.computed_tokens, time.perf_counter()
+        first_token_s = 0.0
+        first_tokens = 0
+        before_tokens = self.computed_tokens
+        began_s = time.perf_counter()
         request_id = self.add(tokens, num_output_tokens, **sampling)
         while True:
             for output in self.step():
@@ -141,7 +145,7 @@ class CpuEngine:
     def ask_all(
         self, prompts: Sequence[Sequence[int]], extra_args: Sequence[dict[str, Any]]
     ) -> list[Any]:
-        """Serve many requests at once, a token each; returns their outputs in order."""
+        """Serve many requests at once with one token each. Returns their outputs in order."""
         pairs = zip(prompts, extra_args, strict=True)
         ids = [self.add(tokens, extra_args=extra) for tokens, extra in pairs]
         found: dict[str, Any] = {}
@@ -150,7 +154,7 @@ class CpuEngine:
         return [found[request_id] for request_id in ids]
 
     def settle(self) -> None:
-        """Run steps until what follows answers, such as a store, is done."""
+        """Run steps until the work after the answers, such as stores, is done."""
         while self.scheduler.has_requests():
             self.step()
 
@@ -160,5 +164,5 @@ class CpuEngine:
             self.step()
 
     def close(self) -> None:
-        """End it: another engine may begin in this process."""
+        """End the engine, so that another one may start in this process."""
         self._engine.engine_core.shutdown()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two models with random weights: little to compute, as much KV per token as a real one."""
+"""Two models with random weights. They compute little, and have the KV per token of real ones."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class BenchModel:
     """A model and its KV cache.
 
     Attributes:
-        kv_row_bytes: Keys and values of one token in one layer.
-        num_groups: KV cache groups that vLLM makes of the layers.
+        kv_row_bytes: The bytes of keys and values of one token in one layer.
+        num_groups: The number of KV cache groups that vLLM makes of the layers.
     """
 
     name: str
@@ -29,12 +29,12 @@ class BenchModel:
     write: Callable[[Path], None]
 
     def kv_bytes(self, num_tokens: int) -> int:
-        """If every layer keeps all of the tokens."""
+        """The KV bytes of some tokens if every layer keeps all of them."""
         return num_tokens * self.num_layers * self.kv_row_bytes
 
 
 def write_qwen3(folder: Path, num_layers: int = 16) -> None:
-    """Full attention in every layer."""
+    """Write a model with full attention in every layer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -49,7 +49,7 @@ def write_qwen3(folder: Path, num_layers: int = 16) -> None:
 
 
 def write_gemma3(folder: Path) -> None:
-    """Twelve layers with Gemma 3's window of 1,024 tokens and six with full attention."""
+    """Write a model with twelve layers of 1,024-token windows, and six with full attention."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     config = Gemma3TextConfig(
@@ -93,6 +93,9 @@ MODELS: Mapping[str, BenchModel] = {
     "qwen3": BenchModel("Qwen3-like, one group", 16, 2 * 8 * 128 * _BF16_BYTES, 1, write_qwen3),
     "gemma3": BenchModel(
         "Gemma-3-like, two window groups and a full one",
-        *(18, 2 * 4 * 256 * _BF16_BYTES, 3, write_gemma3),
+        18,
+        2 * 4 * 256 * _BF16_BYTES,
+        3,
+        write_gemma3,
     ),
 }

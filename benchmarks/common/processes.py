@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of their own for what cannot share one: engines, and whether vllm-ascend is active."""
+"""Starts processes for work that cannot share one, such as engines, or code with vllm-ascend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEST_FOLDERS = tuple(str(ROOT / "tests" / folder) for folder in ("", "ascend"))
 
 
 def has_ascend() -> bool:
-    """Whether there is a vllm-ascend: the folder is empty where no wheel fits this machine."""
+    """Whether there is a vllm-ascend. The folder is empty if no wheel fits this machine."""
     folder = os.environ.get(ASCEND_VARIABLE)
     return bool(folder) and os.path.isdir(os.path.join(folder, "vllm_ascend"))
 
@@ -27,9 +27,10 @@ def processes(
     """Fresh processes that run functions of modules below ``benchmarks/``.
 
     Args:
-        environ: Set there, unless the variables are set here.
-        is_ascend: Whether vllm-ascend is active there, from the folder that `ASCEND_VARIABLE`
-            names.
+        number: The number of processes.
+        environ: Variables to set in the processes, unless they are set in this process.
+        is_ascend: Whether vllm-ascend is active in the processes, from the folder that
+            `ASCEND_VARIABLE` names.
     """
     return ProcessPoolExecutor(
         number,

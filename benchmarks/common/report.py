@@ -16,10 +16,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def parser(doc: str | None, out: str = "") -> argparse.ArgumentParser:
-    """A command line with ``--quick`` and, where there is an output folder, ``--out``.
+    """A command line with ``--quick`` and, if there is an output folder, ``--out``.
 
     Args:
-        out: Name of the folder below ``out/``; empty for a benchmark that only prints.
+        doc: The description.
+        out: The name of the folder below ``out/``; empty for a benchmark that only prints.
     """
     found = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -54,10 +55,10 @@ def verdict(is_met: bool, text: str) -> str:
 
 
 def median_ratio(ones: Sequence[float], others: Sequence[float]) -> float:
-    """The median over the rounds of (one / other), both of the same round.
+    """The median over the rounds of (one / other), where both belong to the same round.
 
     Raises:
-        ValueError: The rounds are none, or not the same.
+        ValueError: There are no rounds, or the numbers of rounds differ.
     """
     return statistics.median(one / other for one, other in zip(ones, others, strict=True))
 
@@ -66,10 +67,10 @@ def write(out: Path, lines: Iterable[str], rows: Iterable[Any], name: str = "") 
     """Write the printed lines as text, and all numbers as JSON.
 
     Args:
-        out: Folder; it is made if it is not there.
-        lines: As printed.
-        rows: Dataclasses.
-        name: Of both files, ``table.txt`` and ``results.json`` if empty.
+        out: The folder. It is made if it does not exist.
+        lines: The printed lines.
+        rows: The rows as dataclasses.
+        name: The name of both files; if empty, they are ``table.txt`` and ``results.json``.
     """
     out.mkdir(parents=True, exist_ok=True)
     text, numbers = (f"{name}.txt", f"{name}.json") if name else ("table.txt", "results.json")
@@ -79,7 +80,7 @@ def write(out: Path, lines: Iterable[str], rows: Iterable[Any], name: str = "") 
 
 
 def _plain(value: Any) -> Any:
-    """Enums by their values, as keys of dictionaries, too."""
+    """Plain data in which enums are replaced by their values, also as keys of dictionaries."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, dict):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of what is computed where parts of prompts are missing; `run` is the command."""
+"""Measures what is computed if parts of prompts are missing. The command is `run`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs the scheduler to ask host memory for a prompt, beside vLLM's own prefix lookup.
+"""Measures the scheduler's lookup of a prompt in host memory, beside vLLM's own prefix lookup.
 
     python benchmarks/holes/admission.py [--quick] [--rounds R] [--tokens N ...] [--out FOLDER]
 
@@ -7,14 +7,13 @@ Compared with ``KVCacheManager.get_computed_blocks`` of stock vLLM, for a prompt
 as a whole, is ``get_num_new_matched_tokens`` of the connector's scheduler side: the first call for
 a prompt that host memory has as a whole, with a tenth of its chunks missing, and with every other
 chunk missing.
-Rows named *idle* are those of an engine on which nothing runs: there it is also estimated whether
-to compute the beginning while the rest is loaded. While a request waits, vLLM asks again in every
-step: *again* is what such a call costs.
+Rows named *idle* are those of an engine on which nothing runs. While a request waits, vLLM asks
+again in every step: *again* is what such a call costs.
 
-All are timed in turns in one process, with stock vLLM as it is without this package's patches.
-Times are medians of the thread's CPU time, a ratio is the median of those of each turn. Layout: one
-group with full attention and blocks of 128 tokens; chunks of 1,024 tokens. Nothing is loaded, and
-no page exists.
+All cases take turns in one process. Stock vLLM runs without the patches of this package. Times are
+medians of the thread's CPU time; a ratio is the median of the ratios of all turns. The layout has
+one group with full attention and blocks of 128 tokens, and chunks of 1,024 tokens. Nothing is
+loaded, and no pages exist.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ QUESTION_TOKENS = 20
 VOCABULARY_TOKENS = 50_000
 LAYOUT = "full"
 HOST_BYTES = 1 << 45
-"""Counted only; more than a prompt takes."""
+"""The size of host memory, more than a prompt takes. It is only counted, and not allocated."""
 
 STOCK = "stock: on the device as a whole"
 WHOLE = "in host memory as a whole"
@@ -65,9 +64,9 @@ class Result:
     """One row of the table, times in microseconds.
 
     Attributes:
-        num_tokens: Tokens of the prompt, without the question.
-        ratio: To stock's, median of the turns.
-        again_us: A lookup while the request waits; None for stock, which has none.
+        num_tokens: The tokens of the prompt, without the question.
+        ratio: The ratio to stock's time, as the median of the turns.
+        again_us: The time of a lookup while the request waits; None for stock, which has none.
     """
 
     num_tokens: int
@@ -80,7 +79,7 @@ class Result:
 
 
 def missing_chunks(num_chunks: int) -> Mapping[str, set[int]]:
-    """Numbers of the chunks that host memory has lost, by case."""
+    """The numbers of the chunks that host memory has lost, by case."""
     return {
         WHOLE: set(),
         TENTH: set(_spread(num_chunks, max(1, round(num_chunks / 10)))),
@@ -89,7 +88,7 @@ def missing_chunks(num_chunks: int) -> Mapping[str, set[int]]:
 
 
 def _spread(num_chunks: int, num_missing: int) -> Iterator[int]:
-    """In as many places as there are missing chunks, in `MAX_PLACES` at most."""
+    """The missing chunks, spread over as many places as there are chunks, at most `MAX_PLACES`."""
     num_places = min(MAX_PLACES, num_missing)
     for place in range(num_places):
         first = (2 * place + 1) * num_chunks // (2 * num_places)
@@ -101,7 +100,7 @@ class StockLookup:
     """vLLM without the connector, after a prompt has been served.
 
     Args:
-        prompt: What is looked up later, with a question behind it.
+        prompt: The prompt that is looked up later, with a question behind it.
     """
 
     def __init__(self, prompt: Tokens) -> None:
@@ -112,7 +111,7 @@ class StockLookup:
         assert self._manager.get_computed_blocks(self._request)[1] == len(prompt)
 
     def time(self) -> float:
-        """Seconds of a lookup."""
+        """The seconds of a lookup."""
         began_s = time.thread_time()
         self._manager.get_computed_blocks(self._request)
         return time.thread_time() - began_s
@@ -122,8 +121,8 @@ class HostLookup:
     """vLLM with the connector, after a prompt has been served and some of its chunks were lost.
 
     Args:
-        prompt: What is looked up later, with a question behind it.
-        missing: Numbers of these chunks.
+        prompt: The prompt that is looked up later, with a question behind it.
+        missing: The numbers of the lost chunks.
         is_idle: Whether nothing else runs.
     """
 
@@ -146,7 +145,7 @@ class HostLookup:
         self.num_holes = self._check(len(prompt), missing, chunk_tokens)
 
     def time(self) -> tuple[float, float]:
-        """Seconds of the first lookup, and of another while the request waits."""
+        """The seconds of the first lookup, and of another one while the request waits."""
         began_s = time.thread_time()
         self._side.get_num_new_matched_tokens(self._request, 0)
         found_s = time.thread_time()
@@ -156,15 +155,16 @@ class HostLookup:
         return found_s - began_s, ended_s - found_s
 
     def _check(self, num_tokens: int, missing: set[int], chunk_tokens: int) -> int:
-        """All that is stored has to be found, and nothing else; returns the number of holes."""
+        """Check that exactly the stored chunks are found. Returns the number of holes."""
         num_found = self._side.get_num_new_matched_tokens(self._request, 0)
         state = self._side._states[self._request.request_id]
         assert state.admission.pinned is not None
         plan = state.admission.pinned.plan
         self._side.request_finished(self._request, is_end_of_turn=False)
-        is_end_missing = num_tokens // chunk_tokens - 1 in missing
-        assert num_found == num_tokens - is_end_missing * chunk_tokens
-        assert plan.hole_tokens == (len(missing) - is_end_missing) * chunk_tokens
+        # A missing last chunk is no hole: the request computes it as the end of the prompt.
+        num_end_missing = 1 if num_tokens // chunk_tokens - 1 in missing else 0
+        assert num_found == num_tokens - num_end_missing * chunk_tokens
+        assert plan.hole_tokens == (len(missing) - num_end_missing) * chunk_tokens
         return len(plan.holes)
 
 
@@ -208,7 +208,7 @@ def _serve(engine: Any, prompt: Tokens) -> None:
 
 
 def _measured_cost() -> Any:
-    """Estimates as of an engine that has measured: loads are much faster than computing."""
+    """The estimates of an engine that has measured, with loads much faster than computing."""
     from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 
     cost = TransferCost()
@@ -218,7 +218,7 @@ def _measured_cost() -> Any:
 
 
 def measure(num_tokens: int, rounds: int) -> list[Result]:
-    """All cases of one length, in turns."""
+    """Measure all cases of one length, in turns."""
     prompt = random.Random(num_tokens).choices(range(VOCABULARY_TOKENS), k=num_tokens)
     stock = StockLookup(prompt)
     lookups: dict[str, HostLookup] = {}
@@ -240,7 +240,7 @@ def measure(num_tokens: int, rounds: int) -> list[Result]:
 def _time_in_turns(
     stock: StockLookup, lookups: Mapping[str, HostLookup], rounds: int
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """Seconds of first and of later calls, by case."""
+    """The seconds of first and of later calls, by case."""
     times_s: dict[str, tuple[list[float], list[float]]] = {
         name: ([], []) for name in (STOCK, *lookups)
     }

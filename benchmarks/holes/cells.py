@@ -25,16 +25,16 @@ from vllm_ascend_kvext.store import eviction
 from vllm_ascend_kvext.store.reuse import Reuse
 
 ENDLESS_BYTES = 1 << 50
-"""Counted only; more than a trace stores."""
+"""The size of an endless tier, more than a trace stores. It is only counted, and not allocated."""
 
 MAX_ENTRIES = 1 << 30
-"""More than a tier has."""
+"""More entries than a tier has."""
 
 POOL_SHARE = 0.04
-"""Of the tokens of a trace, each counted once: what the device pool holds."""
+"""The share of a trace's tokens, each counted once, that the device pool holds."""
 
 MIN_REQUESTS = 1.5
-"""Of the trace's longest, answers included: what it holds at least."""
+"""The device pool holds at least so many of the trace's longest requests, with their answers."""
 
 
 class Bench:
@@ -43,7 +43,7 @@ class Bench:
     Args:
         layout_name: See ``get_layout``.
         trace_name: See ``trace_named``.
-        scale: Factor on the trace's size.
+        scale: A factor on the size of the trace.
         store_policy: See ``StorePolicy``.
     """
 
@@ -58,7 +58,7 @@ class Bench:
         """Serve the trace in every variant.
 
         Args:
-            shares: Of what an endless tier holds in the end: sizes of host memory.
+            shares: Sizes of host memory, as shares of what an endless tier holds in the end.
         """
         alone = self.serve(Variant.ALONE, 0)
         endless = self.serve(Variant.PREFIX, ENDLESS_BYTES)
@@ -77,7 +77,7 @@ class Bench:
             yield row
 
     def serve(self, variant: Variant, host_bytes: int) -> Result:
-        """One variant, with so much host memory."""
+        """Serve the trace in one variant with some host memory."""
         host = None
         if variant is not Variant.ALONE:
             pages = pages_of(self.layout.name, self.num_blocks)
@@ -111,7 +111,7 @@ class Bench:
 
 @contextlib.contextmanager
 def _latest_use() -> Iterator[None]:
-    """Let the least recently used of all entries give way; no option of ours does that."""
+    """Evict the least recently used of all entries, which no option of the tier does."""
     with (
         mock.patch.object(Reuse, "density", lambda *_: 0.0),
         mock.patch.object(eviction, "NUM_SAMPLED", MAX_ENTRIES),
@@ -120,7 +120,7 @@ def _latest_use() -> Iterator[None]:
 
 
 def _num_blocks(layout: BenchLayout, trace: Trace) -> int:
-    """Of the pool."""
+    """The number of blocks of the pool."""
     max_tokens = max(len(request.answered) for request in trace.requests)
     used: dict[int, int] = {}
     for request in trace.requests:

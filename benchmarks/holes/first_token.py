@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time to the first token of a prompt that host memory has in part, on the real engine.
+"""Measures the time to the first token of a prompt of which host memory has a part.
 
     python benchmarks/holes/first_token.py [--quick] [--tokens N] [--rounds R] [--model M]
 
-*Holes*: one chunk in ten is missing; all of the prompt is computed, or what lies behind the
-first missing chunk, or the holes alone. *Rows*: what it costs that missing tokens lie apart and
-need a row each, for ``MIN_RUN_TOKENS``. Every row is measured in turns, in one engine; a number is
-the median of the rounds. vLLM's process has one CPU for the model, and another for copies.
+*Holes*: one chunk in ten is missing. The real engine computes the whole prompt, or everything
+behind the first missing chunk, or only the holes. *Rows*: the additional time if missing tokens are
+apart, and each part needs a row of its own, for ``MIN_RUN_TOKENS``. All rows are measured in turns
+in one engine. A number is the median of the rounds. vLLM's process has one CPU for the model, and
+another one for copies.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ CHUNK_TOKENS = 128
 BLOCK_TOKENS = 128
 STEP_TOKENS = 1024
 GAPS = {"together": 1, "apart": 3}
-"""Chunks from a missing one to the next."""
+"""The distance from a missing chunk to the next one, in chunks."""
 
 ONE_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": str(max(os.sched_getaffinity(0))),
@@ -48,8 +49,8 @@ class Engine(CpuEngine):
     """vLLM in this process, with KvextConnector.
 
     Args:
-        model: Folder.
-        num_tokens: Of the longest prompt.
+        model: The folder of the model.
+        num_tokens: The length of the longest prompt.
     """
 
     def __init__(self, model: str, num_tokens: int) -> None:
@@ -65,12 +66,12 @@ class Engine(CpuEngine):
         self.side = self.scheduler.connector.scheduler_side
 
     def ask_s(self, prompt: Tokens) -> float:
-        """Seconds to the first token, when the device knows nothing of the prompt."""
+        """The seconds to the first token if the device has nothing of the prompt."""
         self.forget_local()
         return self.ask(prompt).first_token_s
 
     def lose_chunks(self, numbers: Sequence[int]) -> None:
-        """Chunks of rows leave host memory."""
+        """Remove chunks of rows from host memory."""
         self.side.tier.evict(lambda entry: entry.piece.first_tokens // CHUNK_TOKENS in numbers)
 
     def without_holes(self) -> AbstractContextManager[Any]:
@@ -81,7 +82,7 @@ class Engine(CpuEngine):
 
 
 def measure_holes(engine: Engine, prompt: Tokens, rounds: int) -> None:
-    """One chunk in ten is missing, the first of them early."""
+    """Measure holes: one chunk in ten is missing, and the first missing chunk is an early one."""
     num_chunks = len(prompt) // CHUNK_TOKENS
     lost = range(2, num_chunks - 1, 10)
     seconds: dict[str, list[float]] = {"all": [], "behind the first hole": [], "holes": []}
@@ -103,12 +104,13 @@ def measure_holes(engine: Engine, prompt: Tokens, rounds: int) -> None:
 
 
 def measure_rows(engine: Engine, prompt: Tokens, rounds: int) -> None:
-    """As many missing chunks in one place or in several, as far from the beginning in the mean.
+    """Measure rows: the same number of chunks is missing in one place or in several places.
 
-    By the CPU time of the model's thread: the copies of both are the same.
+    The mean distance from the beginning is equal. The CPU time of the model's thread is measured;
+    the copies are the same in both cases.
     """
     num_chunks = len(prompt) // CHUNK_TOKENS
-    num_rows = STEP_TOKENS // CHUNK_TOKENS - 1  # All of them, and the end, fit into a step.
+    num_rows = STEP_TOKENS // CHUNK_TOKENS - 1  # All rows and the end fit into one step.
     numbers = range(-(num_rows // 2), num_rows - num_rows // 2)
     places = {name: [num_chunks // 2 + gap * n for n in numbers] for name, gap in GAPS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in places}
@@ -142,7 +144,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model.write(Path(folder))
         engine = Engine(folder, arguments.tokens)
-        engine.ask_s(prompt)  # What it computes is stored.
+        engine.ask_s(prompt)  # The engine stores what it computes.
         engine.ask_s(prompt)
         measure_holes(engine, prompt, rounds)
         measure_rows(engine, prompt, 3 * rounds)

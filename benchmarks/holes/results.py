@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What serving a trace came to, and the table of it. Imports nothing of vLLM."""
+"""The results of serving a trace, and their table. The module imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 MAX_RATIO = 1.05
-"""So many times the tokens of LRU may be computed in one row: what learns can be wrong."""
+"""The largest allowed ratio to the computed tokens of LRU in one row. A policy that learns can be
+wrong."""
 
 _GIB = 1 << 30
 
 
 class Variant(enum.Enum):
-    """What serves."""
+    """The variants that serve a trace."""
 
     ALONE = "device"
     """The device pool, without a host tier."""
 
     LRU = "lru"
-    """What other host tiers do: all is stored, what was used least recently gives way (of one
-    request, the end first), and what is behind a missing chunk is computed."""
+    """A host tier like others: everything is stored, the least recently used entry is evicted (the
+    end of a request first), and everything behind a missing chunk is computed."""
 
     PREFIX = "prefix"
-    """Our choice of what is stored and gives way; read up to the first missing chunk."""
+    """Our policies of storing and eviction. A prompt is read up to the first missing chunk."""
 
     HOLES = "holes"
-    """The same choices; missing chunks are computed."""
+    """Our policies of storing and eviction. Missing chunks are computed."""
 
 
 @dataclass(slots=True)
@@ -35,11 +36,12 @@ class Result:
     """One variant.
 
     Attributes:
-        computed_tokens: Of prompts; again after preemptions.
-        computed_pairs: The same, each token with all before it: what attention costs.
-        hole_tokens: Those of ``computed_tokens`` that lay in holes.
-        num_leaks: Blocks and pins that were held at the end; 0 if all is well.
-        scheduler_s: CPU time.
+        computed_tokens: The computed tokens of prompts. Tokens that are computed again after a
+            preemption count again.
+        computed_pairs: The pairs of a computed token and a token before it: the cost of attention.
+        hole_tokens: The part of ``computed_tokens`` in holes.
+        num_leaks: The number of blocks and pins that were held at the end. It must be 0.
+        scheduler_s: The CPU time of the scheduler.
     """
 
     computed_tokens: int
@@ -58,7 +60,7 @@ class Row:
     """All variants of one trace on one layout with one size of host memory.
 
     Attributes:
-        share: Host memory, of what an endless tier holds.
+        share: The size of host memory, as a share of what an endless tier holds.
         endless: The result with an endless tier.
     """
 
@@ -79,14 +81,16 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Tokens computed with holes, of those with LRU."""
-        holes, lru = self.results[Variant.HOLES], self.results[Variant.LRU]
+        """The tokens computed with holes, divided by the tokens computed with LRU."""
+        holes = self.results[Variant.HOLES]
+        lru = self.results[Variant.LRU]
         return holes.computed_tokens / lru.computed_tokens
 
     @property
     def is_worse_with_holes(self) -> bool:
         """Whether more tokens are computed with holes than without."""
-        holes, prefix = self.results[Variant.HOLES], self.results[Variant.PREFIX]
+        holes = self.results[Variant.HOLES]
+        prefix = self.results[Variant.PREFIX]
         return holes.computed_tokens > prefix.computed_tokens
 
 
@@ -100,11 +104,12 @@ HEAD = (
 
 
 def line(row: Row) -> str:
-    """One row of the table. A ratio is that of holes and lru: below 1, holes is better."""
+    """One row of the table. A ratio is holes divided by lru; below 1, holes is better."""
     assert row.endless is not None
     tiers = [row.results[variant] for variant in Variant if variant is not Variant.ALONE]
     tokens = [row.endless, *(row.results[variant] for variant in Variant)]
-    lru, holes = row.results[Variant.LRU], row.results[Variant.HOLES]
+    lru = row.results[Variant.LRU]
+    holes = row.results[Variant.HOLES]
     return (
         f"{row.layout:8} {row.trace:10} {row.share:5.0%} | "
         + " ".join(f"{result.computed_tokens / 1e3:8,.0f}" for result in tokens)
@@ -116,7 +121,7 @@ def line(row: Row) -> str:
 
 
 def sums(rows: Iterable[Row]) -> Iterator[Row]:
-    """By layout and share, all traces together."""
+    """The sums over all traces, by layout and share."""
     totals: dict[tuple[str, float], Row] = {}
     for row in rows:
         assert row.endless is not None
@@ -147,7 +152,7 @@ def _sum(one: Result | None, other: Result) -> Result:
 
 
 def verdicts(rows: list[Row]) -> Iterator[str]:
-    """Which targets are met, and which are not."""
+    """The lines about targets that are met, and targets that are not met."""
     worse = [row for row in rows if row.is_worse_with_holes]
     named = ", ".join(f"{row.trace} at {row.share:.0%}" for row in worse) or "none"
     yield f"holes: more tokens than prefix in {len(worse)} of {len(rows)} rows: {named}"

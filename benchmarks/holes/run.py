@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens are computed where host memory is too small for what is asked for.
+"""Measures how many tokens are computed if host memory is too small for the requests.
 
     python benchmarks/holes/run.py [--quick] [--layout L] [--trace T] [--share S] [--scale X]
 
-Traces go through vLLM's real scheduler and the connector's scheduler side, behind a small device
-pool; a stand-in for the worker plans every transfer and moves nothing. Compared are: the device
-alone; a host tier as others have it (all is stored, LRU, read up to the first missing chunk); ours,
-read up to there too; and ours with missing chunks computed (``hole_reuse``). Host memory has 50, 25
-or 10 % of what the trace leaves in an endless tier. What is stored is the default's choice
-(``second_touch``; it stores all of a request that has ended) unless --store-policy says otherwise.
+Traces go through vLLM's real scheduler and the connector's scheduler side, with a small device
+pool. A stand-in for the worker plans every transfer and moves nothing. The benchmark compares:
 
-Counted are prompt tokens that are computed, in holes too, and again after preemptions; and the same
-with each token counted as often as there are tokens before it, which is what attention costs.
+- the device alone;
+- a host tier like others: everything is stored, LRU, a prompt is read up to the first missing
+chunk; - our host tier, also read up to the first missing chunk; - our host tier with missing chunks
+computed (``hole_reuse``).
+
+Host memory has 50, 25 or 10 % of what the trace leaves in an endless tier. The default policy
+decides what is stored (``second_touch``, which stores everything of a request that has ended),
+unless --store-policy names another one.
+
+The benchmark counts the computed prompt tokens, also in holes, and again after preemptions. It also
+counts each of these tokens as often as there are tokens before it, which is the cost of attention.
 A table and all numbers as JSON are written to --out. The exit status is 1 if something leaks.
 """
 
@@ -56,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:
-    """All rows, shown as they come."""
+    """Measure all rows, and print each when it is done."""
     from retention.variants import installed
 
     from holes.cells import Bench

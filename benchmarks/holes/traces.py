@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The traces of this benchmark: some of `retention.traces`, and what is asked more or less often.
+"""The traces of this benchmark: some of `retention.traces`, and traces with popular texts.
 
-Deterministic; nothing of vLLM.
+The traces are deterministic, and the module imports nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def write_questions(script: Script, scale: float) -> None:
 
 
 def write_drifting(script: Script, scale: float) -> None:
-    """The same, but every so often other documents become the ones that are asked about."""
+    """Questions about long documents. From time to time, other documents become popular."""
     documents = [script.text(4000, 24000) for _ in range(round(48 * scale))]
     delay_steps = 0
     for _ in range(4):
@@ -32,7 +32,7 @@ def write_drifting(script: Script, scale: float) -> None:
 
 
 def write_scanned(script: Script, scale: float) -> None:
-    """Questions about documents, between long prompts that nobody sends twice."""
+    """Questions about documents, between long prompts that are sent only once."""
     documents = [script.text(4000, 24000) for _ in range(round(32 * scale))]
     weights = _skewed(len(documents))
     delay_steps = 0
@@ -46,14 +46,16 @@ def write_scanned(script: Script, scale: float) -> None:
 
 
 def write_compacted(script: Script, scale: float) -> None:
-    """Agents whose context is compacted: a summary takes the place of the middle.
+    """Agents whose context is compacted: a summary replaces the middle.
 
-    Nothing behind a summary is what it was, for the keys of a context are chained.
+    All keys behind a summary change, because the keys of a context are chained.
     """
     system = script.text(4000, 4000)
     for _ in range(round(20 * scale)):
         task = script.text(2000, 6000, system)
-        context, previous, delay_steps = task, None, script.rng.randint(0, 300)
+        context = task
+        previous = None
+        delay_steps = script.rng.randint(0, 300)
         for _ in range(18):
             context = script.text(500, 3000, context)
             previous = script.ask(context, (64, 384), delay_steps, previous)
@@ -69,7 +71,7 @@ def write_compacted(script: Script, scale: float) -> None:
 def _ask_about(
     script: Script, documents: list[Text], num_questions: int, delay_steps: int = 0
 ) -> int:
-    """Ask about documents, the first most often; returns when the last question comes."""
+    """Ask about documents, most often about the first. Returns when the last question arrives."""
     for document in script.rng.choices(
         documents, cum_weights=_skewed(len(documents)), k=num_questions
     ):
@@ -79,7 +81,7 @@ def _ask_about(
 
 
 def _skewed(num_texts: int) -> list[float]:
-    """The popularity of texts falls off with their rank; sums up to each of them."""
+    """The cumulative popularity of texts, which falls with their rank."""
     return list(accumulate(1 / rank for rank in range(1, num_texts + 1)))
 
 
@@ -98,8 +100,8 @@ def trace_named(name: str, scale: float = 1.0, stretch: float = 1.0) -> Trace:
 
     Args:
         name: One of `TRACES`, or of ``retention.traces``.
-        scale: Factor on the number of documents, questions, conversations, ...
-        stretch: Factor on the lengths of texts.
+        scale: A factor on the number of documents, questions, conversations, ...
+        stretch: A factor on the lengths of texts.
     """
     if name not in WRITERS:
         return write_trace(name, scale, stretch)

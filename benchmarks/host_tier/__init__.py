@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of the host tier's hit rates; `run` is the command."""
+"""Measures the hit rates of the host tier. The command is `run`."""

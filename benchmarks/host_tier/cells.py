@@ -22,7 +22,7 @@ from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorS
 from vllm_ascend_kvext.store.entries import Kind
 
 HOST_BYTES = 1 << 40
-"""Counted only; more than a trace stores."""
+"""The size of host memory, more than a trace stores. It is only counted, and not allocated."""
 
 
 def run_row(
@@ -32,10 +32,10 @@ def run_row(
     pools: Sequence[float],
     host_bytes: int = HOST_BYTES,
 ) -> Row:
-    """Serve a trace in every variant, in the smallest pool in which all of them go through."""
+    """Serve a trace in every variant, in the smallest pool that is large enough for all of them."""
     layout = get_layout(layout_name)
     trace = write_trace(trace_name, scale * layout.thinning, layout.stretch)
-    # Blocks that the trace takes in a pool without evictions, dense.
+    # The number of blocks that the trace takes in a pool without evictions, with dense caching.
     endless = run_cell(Cell(layout_name, trace_name, INFINITE, "dense", scale), None)
     num_footprint_blocks = int(endless["num_footprint_blocks"])  # type: ignore[call-overload]
     row = Row(layout_name, trace_name, scale, len(trace.requests))

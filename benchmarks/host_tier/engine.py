@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's real scheduler on a layout of the benchmark, with or without KvextConnector.
 
-Knows no trace. CPU time is that of the scheduler, its connector included; the worker's is not.
+The module knows no trace. The CPU time is that of the scheduler with its connector, without that of
+the worker.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class HostMemory:
     """The host tier of an engine.
 
     Attributes:
-        num_bytes: Only counted, not allocated.
+        num_bytes: Its size. It is only counted, and not allocated.
         store_policy: See ``StorePolicy``.
-        hole_reuse: Whether what is stored behind a missing chunk is loaded.
+        hole_reuse: Whether chunks behind a missing chunk are loaded.
     """
 
     pages: KVLayout
@@ -51,13 +52,13 @@ class HostMemory:
             "host_memory_gib": self.num_bytes / (1 << 30),
             "store_policy": self.store_policy,
             "hole_reuse": self.hole_reuse,
-            # There is no clock to say what is dear.
+            # Without a clock, the connector cannot compare times.
             "load_if_slower": True,
         }
 
 
 class Engine:
-    """A scheduler, and a worker that plays the connector's."""
+    """A scheduler, and a stand-in for the connector's worker."""
 
     def __init__(self, layout: BenchLayout, num_blocks: int, host: HostMemory | None) -> None:
         vllm_config = build_vllm_config(
@@ -98,12 +99,12 @@ class Engine:
 
     @property
     def scheduler_s(self) -> float:
-        """CPU time in the scheduler."""
+        """The CPU time in the scheduler."""
         return self._elapsed_ns / 1e9
 
     @property
     def has_work(self) -> bool:
-        """Whether there are requests, or transfers of requests that have ended."""
+        """Whether there are requests, or transfers of ended requests."""
         return bool(self.scheduler.has_requests())
 
     def add(self, request: Request) -> None:
@@ -113,10 +114,12 @@ class Engine:
         return self._timed(self.scheduler.schedule)
 
     def finish_step(self, scheduled: SchedulerOutput, sampled: dict[str, list[int]]) -> None:
-        """The model has run.
+        """Process the output of a step.
 
         Args:
-            sampled: By request, in the order of the schedule; empty where a prompt goes on.
+            scheduled: The plan of the step.
+            sampled: The sampled tokens by request, in the order of the schedule. A prompt that is
+                not complete has none.
         """
         output = ModelRunnerOutput(
             req_ids=list(sampled),
@@ -137,14 +140,14 @@ class Engine:
 
 
 def _named_like(layout: BenchLayout) -> Layout:
-    """What the configuration of an engine has to know of a layout."""
+    """The facts of a layout that the configuration of an engine needs."""
     block_tokens = layout.state_block_tokens or layout.hash_block_tokens
     attention = Attention.MAMBA if layout.state_block_tokens else Attention.FULL
     return Layout(layout.name, (Group(attention, block_tokens),))
 
 
 def _register_specs(vllm_config: Any) -> None:
-    """As vLLM's engine core does."""
+    """Register the specs, as vLLM's engine core does."""
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 
     register_all_kvcache_specs(vllm_config)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker would register for each layout of the benchmark: sizes only, no memory.
+"""The pages that a worker would register for each layout of the benchmark, without memory.
 
-DeepSeek-V4 comes from the planning and shaping code of vLLM, or of vllm-ascend. The others are made
-here, with the sizes of one model each.
+The planning and shaping code of vLLM or vllm-ascend makes the pages of DeepSeek-V4. The others are
+made here, with the sizes of one model each.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, Plane, RegisteredStorage
 
 _FEW_BLOCKS = 4
-"""Of the tensors that are made to be looked at."""
+"""The number of blocks of the tensors that are made to read their shapes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Of the layers of one KV cache group.
+    """The sizes of the layers of one KV cache group.
 
     Attributes:
-        num_layers: In each group.
-        token_bytes: K and V of one token in one layer.
-        state_bytes: A state in one layer.
+        num_layers: The number of layers in each group.
+        token_bytes: The bytes of K and V of one token in one layer.
+        state_bytes: The bytes of a state in one layer.
     """
 
     num_layers: int
@@ -59,11 +59,11 @@ def pages_of(layout_name: str, num_blocks: int) -> KVLayout:
         layout = deepseek_v4("fp8_ds_mla", num_blocks=_FEW_BLOCKS).layout()
     else:
         groups = PLAIN_LAYOUTS[layout_name].groups
-        layout = _made_up(groups, MODELS[layout_name])
+        layout = made_up(groups, MODELS[layout_name])
     return replace(layout, num_pages=num_blocks)
 
 
-def _made_up(groups: tuple[Group, ...], sizes: ModelSizes) -> KVLayout:
+def made_up(groups: tuple[Group, ...], sizes: ModelSizes) -> KVLayout:
     return KVLayout(
         storages=(RegisteredStorage(1 << 20, 1 << 50),),
         groups=tuple(_group(index, group, sizes) for index, group in enumerate(groups)),

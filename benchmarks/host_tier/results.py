@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What serving a trace came to, and the table of it. Imports nothing of vLLM."""
+"""The results of serving a trace, and their table. The module imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from common.report import Table
 
 CEILING_UNIT_TOKENS = 128
-"""Hit unit of the endless cache that hit rates are compared with."""
+"""The hit unit of the endless cache with which hit rates are compared."""
 
 MAX_POINTS_BELOW = 5.0
-"""What the host tier may lose against it, in percentage points."""
+"""The largest allowed loss of the host tier against that cache, in percentage points."""
 
 _MIB = 1 << 20
 
 
 class Variant(enum.Enum):
-    """What serves: a retention policy on the device, with or without a host tier behind it."""
+    """The variants: a retention policy on the device, with or without a host tier."""
 
     DENSE = "dense"
     ADAPTIVE = "adaptive"
@@ -37,11 +37,11 @@ class Variant(enum.Enum):
 
 @dataclass(slots=True)
 class HostUse:
-    """What the host tier did.
+    """The use of the host tier.
 
     Attributes:
-        computed_tokens: Different tokens of the trace, prompts and answers.
-        num_leaks: Blocks and pins that were held at the end; 0 if all is well.
+        computed_tokens: The number of different tokens of the trace, in prompts and answers.
+        num_leaks: The number of blocks and pins that were held at the end. It must be 0.
     """
 
     row_bytes: int
@@ -62,9 +62,9 @@ class Result:
     """One variant.
 
     Attributes:
-        hit_rate: Hit tokens of all prompt tokens.
-        ceiling: The same in an endless cache.
-        host: None without a host tier.
+        hit_rate: The share of all prompt tokens that were hit.
+        ceiling: The hit rate in an endless cache.
+        host: The use of the host tier; None without one.
     """
 
     hit_rate: float
@@ -79,8 +79,8 @@ class Row:
     """All variants of one trace on one layout.
 
     Attributes:
-        pool: Share of the dense footprint.
-        results: By variant; not all of them if the trace fits into none of the pools.
+        pool: The size of the pool, as a share of the dense footprint.
+        results: The results by variant. Some are missing if the trace fits into no pool.
     """
 
     layout: str
@@ -97,18 +97,18 @@ class Row:
 
     @property
     def ceiling(self) -> float:
-        """Of the variants', the highest: what is shared depends a little on who is served when."""
+        """The highest ceiling of all variants. It depends a little on the order of requests."""
         return max(result.ceiling for result in self.results.values())
 
     @property
     def points_below(self) -> float:
-        """By how much the better variant with a host tier misses the ceiling, in points."""
+        """The points by which the better variant with a host tier misses the ceiling."""
         rates = [result.hit_rate for variant, result in self.results.items() if variant.has_host]
         return 100 * (self.ceiling - max(rates))
 
     @property
     def is_good(self) -> bool:
-        """Within the limit, and nothing is held at the end."""
+        """Whether the row is within the limit, and nothing is held at the end."""
         hosts = [result.host for result in self.results.values() if result.host is not None]
         return (
             self.is_complete
@@ -118,14 +118,25 @@ class Row:
 
 
 TABLE = Table(
-    *("layout:<15", "trace:<7", "pool:>5", "blocks:>7", "dense:>6", "adapt.:>6", "d+host:>6"),
-    *("a+host:>6", "ceil.:>6", "below:>6", "rows:>6", "tails:>6", "MiB/tail:>8"),
+    "layout:<15",
+    "trace:<7",
+    "pool:>5",
+    "blocks:>7",
+    "dense:>6",
+    "adapt.:>6",
+    "d+host:>6",
+    "a+host:>6",
+    "ceil.:>6",
+    "below:>6",
+    "rows:>6",
+    "tails:>6",
+    "MiB/tail:>8",
     "CPU ms per request:>23",
 )
 
 
 def line(row: Row) -> str:
-    """Hit rates in percent, MiB of host memory per 1,024 tokens, scheduler CPU by variant."""
+    """One row: hit rates in percent, MiB of host memory per 1,024 tokens, CPU by variant."""
     cells = [row.layout, row.trace, f"{row.pool:.0%}", f"{row.num_blocks:,}"]
     if not row.is_complete:
         return TABLE.line(*cells, *[None] * 9, "does not fit")
@@ -140,7 +151,7 @@ def line(row: Row) -> str:
 
 
 def why_not(row: Row) -> Iterable[str]:
-    """One line for each variant with a host tier: what was missed, and why."""
+    """One line per variant with a host tier: the missed tokens, and why."""
     for variant, result in row.results.items():
         host = result.host
         if host is None:
@@ -157,7 +168,7 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 def summary(rows: Iterable[Row]) -> str:
-    """How many rows are within the limit."""
+    """The number of rows within the limit."""
     every = list(rows)
     good = sum(row.is_good for row in every)
     return f"{good} of {len(every)} rows within {MAX_POINTS_BELOW:g} points of the ceiling"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token hit rates with KvextConnector's host tier behind a small device pool, on traces.
+"""Measures token hit rates with KvextConnector's host tier behind a small device pool, on traces.
 
     python benchmarks/host_tier/run.py [--layout L] [--trace T] [--scale S] [--pool P] [--out DIR]
 
@@ -34,7 +34,8 @@ POOLS = (0.2, 0.3, 0.4)
 SCALE = 0.5
 QUICK_SCALE = 0.1
 SCALES = {"dsv4-ascend128": 2.0, "dsv4-ascend32": 2.0}
-"""Of layouts whose pages are so large that a fifth of a smaller trace's do not hold one request."""
+"""The scales of layouts with large pages. On a smaller trace, a fifth of its pages would not hold
+one request."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -56,7 +57,8 @@ def main() -> int:
     from host_tier.cells import run_row
 
     arguments = parse_arguments()
-    rows, lines = [], [results.TABLE.head]
+    rows = []
+    lines = [results.TABLE.head]
     print(lines[0], flush=True)
     for layout in arguments.layout:
         scale = arguments.scale or SCALES.get(layout, SCALE)

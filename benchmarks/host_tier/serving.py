@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves a trace on an `Engine`. No model, no clock: the result is exact for the trace.
+"""Serves a trace on an `Engine`. There is no model and no clock, so the result is exact.
 
 Time is counted as in `retention.serving`: a decoding request advances by bursts of 16 tokens.
 """
@@ -16,18 +16,20 @@ from retention.traces import Trace
 from host_tier.engine import Engine
 
 MAX_IDLE_STEPS = 1000
-"""With work to do and none done: the pool is too small."""
+"""After so many steps without progress, the pool is too small."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What serving a trace came to.
+    """The result of serving a trace.
 
     Attributes:
-        hit_tokens: On the device and in host memory, of all requests, when they are first computed.
-        computed_tokens: Of prompts, in holes too, and again after preemptions.
-        computed_pairs: The same, each token with all before it: what attention costs.
-        hole_tokens: Those of them that lay in holes.
+        hit_tokens: The tokens of all requests that were hit on the device and in host memory, when
+            each request was first computed.
+        computed_tokens: The computed tokens of prompts, also in holes. Tokens that are computed
+            again after a preemption count again.
+        computed_pairs: The pairs of a computed token and a token before it: the cost of attention.
+        hole_tokens: The part of ``computed_tokens`` in holes.
     """
 
     num_requests: int = 0
@@ -47,10 +49,10 @@ class Outcome:
 
 
 class Serving:
-    """One engine and one trace.
+    """Serves one trace on one engine.
 
     Args:
-        shared_unit_tokens: Unit of ``shared_tokens``.
+        shared_unit_tokens: The unit of ``shared_tokens``.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class Serving:
         self._step = 0
 
     def run(self) -> Outcome:
-        """Serve it all.
+        """Serve the whole trace.
 
         Raises:
             DoesNotFitError: A request does not fit into the pool.
@@ -84,7 +86,7 @@ class Serving:
             self._step += 1
             self._outcome.num_steps += 1
         self._outcome.scheduler_s = self._engine.scheduler_s
-        while self._engine.has_work:  # the last stores
+        while self._engine.has_work:  # The last stores end here.
             self._run_step()
         return self._outcome
 
@@ -95,13 +97,13 @@ class Serving:
         self._engine.add(job.request)
 
     def _run_step(self) -> bool:
-        """Whether it computed anything."""
+        """Run one step. Returns whether it computed anything."""
         scheduled = self._engine.schedule()
         num_tokens_of = dict(scheduled.num_scheduled_tokens)
         for new in scheduled.scheduled_new_reqs:
             if new.req_id in self._jobs:
                 self._note_hit(self._jobs[new.req_id], new.num_computed_tokens)
-            else:  # A row of a hole: no request of its own, and nothing is sampled.
+            else:  # The row of a hole is no request, and samples nothing.
                 self._note_hole(new.num_computed_tokens, num_tokens_of.pop(new.req_id))
         for request_id, num_tokens in num_tokens_of.items():
             job = self._jobs[request_id]
@@ -126,7 +128,7 @@ class Serving:
         self._outcome.shared_tokens += shared_tokens - shared_tokens % self._unit_tokens
 
     def _note_hole(self, first_tokens: int, num_tokens: int) -> None:
-        """Tokens that `_note_hit` takes for hits are computed."""
+        """Count computed tokens of a hole, which `_note_hit` has counted as hits."""
         self._outcome.hole_tokens += num_tokens
         self._outcome.hit_tokens -= num_tokens
         self._note_computed(first_tokens, first_tokens + num_tokens)

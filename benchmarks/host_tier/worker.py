@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker without pages: it plans every transfer, moves nothing, and is done at once.
+"""A worker without pages, which plans every transfer, moves nothing, and is done at once.
 
-A plan that lacks rows is an error: a load would leave garbage where the request goes on.
+A plan that lacks rows is an error, because a load would leave undefined rows that the request
+reads.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from vllm_ascend_kvext.layout.planner import TransferPlanner
 
 
 class IncompleteTransferError(Exception):
-    """A transfer that the scheduler side planned has not all of its rows."""
+    """A transfer of the scheduler side lacks some of its rows."""
 
 
 class PlanningWorker:
-    """The worker side, as far as the scheduler side can tell."""
+    """A stand-in for the worker side. The scheduler side does not notice the difference."""
 
     def __init__(self, layout: KVLayout) -> None:
         self._planner = TransferPlanner(layout)
         self.traffic = {"store": Traffic(), "load": Traffic()}
 
     def run_step(self, metadata: KvextMetadata) -> KVConnectorOutput:
-        """Do what a step says."""
+        """Carry out the jobs of a step."""
         jobs = metadata.jobs
         results = WorkerOutput(has_forward=jobs.has_forward)
         for store in (*jobs.stores_before, *jobs.stores):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose offloading is measured: how vLLM is told to use it, and what has to run beside it."""
+"""The contenders: the options of vLLM for each, and the server that it needs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Contender:
     """One way to keep KV in host memory.
 
     Attributes:
-        tap: How the seconds of its transfers are read: see `taps.py`.
-        kv_transfer_config: For vLLM; None is an engine without a connector.
-        server_options: Of the LMCache server that it needs; None: no server.
+        tap: How the seconds of its transfers are measured, see `taps.py`.
+        kv_transfer_config: The connector's configuration for vLLM; None for no connector.
+        server_options: The options of the LMCache server that it needs; None for no server.
         serves_groups: Whether it serves a model with several KV cache groups.
     """
 
@@ -29,7 +29,7 @@ class Contender:
 
     @property
     def environ(self) -> Mapping[str, str]:
-        """Others run on vLLM as it is."""
+        """The environment variables. Other contenders run without this package's patches."""
         return {} if self.tap == "kvext" else {"VLLM_ASCEND_KVEXT_MODE": "off"}
 
 
@@ -38,14 +38,15 @@ ALONE = "no connector"
 LMCACHE_DRIVEN = "LMCache, lmcache_driven"
 LMCACHE_SHARED = "LMCache, engine_driven, shared memory"
 BESIDE_COPIES = "no connector, a copy on another CPU"
-"""The same engine while somebody else copies memory: what no transfer can avoid."""
+"""An engine without a connector beside a thread that copies memory. No transfer can avoid this
+cost."""
 
 
 def contenders(host_gib: float, ports: Sequence[int], shm_name: str) -> tuple[Contender, ...]:
-    """All of them, ours first.
+    """All contenders, ours first.
 
     Args:
-        shm_name: Of the segment that the second server shares.
+        shm_name: The name of the segment that the second server shares.
     """
     driven_port, shared_port = ports
     return (
@@ -70,10 +71,16 @@ def contenders(host_gib: float, ports: Sequence[int], shm_name: str) -> tuple[Co
             "lmcache",
             _lmcache(shared_port, "engine_driven"),
             (
-                *("--port", str(shared_port), "--l1-size-gb", str(host_gib)),
-                *("--supported-transfer-mode", "auto", "--shm-name", shm_name),
+                "--port",
+                str(shared_port),
+                "--l1-size-gb",
+                str(host_gib),
+                "--supported-transfer-mode",
+                "auto",
+                "--shm-name",
+                shm_name,
             ),
-            # "engine-driven transfer does not support multiple KV transfer groups now"
+            # LMCache: "engine-driven transfer does not support multiple KV transfer groups now".
             serves_groups=False,
         ),
         Contender(ALONE, "none"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine of one contender, alone in its process, and what it is asked."""
+"""The engine of one contender, alone in its process, and its requests."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class Engine(CpuEngine):
         )
 
     def settle(self) -> None:
-        """Run empty steps until no transfer is on its way and no block is held.
+        """Run empty steps until no transfer is under way and no block is held.
 
         Raises:
-            TimeoutError: Something is.
+            TimeoutError: A transfer is still under way, or a block is still held.
         """
         self._wait()
-        # What has ended is reported in a step.
+        # Ended transfers are reported in a step.
         self.ask([1, 2, 3])
         self._wait()
 
@@ -69,7 +69,7 @@ class Engine(CpuEngine):
         """Empty the prefix cache on the device.
 
         Raises:
-            RuntimeError: Some block is still in use.
+            RuntimeError: A block is still in use.
         """
         for _ in range(MAX_RESETS):
             self.settle()
@@ -79,25 +79,26 @@ class Engine(CpuEngine):
 
 
 def start(contender: Contender, model: str, num_blocks: int, log: Path) -> None:
-    """Make the engine of this process, which writes its log to a file."""
+    """Start the engine of this process. Its log is written to a file."""
     global _engine
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    # Away from the checkout: vLLM inspects models in a process that imports from here.
+    # vLLM inspects models in a process that imports from this folder, so it is not the checkout.
     os.chdir(model)
     _engine = Engine(model, num_blocks, contender)
     _engine.ask(random_tokens("warm-up", 1000))
 
 
 def random_tokens(seed: int | str, num_tokens: int) -> list[int]:
-    # As a text: of a number, only the absolute value counts.
+    # The seed is a text, because Random uses only the absolute value of a number.
     return random.Random(str(seed)).choices(range(VOCABULARY_TOKENS), k=num_tokens)
 
 
 def cold_and_warm(seed: int) -> Prompt:
-    """A prompt that nothing knows, and again when only the host tier does."""
-    engine, tap = _engine, _engine.tap
+    """Ask a prompt that is not cached, and again when only the host tier has it."""
+    engine = _engine
+    tap = _engine.tap
     tokens = random_tokens(seed, PROMPT_TOKENS)
     engine.forget_local()
     tap.take()
@@ -117,14 +118,14 @@ def cold_and_warm(seed: int) -> Prompt:
 
 
 def visited(seeds: Sequence[int]) -> list[Visit]:
-    """Other requests decode while one long prompt after the other comes by for a token."""
+    """Ask one long prompt after the other for a token, while other requests decode."""
     engine = _engine
     engine.settle()
     decoders = [
         engine.add(random_tokens(f"decoder {number}", DECODER_PROMPT_TOKENS), DECODER_OUTPUT_TOKENS)
         for number in range(NUM_DECODERS)
     ]
-    for _ in range(4 + NUM_DECODERS):  # All of them have begun.
+    for _ in range(4 + NUM_DECODERS):  # After these steps all of them decode.
         engine.step()
     found = [_visit(engine, decoders, seed) for seed in seeds]
     engine.abort(decoders)
@@ -133,7 +134,7 @@ def visited(seeds: Sequence[int]) -> list[Visit]:
 
 
 def _visit(engine: Engine, decoders: Sequence[str], seed: int) -> Visit:
-    """One of them.
+    """Ask one long prompt.
 
     Raises:
         RuntimeError: The decoding requests have ended.
@@ -142,14 +143,16 @@ def _visit(engine: Engine, decoders: Sequence[str], seed: int) -> Visit:
     steps: list[Step] = []
     answer: Any = None
     num_left = STEPS_BETWEEN_VISITS
-    last_s, last_cpu_s = time.perf_counter(), time.thread_time()
+    last_s = time.perf_counter()
+    last_cpu_s = time.thread_time()
     visitor = engine.add(random_tokens(seed, PROMPT_TOKENS))
     while num_left:
         outputs = {output.request_id: output for output in engine.step()}
         if any(outputs[name].finished for name in decoders if name in outputs):
             raise RuntimeError("the decoding requests have ended; make fewer visits in one round")
         if not outputs.keys().isdisjoint(decoders):
-            ended_s, ended_cpu_s = time.perf_counter(), time.thread_time()
+            ended_s = time.perf_counter()
+            ended_cpu_s = time.thread_time()
             steps.append(
                 Step(
                     seconds=ended_s - last_s,
@@ -158,7 +161,8 @@ def _visit(engine: Engine, decoders: Sequence[str], seed: int) -> Visit:
                     has_transfer=engine.tap.was_busy(last_s, ended_s),
                 )
             )
-            last_s, last_cpu_s = ended_s, ended_cpu_s
+            last_s = ended_s
+            last_cpu_s = ended_cpu_s
             num_left -= answer is not None
         answer = outputs.get(visitor, answer)
     moved = engine.tap.take()

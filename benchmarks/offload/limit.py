@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limit: a streaming copy of as many bytes, from memory to memory in one process."""
+"""The limit: a streaming copy of the same number of bytes within one process."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from vllm_ascend_kvext.native import native
 
 
 class StreamingCopy:
-    """Copies one buffer to another, past the caches, which hold none of either."""
+    """Copies one buffer to another past the caches, which hold no byte of either buffer."""
 
     def __init__(self, num_bytes: int) -> None:
-        # Written, so that no page is new to the process when the clock runs.
+        # The buffers are written before the measurement, so that no page is new to the process.
         self._source = torch.ones(num_bytes, dtype=torch.uint8)
         self._destination = torch.ones(num_bytes, dtype=torch.uint8)
 
     def run_s(self, num_threads: int, cpus: Sequence[int] = ()) -> float:
-        """Copy once; returns the seconds."""
-        copy, num_bytes = native().copy, self._source.numel()
+        """Copy once. Returns the seconds."""
+        copy = native().copy
+        num_bytes = self._source.numel()
         addresses = self._destination.data_ptr(), self._source.data_ptr()
         started_s = time.perf_counter()
         copy(*addresses, num_bytes, num_threads, 1, cpus)

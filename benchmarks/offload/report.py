@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is printed: tables of one model, and the targets with what was measured."""
+"""Prints the tables of one model, and the targets with the measured values."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from offload.workload import OFFLOADED_TOKENS, Prompt, Step, Visit, VisitKind, d
 MIN_TIMES_FASTER = 3.0
 MAX_P99_RATIO = 1.10
 MIN_STEPS = 50
-"""Of fewer steps, the 99th percentile is their largest, which says little."""
+"""The least number of steps for a 99th percentile. Of fewer steps, it is just the largest value."""
 
 
 @dataclass(slots=True)
 class Measured:
-    """What was measured of one model. Rounds of all contenders are the same.
+    """The measurements of one model. The rounds of all contenders are the same.
 
     Attributes:
-        model: Its name.
-        kv_bytes: If every layer keeps the offloaded tokens.
-        prompts: By contender.
-        visits: By contender and kind; those that are what they should be.
-        limit_s: By threads: a streaming copy of ``kv_bytes``, in every round.
-        notes: What is to be said besides.
+        model: The name of the model.
+        kv_bytes: The KV bytes if every layer keeps the offloaded tokens.
+        prompts: The prompts by contender.
+        visits: The valid visits, by contender and kind.
+        limit_s: By the number of threads: the seconds of a streaming copy of ``kv_bytes``, in every
+            round.
+        notes: Further lines to print.
     """
 
     model: str
@@ -48,7 +49,7 @@ class Measured:
 
 
 def lines(measured: Measured) -> Iterator[str]:
-    """Everything about one model."""
+    """All lines about one model."""
     yield (
         f"\n{measured.model}: {measured.kv_bytes / 1e6:.0f} MB if every layer keeps "
         f"{OFFLOADED_TOKENS:,} tokens; GB/s are of these bytes, whatever was moved"
@@ -61,13 +62,27 @@ def lines(measured: Measured) -> Iterator[str]:
 
 
 PROMPTS = Table(
-    *("median:<40", "store s:>9", "GB/s:>6", "load s:>9", "GB/s:>6", "cold s:>9", "warm s:>9"),
-    *("warm/cold:>9", "prompts:>7"),
+    "median:<40",
+    "store s:>9",
+    "GB/s:>6",
+    "load s:>9",
+    "GB/s:>6",
+    "cold s:>9",
+    "warm s:>9",
+    "warm/cold:>9",
+    "prompts:>7",
 )
 STEPS = Table(
     "decoding beside a prompt that is:<50",
-    *("all p50 ms:>11", "p99:>7", "steps:>6", "a transfer runs:>16", "p99:>7", "steps:>6"),
-    *("none runs:>16", "p99:>7", "steps:>6"),
+    "all p50 ms:>11",
+    "p99:>7",
+    "steps:>6",
+    "a transfer runs:>16",
+    "p99:>7",
+    "steps:>6",
+    "none runs:>16",
+    "p99:>7",
+    "steps:>6",
 )
 
 
@@ -86,7 +101,8 @@ def _prompt_table(measured: Measured) -> Iterator[str]:
             continue
         good = [prompt for prompt in prompts if prompt.why_not is None]
         if good:
-            cold_s, warm_s = _all(good, "cold_s"), _all(good, "warm_s")
+            cold_s = _all(good, "cold_s")
+            warm_s = _all(good, "warm_s")
             numbers = (median(cold_s), median(warm_s), median_ratio(warm_s, cold_s))
             yield PROMPTS.line(
                 name,
@@ -129,7 +145,7 @@ def _decode_table(measured: Measured) -> Iterator[str]:
 
 
 def targets(measured: Measured) -> Iterator[str]:
-    """What the project promises, and what was measured."""
+    """The targets of the project, and the measured values."""
     ours = measured.prompts.get(OURS, [])
     for name, theirs in measured.prompts.items():
         if name in (OURS, ALONE):
@@ -150,7 +166,8 @@ def targets(measured: Measured) -> Iterator[str]:
     for name, by_kind in measured.visits.items():
         for kind, what in (("loaded", "loads"), ("new", "stores")):
             visits = by_kind.get(kind, ())
-            busy, quiet = decode_steps(visits, True), decode_steps(visits, False)
+            busy = decode_steps(visits, True)
+            quiet = decode_steps(visits, False)
             if not busy or not quiet:
                 continue
             text = f"{len(busy)} decode steps while {what} run, {name}: {_ratios(busy, quiet)}"
@@ -182,6 +199,6 @@ def _ratio(
 
 
 def _percentile(steps: Sequence[Step], share: int, name: str = "seconds") -> float:
-    """The smallest value that at least this share of them, in per cent, does not exceed."""
+    """The smallest value that at least ``share`` per cent of the steps do not exceed."""
     values = [getattr(step, name) for step in steps]
     return float(np.percentile(values, share, method="inverted_cdf"))

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV to host memory and back: KvextConnector beside LMCache's server and the limit.
+"""Measures KV to host memory and back: KvextConnector, LMCache's server, and the limit.
 
     python benchmarks/offload/run.py [--quick] [--model M] [--contender C] [--out FOLDER]
 
-Options of the last line may be repeated; left out, they stand for everything. Every contender has
-an engine in a process of its own, with the model on one CPU. All of them are up at the same time
-and take turns, prompt by prompt, so that what else the machine does hits them alike; a ratio is the
-median over the rounds. A prompt is asked cold, and again when only host memory knows it. Then other
-requests decode while one long prompt after the other comes by: its KV is on the device, in host
-memory, or nowhere.
+The options of the last line may be repeated; without one of them, all of its values are measured.
+Every contender has an engine in its own process, with the model on one CPU. All engines run at the
+same time and take turns, prompt by prompt, so that other load of the machine affects them equally.
+A ratio is the median over the rounds. A prompt is sent cold, and sent again when only host memory
+has its KV. Then other requests decode while long prompts come one after the other. The KV of a long
+prompt is on the device, in host memory, or nowhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Instead of this folder, whose modules are not to be found by their short names.
+# Modules are found by their full names below benchmarks/, not by short names in this folder.
 sys.path[0] = str(ROOT / "benchmarks")
 
 from common.cpu_engine import ENVIRON  # noqa: E402
@@ -46,12 +46,13 @@ from offload.workload import (  # noqa: E402
 )
 
 _BLOCK_TOKENS = 128
-"""Of vLLM's CPU platform, unless a user asks for another size."""
+"""The default block size of vLLM's CPU platform."""
 
 _DECODER_BLOCKS = 4
 _SPARE_BLOCKS = 44
 STORED_VISITORS = 6
-"""Visitors whose KV is in host memory: by the next visit of one, others have taken its blocks."""
+"""The number of visitors whose KV is in host memory. Before one visits again, others have taken its
+blocks on the device."""
 
 NEW_SEED = 1_000_000
 
@@ -70,12 +71,14 @@ def parse_arguments() -> argparse.Namespace:
     options.add_argument("--host-gib", type=float, default=3, help="host memory of each contender")
     found = options.parse_args()
     if found.quick:
-        found.prompts, found.rounds, found.visits = 5, 1, 10
+        found.prompts = 5
+        found.rounds = 1
+        found.visits = 10
     return found
 
 
 class EngineProcess:
-    """The engine of a contender in a process of its own, with the model on one CPU."""
+    """The engine of a contender in its own process, with the model on one CPU."""
 
     def __init__(
         self, contender: Contender, model: Path, num_blocks: int, cpu: int, log: Path
@@ -87,15 +90,15 @@ class EngineProcess:
         self._process.submit(start, contender, str(model), num_blocks, log).result()
 
     def prompt(self, seed: int) -> Prompt:
-        """Cold, and then warm."""
+        """Ask a prompt cold, and then warm."""
         return self._process.submit(cold_and_warm, seed).result()
 
     def visits(self, seeds: Sequence[int]) -> list[Visit]:
-        """One after the other, beside requests that decode."""
+        """Ask visitors one after the other, while other requests decode."""
         return self._process.submit(visited, seeds).result()
 
     def stop(self) -> None:
-        """End it at once. LMCache then leaves its pages in /dev/shm."""
+        """Kill the process. LMCache then leaves its pages in /dev/shm, which are deleted."""
         os.kill(self._process_id, signal.SIGKILL)
         self._process.shutdown()
         for segment in Path("/dev/shm").glob(f"lmcache_kv_{self._process_id}_*"):
@@ -103,9 +106,9 @@ class EngineProcess:
 
 
 def blocks_of(model: BenchModel) -> int:
-    """Blocks for the decoding requests and one prompt, the null block, and some to spare.
+    """The blocks for the decoding requests and one prompt, the null block, and spare blocks.
 
-    With the spare ones, the blocks that a connector holds for a store are less than half of them.
+    With the spare blocks, a connector holds less than half of all blocks for a store.
     """
     prompt_blocks = -(-PROMPT_TOKENS // _BLOCK_TOKENS)
     of_group = prompt_blocks + NUM_DECODERS * _DECODER_BLOCKS + _SPARE_BLOCKS
@@ -116,10 +119,10 @@ def blocks_of(model: BenchModel) -> int:
 def running(
     chosen: Sequence[Contender], model: BenchModel, folder: Path, logs: Path
 ) -> Iterator[tuple[list[EngineProcess], dict[str, LMCacheServer]]]:
-    """The engines, and the servers by the name of their contender."""
+    """Start the engines, and the servers by the name of their contender."""
     servers: dict[str, LMCacheServer] = {}
     engines: list[EngineProcess] = []
-    # The last one: what a machine does by itself is mostly done on the first.
+    # The last CPU is used, because a machine's own work mostly runs on the first one.
     cpu = max(os.sched_getaffinity(0))
     try:
         for number, contender in enumerate(chosen):
@@ -141,7 +144,7 @@ def running(
 def measure(
     model: BenchModel, chosen: Sequence[Contender], arguments: argparse.Namespace
 ) -> Measured:
-    """All of one model."""
+    """Measure everything for one model."""
     print(f"\n{model.name}: {blocks_of(model)} blocks", flush=True)
     measured = Measured.of(model)
     served = [each for each in chosen if each.serves_groups or model.num_groups == 1]
@@ -155,7 +158,7 @@ def measure(
             measure_prompts(measured, engines, copy, arguments.prompts)
             for round_number in range(arguments.rounds):
                 print(f"decoding, load average {os.getloadavg()[0]:.1f}", flush=True)
-                # By turns in another order: what comes first may find a quieter machine.
+                # The order alternates, because the first one may find a quieter machine.
                 turn = engines[:: -1 if round_number % 2 else 1]
                 for engine in turn:
                     measure_decoding(measured, engine, copy, round_number, arguments.visits)
@@ -168,10 +171,10 @@ def measure(
 def measure_prompts(
     measured: Measured, engines: Sequence[EngineProcess], copy: StreamingCopy, rounds: int
 ) -> None:
-    """The first round is not counted: it is the first use of much memory."""
+    """Measure prompts. The first round does not count, because it uses much memory first."""
     for seed in range(rounds + 1):
         limit_s = {threads: copy.run_s(threads) for threads in (1, 2)}
-        # By turns, another one comes first.
+        # In each round, another engine comes first.
         first = seed % len(engines)
         turn = [*engines[first:], *engines[:first]]
         found = {engine.contender.name: engine.prompt(seed) for engine in turn}
@@ -198,17 +201,17 @@ def measure_decoding(
     round_number: int,
     num_visits: int,
 ) -> None:
-    """Visitors whose KV is in host memory, and then on the device; and new ones between them."""
+    """Measure visitors whose KV is in host memory, then on the device, and new visitors."""
     name = engine.contender.name
     num_new = num_visits // 4
     new = [NEW_SEED + round_number * num_new + number for number in range(num_new)]
     if name != ALONE:
-        # Twice each: the second time it is on the device.
+        # Each visitor comes twice. The second time, its KV is on the device.
         twice = [number // 2 % STORED_VISITORS for number in range(2 * num_visits)]
         add_visits(measured, name, engine.visits(twice))
     add_visits(measured, name, engine.visits(new))
     if name == ALONE:
-        # The first of them brings the prompt to the device.
+        # The first visit computes the prompt on the device.
         local = [0] * (1 + num_visits)
         add_visits(measured, name, engine.visits(local)[1:])
         with copy.repeated(min(os.sched_getaffinity(0))):
@@ -216,7 +219,7 @@ def measure_decoding(
 
 
 def add_visits(measured: Measured, name: str, visits: Sequence[Visit]) -> None:
-    """By what they were."""
+    """Add visits by their kind."""
     for visit in visits:
         kind = visit.kind
         if kind is None:
@@ -228,7 +231,7 @@ def add_visits(measured: Measured, name: str, visits: Sequence[Visit]) -> None:
 
 
 def main() -> None:
-    # So that engines and servers are stopped then, too.
+    # SIGTERM ends the program like an exit, so that engines and servers are stopped.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     arguments = parse_arguments()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -241,7 +244,8 @@ def main() -> None:
         f"{os.cpu_count()} CPUs, load average {os.getloadavg()[0]:.1f}; KV of "
         f"{OFFLOADED_TOKENS:,} tokens in bf16, {arguments.host_gib} GiB of host memory each"
     )
-    finished, printed = [], []
+    finished = []
+    printed = []
     for key in arguments.model or MODELS:
         finished.append(measure(MODELS[key], chosen, arguments))
         printed += lines(finished[-1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's server as a process, and what its log says of transfers that came to nothing."""
+"""Runs LMCache's server as a process, and finds failed transfers in its log."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _DONE = re.compile(r"(Stored|Retrieved) (\d+) tokens in")
 
 
 def failures(log: str) -> list[str]:
-    """Lines that tell of a store or a load that did not happen.
+    """The lines about stores and loads that did not happen.
 
-    A store that finds no room is logged and reported to the engine as done, in no time: without
-    this check it would count as the fastest of all.
+    A store without room is only logged, and is reported to the engine as done at once. Without this
+    check it would count as the fastest store.
     """
     return [line for line in log.splitlines() if _FAILED.search(line)]
 
 
 def tokens_moved(log: str) -> dict[str, int]:
-    """Tokens that the server says it has ``Stored`` and ``Retrieved``."""
+    """The tokens that the server's log reports as ``Stored`` and ``Retrieved``."""
     moved = {"Stored": 0, "Retrieved": 0}
     for verb, tokens in _DONE.findall(log):
         moved[verb] += int(tokens)
@@ -41,7 +41,7 @@ def tokens_moved(log: str) -> dict[str, int]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports of this machine that nobody listens on."""
+    """Different free ports of this machine."""
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
@@ -50,21 +50,30 @@ def free_ports(count: int) -> list[int]:
 
 
 class LMCacheServer:
-    """Runs from its construction to `stop`."""
+    """The server process. It runs from the construction to `stop`."""
 
     def __init__(self, options: Sequence[str], log: Path) -> None:
-        """Start it, and wait until it answers.
+        """Start the server, and wait until it answers.
 
         Raises:
-            SystemExit: It ended, or did not answer.
+            SystemExit: The server has ended, or did not answer.
         """
         self.log = log
         port = int(options[options.index("--port") + 1])
         http_port, prometheus_port = free_ports(2)
         command = [
-            *(str(Path(sys.executable).with_name("lmcache")), "server", "--host", "127.0.0.1"),
-            *("--http-host", "127.0.0.1", "--http-port", str(http_port)),
-            *("--prometheus-port", str(prometheus_port), "--chunk-size", str(CHUNK_TOKENS)),
+            str(Path(sys.executable).with_name("lmcache")),
+            "server",
+            "--host",
+            "127.0.0.1",
+            "--http-host",
+            "127.0.0.1",
+            "--http-port",
+            str(http_port),
+            "--prometheus-port",
+            str(prometheus_port),
+            "--chunk-size",
+            str(CHUNK_TOKENS),
             *("--eviction-policy", "LRU", *options),
         ]
         with log.open("w") as output:
@@ -89,7 +98,7 @@ class LMCacheServer:
         return self.log.read_text(errors="replace")
 
     def kill(self) -> None:
-        """End it at once, without a farewell."""
+        """Kill the server."""
         self._process.kill()
         self._process.wait()
 

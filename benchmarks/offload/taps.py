@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the seconds of transfers are read inside an engine's process, by connector.
+"""Measures the seconds of transfers inside an engine's process, by connector.
 
-One clock for all: from the moment when a transfer is handed over until it is done. Where several
-are under way at once, the time counts once.
+All contenders have the same clock: from the moment when a transfer is submitted until it is done.
+If several transfers are under way at once, the time counts once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offload.workload import Direction, Moved
 
 
 def union_s(intervals: Iterable[tuple[float, float]]) -> float:
-    """Seconds that at least one of the intervals covers."""
+    """The seconds that at least one of the intervals covers."""
     total_s = 0.0
     covered_until = -math.inf
     for start, end in sorted(intervals):
@@ -40,7 +40,7 @@ class _Ended:
 
 
 class Tap:
-    """Gathers transfers from begin to end; threads may share it. Sees none by itself."""
+    """Collects transfers from begin to end. Subclasses observe them. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -49,13 +49,14 @@ class Tap:
         self._ended = _by_direction()
 
     def install(self) -> None:
-        """Called before the engine is made."""
+        """Begin to observe. It is called before the engine is made."""
 
     def begin(self) -> Callable[..., None]:
-        """Returns what is to be called once, at the end."""
+        """Note the begin of a transfer. Returns a function to call once, at its end."""
         started_s = time.perf_counter()
         with self._lock:
-            number = self._next = self._next + 1
+            self._next += 1
+            number = self._next
             self._pending[number] = started_s
 
         def end(direction: Direction, is_good: bool, **counts: float) -> None:
@@ -71,13 +72,13 @@ class Tap:
         return end
 
     def is_idle(self) -> bool:
-        """Whether nothing is on its way, as far as the tap sees."""
+        """Whether the tap observes no transfer under way."""
         return not self._pending
 
     def was_busy(self, start: float, end: float) -> bool:
         """Whether a transfer was under way between two readings of the clock.
 
-        Of what has ended, only what was not taken is known.
+        Ended transfers that were taken do not count.
         """
         with self._lock:
             intervals = [(begun_s, math.inf) for begun_s in self._pending.values()]
@@ -86,9 +87,10 @@ class Tap:
         return any(first < end and start < last for first, last in intervals)
 
     def take(self) -> dict[Direction, Moved]:
-        """What has ended since the last call."""
+        """Return the transfers that have ended since the last call."""
         with self._lock:
-            taken, self._ended = self._ended, _by_direction()
+            taken = self._ended
+            self._ended = _by_direction()
         return {
             direction: Moved(
                 seconds=union_s(ended.intervals),
@@ -107,10 +109,11 @@ def _by_direction() -> dict[Direction, _Ended]:
 
 
 class LMCacheTap(Tap):
-    """From submitting a transfer until its future is done.
+    """Measures a transfer from its submission until its future is done.
 
-    The server copies after a call in mode ``lmcache_driven``; in ``engine_driven`` the call itself
-    copies, and hands back a future that is done. On a CPU an answer means that the copy has ended.
+    In mode ``lmcache_driven`` the server copies after the call. In mode ``engine_driven`` the call
+    itself copies, and returns a future that is done. On a CPU, an answer means that the copy has
+    ended.
     """
 
     def install(self) -> None:
@@ -128,7 +131,7 @@ class LMCacheTap(Tap):
             end = self.begin()
 
             def note(result: Any) -> None:
-                # A server's answer is an event and whether it succeeded.
+                # The server answers with an event, and whether the transfer succeeded.
                 is_good = result[1] if isinstance(result, (tuple, list)) else result
                 end(direction, bool(is_good), num_tokens=key.end - key.start)
 
@@ -140,7 +143,7 @@ class LMCacheTap(Tap):
                 note(result)
                 set_result(result)
 
-            # A transfer takes milliseconds: its answer does not come between these two lines.
+            # A transfer takes milliseconds, so its answer does not come between these two lines.
             raw.set_result = set_and_note
             if raw.query():
                 note(raw.result())
@@ -150,17 +153,18 @@ class LMCacheTap(Tap):
 
 
 class KvextTap(Tap):
-    """From submitting a job to the transfer thread until it has run.
+    """Measures a job from its submission to the transfer thread until it has run.
 
-    Bytes and the seconds of the copies alone are those that the connector puts into its statistics;
-    they are read from each job, because statistics come a second later.
+    Bytes and the seconds of the copies are those of the connector's statistics. They are read from
+    each job, because the statistics come a second later.
     """
 
     def install(self) -> None:
         from vllm_ascend_kvext.connector.worker.job_runner import JobRunner
         from vllm_ascend_kvext.connector.worker.transfer_thread import TransferThread
 
-        submit, run = TransferThread.submit, JobRunner.run
+        submit = TransferThread.submit
+        run = JobRunner.run
         submitted: dict[int, Callable[..., None]] = {}
 
         def timed_submit(thread: Any, jobs: Iterable[Any], recorded: object) -> None:
@@ -180,7 +184,8 @@ class KvextTap(Tap):
             end(direction, True, num_bytes=moved.num_bytes, copy_seconds=moved.seconds)
             return moved
 
-        TransferThread.submit, JobRunner.run = timed_submit, timed_run
+        TransferThread.submit = timed_submit
+        JobRunner.run = timed_run
 
 
 TAPS: dict[TapName, type[Tap]] = {"none": Tap, "lmcache": LMCacheTap, "kvext": KvextTap}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every engine is asked, the facts that come back, and which of them count."""
+"""The requests to every engine, the facts of their answers, and which of them are valid."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ from typing import Literal
 Direction = Literal["store", "load"]
 
 VisitKind = Literal["loaded", "local", "new"]
-"""Where a visitor's prompt is: in host memory, on the device, or nowhere."""
+"""Where the KV of a visitor's prompt is: in host memory, on the device, or nowhere."""
 
 OFFLOADED_TOKENS = 4096
 PROMPT_TOKENS = OFFLOADED_TOKENS + 14
-"""Not a whole number of blocks or chunks: 4,096 tokens can be hit, and a few are computed."""
+"""The length of a prompt, no whole number of blocks or chunks. 4,096 tokens can be hit, and a few
+are computed."""
 
 STEP_TOKENS = 5120
-"""A whole prompt and the decoding requests in one step: a store then runs beside no prefill."""
+"""The tokens of a step. It has room for a whole prompt and the decoding requests, so that no store
+runs beside a prefill."""
 
 NUM_DECODERS = 4
 DECODER_PROMPT_TOKENS = 64
 DECODER_OUTPUT_TOKENS = 2048
 STEPS_BETWEEN_VISITS = 16
-"""Of those after a visitor's token, the last ones run beside no transfer."""
+"""The number of steps between visits. The last of them run without a transfer."""
 
 
 @dataclass(slots=True)
 class Moved:
-    """What was moved in one direction.
+    """The transfers of one direction.
 
     Attributes:
-        seconds: By the clock, from handing over to done.
-        copy_seconds: Seconds that the copies took, where the connector says so; else 0.
-        num_bytes: Where the connector counts them; else 0.
-        num_tokens: Where transfers are asked for in tokens; else 0.
-        transfers: Number of transfers that have ended.
-        failed: Number of those that came to nothing.
+        seconds: The seconds by the clock, from the submission to the end.
+        copy_seconds: The seconds of the copies, if the connector reports them; otherwise 0.
+        num_bytes: The moved bytes, if the connector counts them; otherwise 0.
+        num_tokens: The moved tokens, if transfers are counted in tokens; otherwise 0.
+        transfers: The number of ended transfers.
+        failed: The number of failed transfers among them.
     """
 
     seconds: float = 0.0
@@ -49,15 +51,15 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt that nothing knows, and again when only the host tier knows it.
+    """A prompt that is not cached, and that is asked again when only the host tier has it.
 
     Attributes:
-        cold_s: Time to the first token of the first request.
-        warm_s: Time to the first token of the second request.
-        cold_hit_tokens: What the first request did not compute.
-        warm_hit_tokens: What the second request did not compute.
-        store: Stores while and after it was cold.
-        load: Loads when it was warm.
+        cold_s: The time to the first token of the first request.
+        warm_s: The time to the first token of the second request.
+        cold_hit_tokens: The tokens that the first request did not compute.
+        warm_hit_tokens: The tokens that the second request did not compute.
+        store: The stores during and after the first request.
+        load: The loads of the second request.
     """
 
     cold_s: float
@@ -69,9 +71,9 @@ class Prompt:
 
     @property
     def why_not(self) -> str | None:
-        """Why it does not count; None if it does.
+        """Why the prompt is not valid; None if it is.
 
-        What was not stored would be the fastest store, and what was not loaded the fastest load.
+        Without this check, a missing store or load would count as the fastest one.
         """
         if self.cold_hit_tokens:
             return f"the cold request hit {self.cold_hit_tokens} tokens"
@@ -89,14 +91,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """From one token of the decoding requests to the next.
+    """The time from one token of the decoding requests to the next.
 
     Attributes:
-        seconds: By the clock.
-        cpu_seconds: CPU time of the thread that runs the model. Other processes on its CPU do not
-            count, nor does waiting; memory and caches that others use do.
-        has_prefill: Whether it also computed tokens of a prompt.
-        has_transfer: Whether some transfer was under way meanwhile.
+        seconds: The seconds by the clock.
+        cpu_seconds: The CPU time of the thread that runs the model. Waiting and other processes on
+            its CPU do not count. Their use of memory and caches has an effect.
+        has_prefill: Whether the step also computed tokens of a prompt.
+        has_transfer: Whether a transfer was under way during the step.
     """
 
     seconds: float
@@ -107,13 +109,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One long prompt beside requests that decode.
+    """One long prompt, the visitor, beside requests that decode.
 
     Attributes:
-        hit_tokens: What the visitor did not compute.
-        steps: Steps from its arrival until some after its token.
-        stores: Number of stores that ended meanwhile.
-        loads: Number of loads that ended meanwhile.
+        hit_tokens: The tokens that the visitor did not compute.
+        steps: The steps from its arrival until some steps after its token.
+        stores: The number of stores that ended during these steps.
+        loads: The number of loads that ended during these steps.
     """
 
     hit_tokens: int
@@ -123,14 +125,14 @@ class Visit:
 
     @property
     def kind(self) -> VisitKind | None:
-        """Where the visitor's prompt was; None if it was in parts here and there."""
+        """Where the visitor's KV was; None if it was in several places."""
         if self.hit_tokens == OFFLOADED_TOKENS:
             return "loaded" if self.loads else "local"
         return None if self.hit_tokens or self.loads else "new"
 
 
 def decode_steps(visits: Iterable[Visit], has_transfer: bool) -> list[Step]:
-    """Steps without a prefill, beside a transfer or beside none."""
+    """The steps without a prefill, either with a transfer or without one."""
     return [
         step
         for visit in visits

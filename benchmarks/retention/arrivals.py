@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the requests of a trace arrive: some at a time, others a while after one has ended."""
+"""When the requests of a trace arrive: at fixed times, or some steps after another has ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from retention.traces import Trace
 
 
 class Arrivals:
-    """The requests of a trace that have not arrived. True while the arrival of some is known."""
+    """The requests of a trace that have not arrived. It is true while some arrival is known."""
 
     def __init__(self, trace: Trace) -> None:
         self._delays_steps = [traced.delay_steps for traced in trace.requests]
@@ -27,15 +27,15 @@ class Arrivals:
 
     @property
     def next_step(self) -> int:
-        """When the next one arrives."""
+        """The step in which the next request arrives."""
         return self._pending[0][0]
 
     def take(self, step: int) -> Iterator[int]:
-        """The numbers of those that arrive up to a step, in order."""
+        """The numbers of the requests that arrive up to a step, in order."""
         while self._pending and self._pending[0][0] <= step:
             yield heapq.heappop(self._pending)[1]
 
     def note_end(self, number: int, step: int) -> None:
-        """A request has ended in a step: those that follow it arrive after it."""
+        """Note that a request has ended in a step. The requests that follow it arrive later."""
         for follower in self._followers.pop(number, ()):
             heapq.heappush(self._pending, (step + 1 + self._delays_steps[follower], follower))

@@ -29,8 +29,9 @@ def run_batch(batch: Batch) -> list[Finished]:
         return [base]
     found: dict[Cell, Finished] = {}
     for repeat in range(batch.num_repeats):
-        # The machine gets faster and slower meanwhile: the variants take turns at coming first.
-        for cell in reversed(batch.others) if repeat % 2 else batch.others:
+        # The speed of the machine changes, so the order of the variants alternates.
+        cells = reversed(batch.others) if repeat % 2 else batch.others
+        for cell in cells:
             is_infinite = cell.pool == INFINITE
             num_blocks = None if is_infinite else round(float(cell.pool) * footprint_blocks)
             finished = _finished(cell, num_blocks)
@@ -49,14 +50,15 @@ def _finished(cell: Cell, num_blocks: int | None) -> Finished:
 
 
 def run_cell(cell: Cell, num_blocks: int | None) -> dict[str, object]:
-    """Run it in this process.
+    """Run a cell in this process.
 
     Args:
-        num_blocks: Size of the pool; None for one in which nothing has to be evicted.
+        cell: The cell.
+        num_blocks: The size of the pool; None for a pool in which nothing is evicted.
 
     Returns:
-        The outcome's fields, ``hit_rate``, ``num_blocks`` and ``cell_s``; or ``does_not_fit`` if
-        the pool is too small; or ``refused`` with the reason why the variant cannot be had.
+        The fields of the outcome, ``hit_rate``, ``num_blocks`` and ``cell_s``. If the pool is too
+        small, ``does_not_fit``. If the variant is not available, ``refused`` with the reason.
 
     Raises:
         ValueError: There is no such variant, trace or layout.
@@ -88,6 +90,6 @@ def run_cell(cell: Cell, num_blocks: int | None) -> dict[str, object]:
 
 
 def _blocks_without_evictions(layout: BenchLayout, trace: Trace) -> int:
-    """Room for every token of every request, and for what the running ones hold meanwhile."""
+    """A pool with room for every token of every request, and for the blocks of running requests."""
     num_tokens = sum(len(request.answered) for request in trace.requests)
     return 1 + layout.blocks_without_hits(num_tokens + 32 * layout.max_num_batched_tokens)

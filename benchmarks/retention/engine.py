@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's block manager, and what its cache did. Knows no trace and no policy."""
+"""Runs vLLM's block manager, and records its cache. The module knows no trace and no policy."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ HASH_BYTES = 32
 
 
 class RecordingTable(dict):
-    """What a block pool keeps its cached blocks in, with a memory.
+    """The table of a block pool's cached blocks, which also records its history.
 
-    A value is a block, or a dict of blocks where several hold the same tokens. A key ends with the
-    hash of the block's last tokens and the group id; before it there may be more hashes.
+    A value is a block, or a dict of blocks if several hold the same tokens. A key ends with the
+    hash of the block's last tokens and the group id; more hashes may come before them.
 
     Attributes:
         ever_cached: The end of each key that was ever in the table.
-        num_dropped: Blocks taken out of the table.
+        num_dropped: The number of blocks that were taken out of the table.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class RecordingTable(dict):
 
     def __setitem__(self, key: bytes, value: object) -> None:
         if self._taken_out is not None and self._taken_out[0] is key:
-            # The pool takes out a dict of blocks to put it back without one of them.
+            # The pool takes a dict of blocks out of the table, and puts it back without one block.
             self.num_dropped -= num_blocks(value)
         self._taken_out = None
         self.ever_cached.add(key[-HASH_BYTES - GROUP_ID_BYTES :])
@@ -87,14 +87,15 @@ class _SchedulerConfig:
 
 @dataclass(slots=True)
 class _SplittingScheduler:
-    """What ``Scheduler._mamba_block_aligned_split``, and its patch, read of their scheduler."""
+    """The attributes of a scheduler that ``_mamba_block_aligned_split`` and its patch read."""
 
     cache_config: _CacheConfig
     kv_cache_manager: KVCacheManager
     max_num_scheduled_tokens: int
     hash_block_size: int
     mamba_partial_cache_hit: bool
-    """As of vLLM 0.30, as what follows, which is off: no drafts, no checkpoints within a chunk."""
+    """This attribute and the following ones exist since vLLM 0.30. They are off here: no drafts,
+    and no checkpoints inside a chunk."""
 
     scheduler_config: _SchedulerConfig = field(default_factory=_SchedulerConfig)
     use_eagle: bool = False
@@ -108,13 +109,15 @@ class Engine:
     """A ``KVCacheManager`` and the CPU time spent in it.
 
     Args:
-        records: Whether it is recorded what the cache did; that takes CPU time.
+        layout: The layout of the cache.
+        num_blocks: The size of the pool.
+        records: Whether to record the history of the cache, which takes CPU time.
 
     Attributes:
-        table: What the cache did; None if it is not recorded.
+        table: The recorded history; None if it is not recorded.
 
     Raises:
-        ValueError: vLLM, or a patch, refuses the interval for this layout.
+        ValueError: vLLM or a patch refuses the interval for this layout.
     """
 
     def __init__(self, layout: BenchLayout, num_blocks: int, records: bool = True) -> None:
@@ -139,29 +142,29 @@ class Engine:
                 layout.hash_block_tokens,
                 getattr(self.manager.coordinator, "enable_partial_hash_hits", False),
             )
-            # Bound, not called with the host as an argument: a patch would not see whose it is.
+            # The method is bound to the host, because a patch reads the object that it is bound to.
             self._split = Scheduler._mamba_block_aligned_split.__get__(host)
 
     @property
     def scheduler_s(self) -> float:
-        """CPU time in the block manager; recording what is cached takes a part of it."""
+        """The CPU time in the block manager, which includes the time of recording."""
         return self._elapsed_ns / 1e9
 
     def start_step(self) -> None:
         self._timed(self.manager.new_step_starts)
 
     def look_up(self, request: Request) -> tuple[Any, int]:
-        """The cached blocks and tokens of a request that waits."""
+        """The cached blocks and the cached tokens of a waiting request."""
         return self._timed(look_up, self.manager, request)
 
     def chunk(self, request: Request, num_tokens: int, hit_tokens: int = 0) -> int:
-        """The part of a prefill chunk that is computed: vLLM ends it where a state can be saved."""
+        """The computed tokens of a prefill chunk. vLLM ends it where a state can be saved."""
         if self._split is None:
             return num_tokens
         return self._timed(self._split, request, num_tokens, hit_tokens)
 
     def admit(self, request: Request, num_tokens: int, hit_tokens: int, blocks: Any) -> bool:
-        """Allocate the first chunk of a request that waits, if there is room for all of it."""
+        """Allocate the first chunk of a waiting request, if there is room for the whole request."""
         allocate = self.manager.allocate_slots
         more = {"full_sequence_must_fit": True}
         return self._timed(allocate, request, num_tokens, hit_tokens, blocks, **more) is not None

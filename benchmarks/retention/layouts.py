@@ -30,35 +30,37 @@ DSV4 = Layout(
         Group(Attention.WINDOW_MLA, 8, 128),
     ),
 )
-# In "align" mode the page of an attention block is made as large as that of a state, and the
-# state is saved once per such block: all groups have one block size of several hundred tokens.
+# In "align" mode, the page of an attention block is as large as that of a state, and one state is
+# saved per such block. So all groups have the same block size of several hundred tokens.
 MAMBA = Layout("mamba", (Group(Attention.FULL, 512), *[Group(Attention.MAMBA, 512)] * 3))
 
 PLAIN_LAYOUTS = {layout.name: layout for layout in (FULL, GPTOSS, GEMMA, DSV4, MAMBA)}
 
 THINNING = {"gemma": 0.6}
-"""Six groups of small blocks take more time per token than the other layouts."""
+"""By layout: a factor on the number of texts. Six groups of small blocks take more time per token
+than other layouts."""
 
 ASCEND_BLOCK_SIZES = {"dsv4-ascend32": 32, "dsv4-ascend128": 128}
-"""DeepSeek-V4 as the real vllm-ascend plans it, with the ``--block-size`` each stands for."""
+"""The ``--block-size`` of each layout of DeepSeek-V4 that the real vllm-ascend plans."""
 
 ASCEND_TEXTS = {32: (2.0, 0.45), 128: (5.0, 0.25)}
-"""Per ``--block-size``: how much longer and how many fewer texts, so that hits are possible at its
-unit of thousands of tokens, in not many more tokens than the other layouts are served."""
+"""By ``--block-size``: factors on the length and on the number of texts. Texts are longer so that
+hits are possible at a unit of thousands of tokens. There are fewer of them, so that not many more
+tokens are served than on the other layouts."""
 
 ASCEND_STEP_TOKENS = 2048
-"""A step's compressor states take a block per 2 or 8 tokens, cached or not: with 8192 tokens the
-smaller pools would not hold one step."""
+"""The tokens of a step. Compressor states take a block per 2 or 8 tokens of a step, cached or not.
+With 8192 tokens, the smaller pools would not hold one step."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchLayout:
-    """A layout with what the benchmarks have to know of it.
+    """A layout and its parameters for the benchmarks.
 
     Attributes:
         to_config: Builds the configuration for a number of blocks.
-        stretch: Factor on the texts' lengths that makes them long enough for the unit.
-        thinning: Factor on the number of texts, so that a cell takes no longer than the others.
+        stretch: A factor on the lengths of texts that makes them long enough for the unit.
+        thinning: A factor on the number of texts, so that a cell takes no longer than others.
     """
 
     name: str
@@ -72,30 +74,30 @@ class BenchLayout:
 
     @property
     def unit_tokens(self) -> int:
-        """Hits are multiples of it."""
+        """The unit of hits: every hit is a multiple of it."""
         return math.lcm(*(group.block_tokens for group in self.groups))
 
     @property
     def needs(self) -> tuple[GroupNeeds, ...]:
-        """What of each group a hit reads."""
+        """For each group, the blocks that a hit reads."""
         return tuple(map(_needs, self.groups))
 
     @property
     def state_block_tokens(self) -> int:
-        """Block size at which prefill chunks end; 0 where any end will do."""
+        """The block size at whose multiples prefill chunks end; 0 if they may end anywhere."""
         states = [g.block_tokens for g in self.groups if g.attention is Attention.MAMBA]
         return states[0] if states else 0
 
     def blocks_without_hits(self, num_tokens: int) -> int:
-        """Blocks for ``num_tokens`` tokens if every group kept them all."""
+        """The number of blocks for some tokens if every group kept all of them."""
         return sum(math.ceil(num_tokens / group.block_tokens) for group in self.groups)
 
 
 def get_layout(name: str) -> BenchLayout:
-    """The layout of that name. Those of vllm-ascend need it to be active in this process.
+    """The layout of a name. Layouts of vllm-ascend need it to be active in this process.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no such layout.
     """
     if name in ASCEND_BLOCK_SIZES:
         return _ascend(name, ASCEND_BLOCK_SIZES[name])

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a request hit fewer tokens than it shares with what was computed before.
+"""Splits the computed tokens that a later request did not hit by their causes.
 
-With ``ideal`` the longest prefix that any request has computed before, at most all but the
-prompt's last token, the difference ``ideal - hit`` is split from the ideal down to the hit:
+``ideal`` is the longest prefix that any request has computed before, without the prompt's last
+token. The difference ``ideal - hit`` is split from the ideal down to the hit:
 
 ``granularity``
-    down to the layout's hit unit; no policy can avoid it. What is left is what a cache hits that
-    keeps every block and evicts none.
+    The loss down to the layout's hit unit. No policy can avoid it. A cache that keeps every block
+    and evicts none hits the rest.
 ``never_kept``
-    down to the best boundary all of whose blocks have been cached at some time: what this policy
-    loses in an infinite pool.
+    The loss down to the best boundary whose blocks have all been cached at some time. The policy
+    has this loss also in an infinite pool.
 ``evicted``
-    the rest: it had been cached, and was gone.
+    The rest, which was cached and then evicted.
 
-Counts tokens; knows neither vLLM nor policies.
+The module counts tokens. It knows neither vLLM nor policies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from retention.texts import Text
 
 @dataclass(slots=True)
 class Losses:
-    """Tokens by cause; see the module."""
+    """The lost tokens by cause, see the module."""
 
     granularity: int = 0
     never_kept: int = 0
@@ -40,13 +40,13 @@ class Losses:
 
 
 class ComputedPrefixes:
-    """How far each passage has been computed by anyone."""
+    """Records how far each passage has been computed by any request."""
 
     def __init__(self) -> None:
         self._computed_tokens: defaultdict[int, int] = defaultdict(int)
 
     def longest(self, text: Text) -> int:
-        """Length of the longest prefix of ``text`` that has been computed."""
+        """The length of the longest prefix of ``text`` that has been computed."""
         for part in text.path():
             computed_tokens = self._computed_tokens[part.passage.index]
             if computed_tokens < part.used_tokens:
@@ -54,7 +54,7 @@ class ComputedPrefixes:
         return len(text)
 
     def extend(self, text: Text, start: int, end: int) -> None:
-        """The positions from ``start`` to ``end`` of ``text`` have been computed."""
+        """Note that the positions from ``start`` to ``end`` of ``text`` have been computed."""
         for part in text.backwards():
             passage = part.passage
             if passage.start < end:
@@ -67,18 +67,18 @@ class ComputedPrefixes:
 
 @dataclass(frozen=True, slots=True)
 class GroupNeeds:
-    """What of a group has to be cached for a hit at a boundary.
+    """The blocks of a group that must be cached for a hit at a boundary.
 
     Attributes:
         block_tokens: Tokens per block, as the lookup counts them.
-        tail_tokens: Tokens before the boundary that are read; None where all of them are.
+        tail_tokens: The number of tokens before the boundary that a hit reads; None for all.
     """
 
     block_tokens: int
     tail_tokens: int | None
 
     def tail_blocks(self, boundary_tokens: int) -> range:
-        """The blocks of the tail that a hit at the boundary reads, last first."""
+        """The blocks of the tail that a hit at the boundary reads, the last block first."""
         assert self.tail_tokens is not None
         first = max(0, boundary_tokens - self.tail_tokens) // self.block_tokens
         return range(boundary_tokens // self.block_tokens - 1, first - 1, -1)
@@ -88,8 +88,8 @@ class CachedOnce:
     """Whether all blocks that a hit at a boundary of a prompt reads were cached at some time.
 
     Args:
-        hashes: Chained hashes of the prompt; that of a block's last tokens stands for the block.
-        ever_cached: Hash and group id of every block that was ever cached.
+        hashes: The chained hashes of the prompt. The hash of a block's last tokens identifies it.
+        ever_cached: The hash and group id of every block that was ever cached.
     """
 
     def __init__(
@@ -114,7 +114,10 @@ class CachedOnce:
         ) and boundary_tokens <= self._longest_in_full_groups(boundary_tokens)
 
     def _longest_in_full_groups(self, boundary_tokens: int) -> int:
-        """The first answer is for the highest boundary asked for: it serves the lower ones too."""
+        """The longest prefix in full-attention groups.
+
+        The first call asks for the highest boundary. Its answer serves the lower boundaries, too.
+        """
         if self._full_tokens is None:
             self._full_tokens = boundary_tokens
             for group_id, group in enumerate(self._groups):
@@ -140,12 +143,13 @@ def split_losses(
     """The losses of one request.
 
     Args:
-        hit_tokens: What it hit.
-        ideal_tokens: The longest prefix computed before, less than the prompt.
-        unit_tokens: Hits are multiples of it.
-        history: Of the prompt's boundaries, before this request is admitted.
+        hit_tokens: The tokens of its hit.
+        ideal_tokens: The longest prefix that was computed before, shorter than the prompt.
+        unit_tokens: The unit of hits.
+        history: The history of the prompt's boundaries before this request is admitted.
     """
-    reachable_tokens = kept_tokens = ideal_tokens // unit_tokens * unit_tokens
+    reachable_tokens = ideal_tokens // unit_tokens * unit_tokens
+    kept_tokens = reachable_tokens
     while kept_tokens > hit_tokens and not history.at(kept_tokens):
         kept_tokens -= unit_tokens
     return Losses(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One picture of all cells: how close each variant comes to an infinite dense cache."""
+"""Draws one picture of all cells: how close each variant comes to an infinite dense cache."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from retention.suite import INFINITE
 
 
 def draw(all_rows: Sequence[Row], path: Path) -> None:
-    """One panel per layout, a line per trace and pool, a column per variant.
+    """Draw one panel per layout, with a line per trace and pool, and a column per variant.
 
-    The number is the hit rate in per cent; the colour is its share of the ceiling, the hit rate of
-    dense caching in an infinite pool.
+    The number is the hit rate in per cent. The colour is its share of the ceiling, which is the hit
+    rate of dense caching in an infinite pool.
 
     Raises:
         ImportError: There is no matplotlib.
@@ -28,7 +28,8 @@ def draw(all_rows: Sequence[Row], path: Path) -> None:
     ceilings = {
         (row.layout, row.trace): row.points("dense") for row in all_rows if row.pool == INFINITE
     }
-    layouts, variants = list(dict.fromkeys(row.layout for row in all_rows)), columns(shown)
+    layouts = list(dict.fromkeys(row.layout for row in all_rows))
+    variants = columns(shown)
     max_rows = max(sum(row.layout == layout for row in shown) for layout in layouts)
     figure, panels = pyplot.subplots(
         1,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of finished cells: text for the terminal, Markdown for a file.
+"""Makes tables of finished cells: text for the terminal, Markdown for a file.
 
-Knows only what `retention.suite.Finished` holds.
+The module knows only the data of `retention.suite.Finished`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ def pool_name(pool: str) -> str:
 
 def line(finished: Finished) -> str:
     """One cell on one line."""
-    cell, result = finished.cell, finished.result
+    cell = finished.cell
+    result = finished.result
     trace = f"{cell.trace}/{cell.seed}" if cell.seed else cell.trace
     head = f"{cell.layout:15}{trace:11}{pool_name(cell.pool):>5} {cell.variant:15}"
     if (reason := why_not(result)) is not None:
         return f"{head}{reason}"
-    losses, prompt_tokens = result["losses"], result["prompt_tokens"]
+    losses = result["losses"]
+    prompt_tokens = result["prompt_tokens"]
     lost = " ".join(f"{cause} {100 * n / prompt_tokens:.1f}" for cause, n in losses.items() if n)
     blocks = "/".join(f"{n / 1000:.1f}" for n in result["cached_blocks"])
     return (
@@ -60,7 +62,7 @@ def why_not(result: dict) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What all variants came to under the same circumstances: a result per seed."""
+    """The results of all variants on one layout, trace and pool, with one result per seed."""
 
     layout: str
     trace: str
@@ -68,12 +70,12 @@ class Row:
     results: dict[str, list[dict]]
 
     def points(self, variant: str) -> float | None:
-        """Hit rate in per cent, the mean over all seeds; None if one of them has none."""
+        """The hit rate in per cent, as the mean over all seeds; None if a seed has none."""
         rates = [result.get("hit_rate") for result in self.results.get(variant, ())]
         return None if not rates or None in rates else 100 * statistics.fmean(rates)
 
     def cpu_ratio(self, other: str) -> float | None:
-        """CPU time of adaptive retention over another variant's; None if one has none."""
+        """The ratio of adaptive retention's CPU time to a variant's; None if one has none."""
         sums_s = []
         for variant in (OURS, other):
             times_s = [result.get("scheduler_s") for result in self.results.get(variant, ())]
@@ -83,7 +85,7 @@ class Row:
         return sums_s[0] / sums_s[1]
 
     def best_other(self) -> tuple[float, str] | None:
-        """The best hit rate of the others, in per cent, and whose it is."""
+        """The best hit rate of the other variants, in per cent, and the name of the variant."""
         others = [
             (points, variant)
             for variant in self.results
@@ -92,12 +94,13 @@ class Row:
         return max(others, key=lambda pair: pair[0], default=None)
 
     def lead(self, variant: str) -> float | None:
-        """Points by which a variant is ahead of the best of the others."""
-        points, best = self.points(variant), self.best_other()
+        """The points by which a variant is ahead of the best other variant."""
+        points = self.points(variant)
+        best = self.best_other()
         return None if points is None or best is None else points - best[0]
 
     def lead_error(self, variant: str) -> float:
-        """Standard error of the lead over the same variant, in points; 0 for a single seed."""
+        """The standard error of the lead over the best other variant, in points; 0 for one seed."""
         best = self.best_other()
         pairs = zip(self.results[variant], self.results[best[1]], strict=True) if best else ()
         leads = [100 * (ours["hit_rate"] - theirs["hit_rate"]) for ours, theirs in pairs]
@@ -134,7 +137,7 @@ def markdown(cells: Sequence[Finished]) -> str:
 
 
 def summary(all_rows: Sequence[Row], variant: str) -> str:
-    """How often a variant is ahead of the best of the others, and where it is behind."""
+    """How often a variant is ahead of the best other variant, and where it is behind."""
     leads = [
         (lead, row)
         for row in all_rows
@@ -157,7 +160,8 @@ def summary(all_rows: Sequence[Row], variant: str) -> str:
 
 
 def _lead(row: Row, variant: str) -> str:
-    lead, error = row.lead(variant), row.lead_error(variant)
+    lead = row.lead(variant)
+    error = row.lead_error(variant)
     return f"{lead:+.1f}" + (f" ± {error:.1f}" if error else "")
 
 

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token hit rates of dense caching, fixed intervals and adaptive retention, on traces.
+"""Measures token hit rates of dense caching, fixed intervals and adaptive retention on traces.
 
     python benchmarks/retention/run.py [--quick] [--layout L] [--trace T] [--pool P] [--variant V]
 
-Options of the last line may be repeated; left out, they stand for everything. The cells of a trace
-are printed when all of them are done. A table, all numbers as JSON and a picture are written to
---out.
+Options may be repeated. Without an option, all its values are used. The cells of a trace are
+printed when all of them are done. A table, all numbers as JSON and a picture are written to --out.
 
-Layouts of vllm-ascend run where KVEXT_ASCEND_SOURCES names an unpacked vllm-ascend wheel.
+Layouts of vllm-ascend run if KVEXT_ASCEND_SOURCES names an unpacked vllm-ascend wheel.
 """
 
 from __future__ import annotations
@@ -35,8 +34,14 @@ LAYOUTS = ("gemma", "dsv4", "gptoss", "mamba")
 ASCEND_LAYOUTS = ("dsv4-ascend32", "dsv4-ascend128")
 POOLS = ("inf", "0.4", "0.2", "0.1")
 VARIANTS = (
-    *("dense", "stock:0", "stock:4096", "stock:16384", "interval:0", "interval:4096"),
-    *("adaptive", "adaptive:4096"),
+    "dense",
+    "stock:0",
+    "stock:4096",
+    "stock:16384",
+    "interval:0",
+    "interval:4096",
+    "adaptive",
+    "adaptive:4096",
 )
 QUICK = {
     "layout": ("dsv4", "gptoss", "mamba"),
@@ -67,10 +72,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_batches(work: Sequence[Batch], num_jobs: int) -> Iterator[Finished]:
-    """Run everything; a batch's cells come when all of them are done.
+    """Run all batches. The cells of a batch are returned when all of them are done.
 
     Args:
-        work: In the order of starting; layouts of vllm-ascend come last.
+        work: The batches in the order of starting. Layouts of vllm-ascend come last.
 
     Raises:
         concurrent.futures.BrokenExecutor: A process ended.

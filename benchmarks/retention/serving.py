@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves a trace on vLLM's real ``KVCacheManager``, the way its V1 scheduler does.
 
-Every step hands out the layout's number of tokens, to running requests first, then to waiting ones
-in order of arrival; at most 16 run. Prefills are chunked. Decoding requests advance by bursts of 16
-tokens: the blocks are those of one token at a time, at a sixteenth of the time. When a request gets
-no blocks, the last one running is preempted. No model, no clock: the result is exact for the trace.
+Every step distributes the layout's number of tokens, first to running requests, and then to waiting
+requests in order of arrival. At most 16 requests run. Prefills are chunked. Decoding requests
+advance by bursts of 16 tokens. They take the same blocks as with single tokens, in a sixteenth of
+the time. When a request gets no blocks, the last running request is preempted. There is no model
+and no clock, so the result is exact for the trace.
 
-Knows no policy; whatever retention is in effect in this process is what gets measured.
+The module knows no policy. It measures the retention that is in effect in this process.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ class DoesNotFitError(Exception):
 
 @dataclass(slots=True)
 class Outcome:
-    """What serving a trace came to.
+    """The result of serving a trace.
 
     Attributes:
-        computed_tokens: Prompt tokens computed, again after preemptions.
-        readmission_tokens: Tokens to restore after preemptions.
-        readmission_hit_tokens: Of these, hit.
-        num_footprint_blocks: Different blocks cached at some time.
-        cached_blocks: Cached blocks per group, averaged over time.
-        scheduler_s: CPU time in the block manager, without hashing.
+        computed_tokens: The computed prompt tokens. Tokens that are computed again after a
+            preemption count again.
+        readmission_tokens: The tokens to restore after preemptions.
+        readmission_hit_tokens: The part of ``readmission_tokens`` that was hit.
+        num_footprint_blocks: The number of different blocks that were cached at some time.
+        cached_blocks: The cached blocks per group, averaged over time.
+        scheduler_s: The CPU time in the block manager, without hashing.
     """
 
     prompt_tokens: int = 0
@@ -89,7 +91,7 @@ class Job:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all tokens but the last are computed, which was sampled just now."""
+        """Whether all tokens are computed except the last one, which was just sampled."""
         request = self.request
         return (
             request.num_output_tokens > 0 and request.num_computed_tokens >= request.num_tokens - 1
@@ -100,9 +102,9 @@ class Job:
         return len(self._output_tokens) - self.request.num_output_tokens
 
     def next_outputs(self, limit_tokens: int) -> list[int]:
-        """What is sampled once all known tokens are computed, and nothing before that.
+        """The tokens that are sampled next; none before all known tokens are computed.
 
-        The last token comes alone: it is not computed.
+        The last token is sampled alone, because it is not computed.
         """
         request = self.request
         if request.num_computed_tokens < request.num_tokens:
@@ -117,7 +119,7 @@ class Job:
 
 
 class Serving:
-    """One engine and one trace."""
+    """Serves one trace on one engine."""
 
     def __init__(self, layout: BenchLayout, engine: Engine, trace: Trace) -> None:
         self._layout = layout
@@ -133,14 +135,15 @@ class Serving:
         self._step = 0
 
     def run(self) -> Outcome:
-        """Serve it all.
+        """Serve the whole trace.
 
         Raises:
             DoesNotFitError: A request does not fit into the pool.
         """
         while self.has_work:
             self.advance()
-        outcome, table = self.outcome, self._engine.table
+        outcome = self.outcome
+        table = self._engine.table
         if table is not None:
             outcome.cached_blocks = [
                 round(self._cached_blocks[group] / max(1, self._num_samples), 1)
@@ -191,7 +194,7 @@ class Serving:
             self._advance(job, num_tokens)
 
     def _schedule_running(self, scheduled: dict[Job, int]) -> int:
-        """Hand out tokens to running requests; returns how many are left."""
+        """Distribute tokens to running requests. Returns the number of tokens that are left."""
         budget = self._layout.max_num_batched_tokens
         index = 0
         while index < len(self._running) and budget > 0:
@@ -215,10 +218,13 @@ class Serving:
         return self._engine.chunk(request, min(budget, missing))
 
     def _extend(self, job: Job, num_tokens: int) -> bool:
-        """Allocate, at the cost of the requests that began to run last; False if ``job`` had to go.
+        """Allocate blocks, and preempt the requests that began to run last if there are too few.
+
+        Returns:
+            False if ``job`` itself was preempted.
 
         Raises:
-            DoesNotFitError: It was the only one running.
+            DoesNotFitError: The job was the only running request.
         """
         while not self._engine.extend(job.request, num_tokens):
             victim = self._running.pop()
@@ -241,15 +247,16 @@ class Serving:
             budget -= num_tokens
 
     def _admit(self, job: Job, budget: int) -> int:
-        """Look up and allocate a first chunk; returns its tokens, 0 if there is no room."""
+        """Look a request up, and allocate its first chunk. Returns its tokens; 0 without room."""
         request = job.request
         blocks, hit_tokens = self._engine.look_up(request)
         num_tokens = min(budget, request.num_tokens - hit_tokens)
         num_tokens = self._engine.chunk(request, num_tokens, hit_tokens)
         if num_tokens == 0:
             return 0
-        # Before the allocation, which caches what is about to be computed.
-        is_first, table = not request.num_preemptions, self._engine.table
+        # The losses are computed before the allocation, which caches the tokens of this step.
+        is_first = not request.num_preemptions
+        table = self._engine.table
         losses = (
             self._losses(job, hit_tokens, table) if is_first and table is not None else Losses()
         )
@@ -280,13 +287,13 @@ class Serving:
         return split_losses(hit_tokens, ideal_tokens, layout.unit_tokens, cached_once)
 
     def _take(self, scheduled: dict[Job, int], job: Job, num_tokens: int) -> None:
-        """A request gets these tokens in this step; its blocks are in the cache by now."""
+        """Note the tokens of a request in this step. Its blocks are in the cache already."""
         scheduled[job] = num_tokens
         start = job.request.num_computed_tokens
         self._prefixes.extend(job.traced.answered, start, start + num_tokens)
 
     def _advance(self, job: Job, num_tokens: int) -> None:
-        """The model has run: sample where a prompt is complete, and let go who is done."""
+        """Advance a request after the model has run: sample tokens, or finish the request."""
         request = job.request
         start = request.num_computed_tokens
         request.num_computed_tokens = start + num_tokens

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheduler CPU of adaptive retention over tens of thousands of requests, beside stock vLLM's.
+"""Measures the scheduler CPU of adaptive retention and of stock vLLM over very many requests.
 
     python benchmarks/retention/soak.py [--quick] [--case NAME] [--requests N]
 
-Every request begins with one of a few shared system prompts and goes on with tokens of its own, so
-that one prefix gets thousands of continuations. Both engines serve the same requests on vLLM's real
-``KVCacheManager``, in turns of a few hundred, in one process. Printed per case: CPU per request of
-both and their ratio, the longest step of both, and hit rates. No model.
+Every request begins with one of a few shared system prompts, and goes on with its own tokens. So
+one prefix gets thousands of continuations. Both engines serve the same tens of thousands of
+requests on vLLM's real ``KVCacheManager``, without a model, in one process, and take turns of a few
+hundred requests. For each case, the benchmark prints the CPU per request of both and their ratio,
+the longest step of both, and the hit rates.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from retention.variants import Variant, entered  # noqa: E402
 LAYOUT = "gemma"
 TURN_REQUESTS = 250
 NUM_CLIENTS = 32
-"""Each asks again when it is answered: half of them wait."""
+"""The number of clients. Each asks again when it is answered, and half of them wait."""
 
 RECENT_REQUESTS = 500
-"""Of these, one may be sent again."""
+"""A repeated request is one of so many recent ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +45,13 @@ class Case:
     """A load.
 
     Attributes:
-        system_tokens: Length of a shared system prompt.
-        tail_tokens: Range of the lengths of what only one request has.
-        num_blocks: Size of the pool.
-        num_requests: How many are served.
-        num_systems: How many system prompts there are.
-        new_tokens: Tokens that a request generates.
-        repeats: Share of the requests that are an earlier one, sent again.
+        system_tokens: The length of a shared system prompt.
+        tail_tokens: The range of the lengths of the tokens that only one request has.
+        num_blocks: The size of the pool.
+        num_requests: The number of served requests.
+        num_systems: The number of system prompts.
+        new_tokens: The tokens that a request generates.
+        repeats: The share of requests that repeat an earlier one.
     """
 
     system_tokens: int
@@ -72,7 +73,8 @@ CASES = {
 
 def write_trace(name: str, case: Case) -> Trace:
     script = Script(name, stretch=1.0)
-    rng, requests = script.rng, script.requests
+    rng = script.rng
+    requests = script.requests
     systems = [script.text(case.system_tokens, case.system_tokens) for _ in range(case.num_systems)]
     for number in range(case.num_requests):
         after = number - NUM_CLIENTS if number >= NUM_CLIENTS else None
@@ -86,7 +88,7 @@ def write_trace(name: str, case: Case) -> Trace:
 
 
 class Measured:
-    """One engine, and what its steps took."""
+    """One engine, and the times of its steps."""
 
     def __init__(self, case: Case, trace: Trace, variant: Variant) -> None:
         self._variant = variant
@@ -97,7 +99,7 @@ class Measured:
         self.steps_s: list[float] = []
 
     def run(self, num_arrived: int) -> None:
-        """Go on until so many requests have arrived, or all are served."""
+        """Run until a number of requests have arrived, or all are served."""
         with entered(self._variant):
             while self._serving.has_work and self._serving.num_arrived < num_arrived:
                 before_s = self._engine.scheduler_s
@@ -110,18 +112,27 @@ class Measured:
 
 
 TABLE = Table(
-    *("case:<12", "requests:>8", "stock ms:>9", "adaptive ms:>11", "ratio:>6"),
-    *("longest step:>12", "adaptive:>9", "ratio:>6", "hit stock:>10", "adaptive:>9"),
+    "case:<12",
+    "requests:>8",
+    "stock ms:>9",
+    "adaptive ms:>11",
+    "ratio:>6",
+    "longest step:>12",
+    "adaptive:>9",
+    "ratio:>6",
+    "hit stock:>10",
+    "adaptive:>9",
 )
 
 
 def run_case(name: str, case: Case) -> str:
-    """Serve a case with both engines, in turns; returns a line of the table."""
+    """Serve a case with both engines in turns. Returns a line of the table."""
     trace = write_trace(name, case)
     stock, ours = (Measured(case, trace, Variant.parse(each)) for each in ("dense", "adaptive"))
     for turn, num_arrived in enumerate(_turns(case.num_requests)):
-        # Whoever comes first finds colder caches of the processor: take turns at that, too.
-        for engine in (stock, ours) if turn % 2 else (ours, stock):
+        # The first engine of a turn finds colder CPU caches, so the order alternates.
+        engines = (stock, ours) if turn % 2 else (ours, stock)
+        for engine in engines:
             gc.collect()
             engine.run(num_arrived)
     mean_ms = [1e3 * sum(each.steps_s) / case.num_requests for each in (stock, ours)]

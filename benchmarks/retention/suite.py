@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cells there are. Imports nothing of vLLM."""
+"""Lists the cells of the benchmark. The module imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ INFINITE = "inf"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What to run.
+    """One cell to run.
 
     Attributes:
-        pool: Size of the pool as a share of the dense footprint, or ``inf``.
-        seed: Of the trace.
+        pool: The size of the pool as a share of the dense footprint, or ``inf``.
+        seed: The seed of the trace.
     """
 
     layout: str
@@ -29,10 +29,10 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A cell with what came out.
+    """A cell with its result.
 
     Attributes:
-        result: See `retention.cells.run_cell`; or ``error``, a traceback.
+        result: The result of `retention.cells.run_cell`, or ``error`` with a traceback.
     """
 
     cell: Cell
@@ -41,11 +41,11 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """All cells of one trace on one layout; the first one's footprint sizes the pools.
+    """All cells of one trace on one layout. The footprint of the first cell sizes the pools.
 
     Attributes:
-        base: Stock vLLM, dense, in an infinite pool.
-        num_repeats: How often each of the others runs; the least CPU time counts.
+        base: The cell of stock vLLM with dense caching in an infinite pool.
+        num_repeats: How often each other cell runs. The least CPU time counts.
     """
 
     base: Cell
@@ -66,10 +66,10 @@ def batches(
     num_seeds: int = 1,
     num_repeats: int = 1,
 ) -> list[Batch]:
-    """All combinations that make sense; each trace as often as there are seeds.
+    """All useful combinations. Each trace occurs once per seed.
 
-    In an infinite pool only dense caching, the ceiling, and adaptive retention are of interest,
-    unless no other pool is asked for.
+    In an infinite pool, only dense caching (the ceiling) and adaptive retention run, unless no
+    other pool is asked for.
     """
     result = []
     for layout, trace, seed in product(layouts, traces, range(num_seeds)):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts that share prefixes, kept as a tree so that a shared prefix exists once.
+"""Texts that share prefixes. They form a tree, so that a shared prefix exists once.
 
-Tokens and block hashes of a passage are made once, whoever reads them. Two texts have a common
-prefix exactly where they share passages. Knows nothing of requests, time or vLLM.
+The tokens and block hashes of a passage are computed once. Two texts have a common prefix exactly
+where they share passages. The module knows nothing of requests, time or vLLM.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Passage:
 
     Attributes:
         index: Unique in its `Library`.
-        parent: The passage it follows, or None at a text's start.
-        parent_tokens: How many tokens of the parent come before it.
-        start: Position of its first token in every text that holds it.
-        length: In tokens.
+        parent: The passage that it follows; None at the start of a text.
+        parent_tokens: The number of tokens of the parent before it.
+        start: The position of its first token in every text that has it.
+        length: Its length in tokens.
     """
 
     __slots__ = (
@@ -83,11 +83,11 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A passage's first tokens, with everything before it.
+    """The first tokens of a passage, and everything before it.
 
     Attributes:
         passage: The last passage.
-        used_tokens: How many tokens of it belong to the text.
+        used_tokens: The number of its tokens that belong to the text.
     """
 
     passage: Passage
@@ -97,8 +97,10 @@ class Text:
         return self.passage.start + self.used_tokens
 
     def path(self) -> list[Text]:
-        """The text's passages in order, each with the part of it that the text goes through."""
-        return [*self.backwards()][::-1]
+        """The parts of the text's passages, in order."""
+        parts = list(self.backwards())
+        parts.reverse()
+        return parts
 
     def cut(self, num_tokens: int) -> Text:
         """The first ``num_tokens`` tokens."""
@@ -122,13 +124,13 @@ class Text:
         """Chained hashes of the full blocks, in order."""
         hashes: list[bytes] = []
         for part in self.path():
-            # A passage's first hash is that of block ``start // block_tokens``.
+            # The first hash of a passage belongs to block ``start // block_tokens``.
             num_blocks = len(part) // block_tokens - part.passage.start // block_tokens
             hashes += part.passage.block_hashes(block_tokens)[:num_blocks]
         return hashes
 
     def last_block_hash(self, block_tokens: int) -> bytes:
-        """Hash of the last full block; empty where there is none."""
+        """The hash of the last full block; empty if there is none."""
         for part in self.backwards():
             num_blocks = len(part) // block_tokens - part.passage.start // block_tokens
             if num_blocks:
@@ -136,23 +138,25 @@ class Text:
         return b""
 
     def backwards(self) -> Iterator[Text]:
-        passage, used = self.passage, self.used_tokens
+        passage = self.passage
+        used = self.used_tokens
         while True:
             yield Text(passage, used)
             if passage.parent is None:
                 return
-            passage, used = passage.parent, passage.parent_tokens
+            used = passage.parent_tokens
+            passage = passage.parent
 
 
 class Library:
-    """Writes passages, all different, the same ones for the same seed."""
+    """Writes passages, which are all different, and equal for equal seeds."""
 
     def __init__(self, seed: str) -> None:
         self._seed = seed
         self._num_passages = 0
 
     def write(self, num_tokens: int, after: Text | None = None) -> Text:
-        """A new passage of ``num_tokens`` tokens behind ``after``, or a text of its own."""
+        """Write a passage of some tokens behind ``after``, or a new text."""
         if num_tokens < 1:
             raise ValueError(f"a passage has at least one token, asked for {num_tokens}")
         index = self._num_passages

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces: which requests come when, and what they share. Deterministic; nothing of vLLM.
+"""Writes traces: which requests arrive when, and what they share.
 
-Time is counted in scheduler steps: a request arrives a fixed number of steps after the start, or
-after the request that it continues has finished.
+Traces are deterministic, and the module imports nothing of vLLM. Time is counted in scheduler
+steps. A request arrives a fixed number of steps after the start, or after the end of the request
+that it continues.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ class TracedRequest:
     """A request whose answer is known in advance.
 
     Attributes:
-        prompt: What is asked.
-        answered: The prompt followed by the answer.
-        delay_steps: Arrival, counted from the end of ``after`` or from the start of the trace.
-        after: Index in the trace of the request that has to finish first.
+        prompt: The prompt.
+        answered: The prompt and the answer.
+        delay_steps: When it arrives, counted from the end of ``after`` or the start of the trace.
+        after: The index in the trace of the request that must finish first.
     """
 
     prompt: Text
@@ -41,7 +42,7 @@ class TracedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of their numbers; a continuation comes after what it continues."""
+    """The requests in order of their numbers. A continuation comes after what it continues."""
 
     name: str
     requests: tuple[TracedRequest, ...]
@@ -55,7 +56,7 @@ class Script:
     """Collects the requests of a trace while it is written.
 
     Attributes:
-        stretch: Factor on every length of a text; layouts with a coarse hit unit need long texts.
+        stretch: A factor on the lengths of texts. Layouts with a coarse hit unit need long texts.
     """
 
     def __init__(self, name: str, stretch: float, seed: int = 0) -> None:
@@ -74,7 +75,7 @@ class Script:
     def ask(
         self, prompt: Text, output: tuple[int, int], delay_steps: int, after: int | None = None
     ) -> int:
-        """Add a request; returns its number. Outputs are not stretched."""
+        """Add a request, and return its number. Outputs are not stretched."""
         answered = self.library.write(self.rng.randint(*output), prompt)
         self.requests.append(TracedRequest(prompt, answered, delay_steps, after))
         return len(self.requests) - 1
@@ -87,7 +88,8 @@ def write_chat(script: Script, scale: float) -> None:
     """Conversations behind one system prompt; each prompt repeats the conversation so far."""
     system = script.text(4200, 4200)
     for _ in range(round(60 * scale)):
-        previous, so_far = None, system
+        previous = None
+        so_far = system
         delay_steps = script.rng.randint(0, 150)
         for _ in range(7):
             prompt = script.text(1024, 4096, so_far)
@@ -140,7 +142,9 @@ def write_edited(script: Script, scale: float) -> None:
     """A chat in which messages are edited, answers regenerated, and reasoning is stripped."""
     system = script.text(2100, 2100)
     for _ in range(round(64 * scale)):
-        previous, so_far, delay_steps = None, system, script.rng.randint(0, 150)
+        previous = None
+        so_far = system
+        delay_steps = script.rng.randint(0, 150)
         for _ in range(5):
             if previous is not None:
                 so_far = _edited_history(script, previous)
@@ -150,7 +154,7 @@ def write_edited(script: Script, scale: float) -> None:
 
 
 def _edited_history(script: Script, previous: int) -> Text:
-    """What is left of the last exchange when the next one begins."""
+    """The history that is left of the last exchange when the next one begins."""
     request = script.requests[previous]
     kind = script.rng.choices(("continued", "edited", "stripped"), weights=(2, 3, 3))[0]
     if kind == "edited":
@@ -163,11 +167,13 @@ def _edited_history(script: Script, previous: int) -> Text:
 
 
 def write_lognormal(script: Script, scale: float) -> None:
-    """Shaped like Mooncake's traces: units of 512 tokens, log-normal lengths, old texts reused.
+    """Requests as in Mooncake's traces: units of 512 tokens, log-normal lengths, reused texts.
 
-    Whose text is reused falls off with the number of requests in between, with a heavy tail.
+    The probability that a text is reused falls with the number of requests in between, and has a
+    heavy tail.
     """
-    rng, unit_tokens = script.rng, round(512 * script.stretch)
+    rng = script.rng
+    unit_tokens = round(512 * script.stretch)
     delay_steps = 0
     for number in range(round(240 * scale)):
         delay_steps += rng.randint(0, 6)
@@ -176,7 +182,7 @@ def write_lognormal(script: Script, scale: float) -> None:
             distance = min(number, int(rng.paretovariate(0.5)))
             earlier = script.requests[number - distance].prompt
             num_units = len(earlier) // unit_tokens
-            # Half of them continue the text, the others share only its beginning.
+            # Half of the reusing requests continue the text. The others share only its beginning.
             kept_units = num_units if rng.random() < 0.5 else rng.randint(0, num_units)
             kept = earlier.cut(kept_units * unit_tokens) if kept_units else None
         for _ in range(min(100, round(rng.lognormvariate(1.7, 1.1)))):
@@ -187,11 +193,12 @@ def write_lognormal(script: Script, scale: float) -> None:
 
 
 def write_retrieval(script: Script, scale: float) -> None:
-    """Questions behind the first chunks of some ranked lists of chunks, never as many."""
+    """Questions behind the first chunks of some ranked lists of chunks, of varying numbers."""
     system = script.text(300, 300)
     rankings = []
     for _ in range(round(20 * scale)):
-        ends, so_far = [], system
+        ends = []
+        so_far = system
         for _ in range(12):
             so_far = script.text(200, 800, so_far)
             ends.append(so_far)
@@ -211,7 +218,7 @@ def write_one_token_edits(script: Script, scale: float) -> None:
     delay_steps = 0
     for original in order:
         delay_steps += script.rng.randint(1, 8)
-        # Nothing behind an edited token is shared, so that the rest may as well be new.
+        # Nothing behind an edited token is shared, so the rest can be new.
         kept_tokens = script.rng.randint(1, len(original) - 1)
         edited = script.library.write(len(original) - kept_tokens, original.cut(kept_tokens))
         script.ask(edited, (32, 128), delay_steps)
@@ -275,9 +282,9 @@ def write_trace(name: str, scale: float = 1.0, stretch: float = 1.0, seed: int =
 
     Args:
         name: A key of `WRITERS`.
-        scale: Factor on the number of conversations, documents, ...
-        stretch: Factor on the lengths of texts.
-        seed: Another one writes other lengths and arrivals of the same kind.
+        scale: A factor on the number of conversations, documents, ...
+        stretch: A factor on the lengths of texts.
+        seed: Another seed gives other lengths and arrivals of the same kind.
     """
     script = Script(name, stretch, seed)
     WRITERS[name](script, scale)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs: stock vLLM, its own retention, or this package's, each with its settings."""
+"""The variants: stock vLLM, its own retention, or this package's, each with its settings."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ POLICY_VARIABLE = "VLLM_ASCEND_KVEXT_RETENTION"
 RETENTION = "retention"
 
 KINDS = {"dense": None, "stock": None, "interval": "interval", "adaptive": "adaptive"}
-"""The policy of this package that a kind of variant stands for, if any."""
+"""By kind of variant, the policy of this package; None for vLLM alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One column.
+    """One column of the table.
 
     Attributes:
-        name: As on the command line.
+        name: The name on the command line.
         kind: A key of `KINDS`.
-        interval_tokens: Of whichever retention it is; None leaves it unset.
+        interval_tokens: The interval of its retention; None leaves it unset.
     """
 
     name: str
@@ -39,10 +39,10 @@ class Variant:
 
     @classmethod
     def parse(cls, name: str) -> Variant:
-        """``dense``, ``stock:N``, ``interval:N``, ``adaptive[:N]``.
+        """Parse ``dense``, ``stock:N``, ``interval:N`` or ``adaptive[:N]``.
 
         Raises:
-            ValueError: If it is none of these.
+            ValueError: If the name is none of these.
         """
         kind, _, value = name.partition(":")
         wanted = {"dense": not value, "adaptive": not value or value.isdecimal()}
@@ -55,13 +55,13 @@ class Variant:
 
     @property
     def policy(self) -> str | None:
-        """This package's policy, or None for vLLM on its own."""
+        """The policy of this package; None for vLLM alone."""
         return KINDS[self.kind]
 
 
 @contextmanager
 def entered(variant: Variant) -> Iterator[None]:
-    """Make this process that of a variant, for a while."""
+    """Turn this process into that of a variant, inside the block."""
     with _environ(variant.policy, variant.interval_tokens):
         if variant.policy is None:
             yield
@@ -72,7 +72,7 @@ def entered(variant: Variant) -> Iterator[None]:
 
 @contextmanager
 def installed(policy: str | None) -> Iterator[None]:
-    """This package as a user gets it, for a while; with a retention policy, or none."""
+    """Install this package as for a user, inside the block, with or without a retention policy."""
     with _environ(policy, None), _features():
         yield
 
@@ -89,14 +89,14 @@ def _environ(policy: str | None, interval_tokens: int | None) -> Iterator[None]:
 
 @contextmanager
 def _features() -> Iterator[None]:
-    """What a user gets with the environment as it is, in the order of installation."""
+    """Install the features that the environment brings, inside the block, in their order."""
     settings = Settings.from_environ(os.environ)
     wanted = settings.requests.keys() | settings.implied_features
     names = [each.name for each in FEATURES if each.default_on or each.name in wanted]
     plans = {plan.feature: plan for plan in survey(Settings(mode=Mode.STRICT)).plans}
     try:
         for name in names:
-            # As vLLM would get it: what nobody asked for may be left out, retention may not.
+            # As in vLLM, a feature that was not requested may be left out. Retention may not.
             if plans[name].fits or name == RETENTION:
                 BOOK.apply(plans[name])
             elif plans[name].misfits:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared tier beside plain files and other file tiers; see `transfers` and `first_token`."""
+"""Compares the shared tier with plain files and others, see `transfers` and `first_token`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to bring one prompt's KV into host memory from files, and to put it there."""
+"""Ways to get the KV of prompts from files into host memory, and to put it into files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COUNTER = time.perf_counter
 
 
 class Contender(Protocol):
-    """A way; `name` is as printed. ``move`` returns seconds; it raises where a byte is lacking."""
+    """One way. `name` is printed. ``move`` returns seconds, and raises if a byte is missing."""
 
     name: str
 
@@ -36,7 +36,7 @@ class Contender(Protocol):
 
 
 def host_memory(num_bytes: int) -> HostBuffer:
-    """As a worker has it, with bytes in it."""
+    """Host memory as a worker has it, filled with random bytes."""
     host = HostBuffer.allocate(num_bytes, torch.device("cpu"))
     host.tensor.random_(generator=torch.Generator().manual_seed(1))
     return host
@@ -57,11 +57,12 @@ class _InParts:
     name = ""
 
     def __init__(self, geometry: Geometry, memory: memoryview) -> None:
-        self.geometry, self.memory = geometry, memory
+        self.geometry = geometry
+        self.memory = memory
         self._offsets = (0, *accumulate(geometry.object_bytes))
 
     def parts(self, prompts: Sequence[int]) -> list[tuple[int, int]]:
-        """Offsets and sizes."""
+        """The offsets and sizes of the parts."""
         sizes = self.geometry.object_bytes
         first = [number * self.geometry.prompt_bytes for number in prompts]
         return [(f + o, s) for f in first for o, s in zip(self._offsets, sizes, strict=False)]
@@ -71,7 +72,7 @@ class _InParts:
 
 
 class Memcpy(_InParts):
-    """As many bytes from other memory, on one thread."""
+    """Copies the same number of bytes from other memory, on one thread."""
 
     name = "memcpy"
 
@@ -93,7 +94,7 @@ class Memcpy(_InParts):
 
 
 class PlainFiles(_InParts):
-    """open, read or write, close: of files with the same bytes as ours."""
+    """Opens, reads or writes, and closes files with the same bytes as ours."""
 
     name = "plain read, write"
 
@@ -151,10 +152,10 @@ class Ours(_InParts):
 
 
 class VllmFiles:
-    """vLLM's own file tier, with its region, as its manager calls it: a job for each request.
+    """vLLM's own file tier with its region. As in its manager, there is one job per request.
 
     Args:
-        is_direct: Whether it may pass by the page cache, as it does wherever it can.
+        is_direct: Whether it may bypass the page cache, as it does if it can.
     """
 
     def __init__(self, geometry: Geometry, folder: Path, is_direct: bool = True) -> None:
@@ -200,7 +201,7 @@ class VllmFiles:
         self.name = f"vLLM's fs, {how}"
         self._request = ReqContext("bench")
         numbers = range(num_files)
-        # As hashes are, so that files spread over folders.
+        # The keys are random like hashes, so that files spread over folders.
         hashes = np.random.default_rng(2).bytes(32 * num_files)
         self._keys = [make_offload_key(hashes[32 * n : 32 * n + 32], 0) for n in numbers]
         self._num_jobs = 0
@@ -232,7 +233,7 @@ class VllmFiles:
 
 
 class LmcacheFiles:
-    """An L2 adapter of LMCache's server, in a process of its own, without the server's messages."""
+    """An L2 adapter of LMCache's server in its own process, without the server's messages."""
 
     def __init__(self, python: Path, kind: str, geometry: Geometry, folder: Path) -> None:
         self.name = f"LMCache's {kind}"

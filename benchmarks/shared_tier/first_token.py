@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time to the first token after a restart: from the shared tier beside computing it.
+"""Measures the time to the first token after a restart, with the shared tier and without.
 
     python benchmarks/shared_tier/first_token.py [--quick] [--prompts N] [--tokens N] [--disk F]
 
-A process computes prompts and ends. Another one, on the same folder, is asked in turns for one of
-them and for a new one; then once more for the stored one, which host memory has by then. In a third
-process nothing of the files is in the page cache. SmolLM2-135M on one CPU. vLLM's own tiers are not
-measured: its copies between device and host memory refuse a CPU's tensors.
+One process computes prompts and ends. A second process on the same folder gets one of these prompts
+and a new prompt in turn. Then it gets the stored prompt again, which is in host memory by then. In
+a third process, the page cache has nothing of the files. The model is SmolLM2-135M on one CPU.
+vLLM's own tiers are not measured, because their copies between device and host memory refuse a
+CPU's tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ ONE_CPU = {
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds to the first token, by prompt; hits and bytes of one stored prompt."""
+    """The seconds to the first token of each prompt; the hits and bytes of one stored prompt."""
 
     process: str
     start_s: float
@@ -57,7 +58,7 @@ def prompt_of(name: object, num_tokens: int) -> list[int]:
 
 
 class Engine:
-    """vLLM on one CPU, in this process, with a folder."""
+    """vLLM on one CPU in this process, with a shared tier in a folder."""
 
     def __init__(self, model: str, folder: str, num_tokens: int) -> None:
         began_s = time.perf_counter()
@@ -74,7 +75,7 @@ class Engine:
         self.ask("warm-up")
 
     def ask(self, name: object) -> tuple[float, int]:
-        """Seconds to the first token, and hit tokens, where the device knows nothing."""
+        """The seconds to the first token, and the hit tokens, if the device has nothing."""
         self._engine.forget_local()
         asked = self._engine.ask(prompt_of(name, self._num_tokens))
         while self._side.secondary._jobs.num_under_way or self._engine.scheduler.has_requests():
@@ -95,7 +96,8 @@ def store(model: str, folder: str, num_tokens: int, num_prompts: int) -> float:
 def compare(model: str, folder: str, num_tokens: int, num_prompts: int, name: str) -> Times:
     engine = Engine(model, folder, num_tokens)
     found = Times(name, engine.start_s, [], [], [], num_tokens, 0)
-    hits, before_bytes = set[int](), engine.got_bytes()
+    hits = set[int]()
+    before_bytes = engine.got_bytes()
     for number in range(num_prompts):
         for seconds, prompt in (
             (found.cold_s, f"{name} {number}"),
@@ -108,7 +110,7 @@ def compare(model: str, folder: str, num_tokens: int, num_prompts: int, name: st
                 hits.add(hit_tokens)
             elif hit_tokens:
                 raise RuntimeError(f"a new prompt has hit {hit_tokens} tokens")
-    (hit_tokens,) = hits  # All of them, alike.
+    (hit_tokens,) = hits  # All stored prompts hit the same number of tokens.
     if not hit_tokens:
         raise RuntimeError("a stored prompt has hit nothing")
     num_bytes = (engine.got_bytes() - before_bytes) // num_prompts
@@ -123,7 +125,8 @@ def main() -> None:
     options.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()))
     arguments = options.parse_args()
     number = arguments.prompts or (2 if arguments.quick else 7)
-    model, environ = str(smollm2.build()), ENVIRON | ONE_CPU
+    model = str(smollm2.build())
+    environ = ENVIRON | ONE_CPU
     rows: list[Times] = []
     lines: list[str] = []
     with tempfile.TemporaryDirectory(dir=arguments.disk) as folder:

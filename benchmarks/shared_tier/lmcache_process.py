@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An L2 adapter of LMCache, told on standard input what to move; LMCache's Python runs it.
+"""Runs an L2 adapter of LMCache, in LMCache's Python. Standard input says what to move.
 
 python lmcache_process.py KIND FOLDER FILE_BYTES FILES_OF_PROMPT PROMPTS
 """
@@ -23,7 +23,7 @@ from lmcache.v1.distributed.l2_adapters.fs_native_l2_adapter import (
 
 
 class Bytes:
-    """A ``MemoryObj``, as adapters use one."""
+    """A ``MemoryObj`` with the methods that adapters use."""
 
     def __init__(self, view: memoryview) -> None:
         self.byte_array = view
@@ -33,7 +33,8 @@ class Bytes:
 
 
 def main() -> None:
-    kind, folder = sys.argv[1], sys.argv[2]
+    kind = sys.argv[1]
+    folder = sys.argv[2]
     file_bytes, files_of_prompt, num_prompts = map(int, sys.argv[3:])
     if kind == "fs":
         adapter = FSL2Adapter(FSL2AdapterConfig(folder))
@@ -65,8 +66,9 @@ def main() -> None:
 
 
 def wait(adapter: Any, direction: str, ids: list[int], files_of_prompt: int) -> bool:
-    """Until all tasks have ended, as a controller does; whether all came."""
-    left, is_whole = set(ids), True
+    """Wait until all tasks have ended, as a controller does. Returns whether all succeeded."""
+    left = set(ids)
+    is_whole = True
     event = adapter.get_store_event_fd() if direction == "put" else adapter.get_load_event_fd()
     while left:
         if select.select([event], [], [], 30)[0]:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV from Mooncake Store into host memory, and back, beside Mooncake's own client. GB/s and ratios.
+"""Compares the shared tier in Mooncake Store with Mooncake's own client: GB/s and ratios.
 
     python benchmarks/shared_tier/mooncake_client.py [--quick] [--rounds N] [--out FOLDER]
 
-A master and a client with memory run on this machine, over TCP. Objects of each size are put once
-by the shared tier, sealed; then every round gets all of them by the shared tier and by the client
-that it has, into the same memory, and puts them anew by both. The shared tier asks first whether an
-object is there, makes a checksum of what it puts, and verifies what it gets. A ratio is the median
-over the rounds of (ours / the client's seconds). Skipped without Mooncake's wheel.
+A master and a client with memory run on this machine, over TCP. The shared tier puts sealed objects
+of each size once. Then every round gets all objects into the same memory, once by the shared tier
+and once by the tier's client, and puts them anew by both. The shared tier first asks whether an
+object exists, makes a checksum of each put, and verifies each get. A ratio is the median over the
+rounds of (ours / the client's seconds). Without Mooncake's wheel the benchmark is skipped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TABLE = Table("object:>8", "put GB/s:>9", "of client:>10", "get GB/s:>9", "of cl
 
 @dataclass
 class Row:
-    """Seconds of each round, by what was done and by whom."""
+    """The seconds of each round, by operation and contender."""
 
     object_bytes: int
     num_bytes: int
@@ -86,8 +86,10 @@ def measure(url: str, object_bytes: int, rounds: int) -> Row:
 
     row = Row(object_bytes, num_objects * object_bytes)
     steps: Sequence[tuple[str, Callable[[], None]]] = (
-        *(("put client", put_client), ("get client", get_client)),
-        *(("put ours", put_ours), ("get ours", get_ours)),
+        ("put client", put_client),
+        ("get client", get_client),
+        ("put ours", put_ours),
+        ("get ours", get_ours),
     )
     for number in range(-1, rounds):  # The first round warms up.
         for name, step in steps:
@@ -113,7 +115,8 @@ def main() -> int:
 
     sizes = SIZES_BYTES[1:2] if arguments.quick else SIZES_BYTES
     rounds = arguments.rounds or (3 if arguments.quick else 7)
-    lines, rows = [TABLE.head], []
+    lines = [TABLE.head]
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         servers = Servers(Path(folder), POOL)
         try:

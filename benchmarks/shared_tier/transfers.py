@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV from files into host memory, and back: our shared tier beside others. GB/s and ratios.
+"""Compares our shared tier with others: KV from files into host memory and back, GB/s and ratios.
 
     python benchmarks/shared_tier/transfers.py [--quick] [--lmcache PYTHON] [--disk FOLDER]
 
-Every round moves the same prompts by every contender in turn: *put*, then *get* by one request
-after the other, then by all of them at once, with what was put in the page cache, and, on a disk,
-*cold*: with nothing of it there. vLLM's tier passes by the page cache wherever it can; the same
-without that is shown, too. Ours verifies a checksum of every byte, the others verify nothing. A
-ratio is the median over the rounds of (vLLM's seconds / a contender's). vLLM 0.30 or newer runs
-this; LMCache's adapters run in a process of their own.
+In every round, every contender in turn moves the same prompts. First comes *put*, then *get* by one
+request after the other, then *get* by all requests at once, while the page cache has the files. On
+a disk, *cold* follows, with nothing of the files in the page cache. vLLM's tier bypasses the page
+cache wherever it can; a variant that does not bypass it is shown, too. Our tier verifies a checksum
+of every byte, and the others verify nothing. A ratio is the median over the rounds of (vLLM's
+seconds / a contender's). The benchmark needs vLLM 0.30 or newer. LMCache's adapters run in another
+process.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ TARGET = 2.0
 
 @dataclass
 class Row:
-    """One contender's seconds, by measure and round."""
+    """The seconds of one contender, by measure and round."""
 
     geometry: str
     where: str
@@ -57,7 +58,7 @@ class Row:
 
 
 def made(geometry: Geometry, folder: Path, lmcache: Path | None) -> list[Contender]:
-    """All of them; vLLM's first."""
+    """All contenders, vLLM's first."""
     host = host_memory(geometry.prompt_bytes * geometry.num_prompts)
     found: list[Contender] = [VllmFiles(geometry, folder / "vllm")]
     if "O_DIRECT" in found[0].name:
@@ -77,7 +78,7 @@ def files_in(folder: Path) -> Iterator[Path]:
 
 
 def forget(folder: Path) -> None:
-    """Have the page cache drop all files of a folder."""
+    """Drop all files of a folder from the page cache."""
     for path in files_in(folder):
         file = os.open(path, os.O_RDONLY)
         os.fsync(file)
@@ -105,8 +106,9 @@ def measure(
                 if where == "disk" and row.contender != Memcpy.name and number % 2 == 0:
                     forget(folder)
                     found["get, cold"] = sum(each.move("get", [prompt]) for prompt in prompts)
-                for name, seconds in found.items() if number >= 0 else ():
-                    row.seconds.setdefault(name, []).append(seconds)
+                if number >= 0:
+                    for name, seconds in found.items():
+                        row.seconds.setdefault(name, []).append(seconds)
     finally:
         for each in contenders:
             each.close()
@@ -114,7 +116,9 @@ def measure(
 
 
 TABLE = Table(
-    *("model:<13", "where:<6", "contender:<26"),
+    "model:<13",
+    "where:<6",
+    "contender:<26",
     *(f"{name}:>{max(13, len(name) + 1)}" for name in MEASURES),
 )
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `benchmarks/page_transfer.py` is made of."""
+"""The parts of `benchmarks/page_transfer.py`."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layouts that are measured, and cold memory for them.
+"""The measured layouts, and cold memory for them.
 
-Knows sizes only: how a model's layout is found is the business of `vllm_ascend_kvext.layout`.
+The module knows only sizes. `vllm_ascend_kvext.layout` finds the layout of a real model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PAGE = 4096
 
 @dataclass(frozen=True, slots=True)
 class PlaneShape:
-    """One plane: ``rows_per_page`` rows of ``row_bytes``; a page has nothing else."""
+    """One plane: a page has ``rows_per_page`` rows of ``row_bytes``, and nothing else."""
 
     row_bytes: int
     rows_per_page: int
@@ -34,13 +34,13 @@ class PlaneShape:
 
 @dataclass(frozen=True)
 class Layout:
-    """Planes in the order of layers, and what a chunk has of them.
+    """The planes in the order of layers, and the pages of a chunk.
 
     Attributes:
-        name: As printed.
-        planes_of_layer: Planes of one layer; every layer has the same.
-        num_layers: Layers.
-        pages_per_chunk: Pages of each plane that one chunk fills.
+        name: The printed name.
+        planes_of_layer: The planes of one layer. All layers have the same planes.
+        num_layers: The number of layers.
+        pages_per_chunk: The pages of each plane that one chunk fills.
     """
 
     name: str
@@ -54,12 +54,12 @@ class Layout:
 
     @cached_property
     def num_pages(self) -> int:
-        """So that all pools together fill the arena, each with the null page."""
+        """The number of pages with which all pools fill the arena, null pages included."""
         return ARENA_BYTES // sum(plane.page_bytes for plane in self.planes)
 
     @cached_property
     def host_offsets(self) -> tuple[int, ...]:
-        """By plane: first every layer's first plane, then every layer's second one, ..."""
+        """The host offset of each plane: first planes of all layers, then second planes, ..."""
         offsets = {}
         end = 0
         width = len(self.planes_of_layer)
@@ -116,21 +116,27 @@ class ColdMemory:
 
     @cached_property
     def plane_table(self) -> Table:
-        # A transfer group per number of rows in a page, as the op demands.
+        # The op needs one transfer group per number of rows in a page.
         numbers = sorted({plane.rows_per_page for plane in self.layout.planes})
         rows = []
         for index, plane in enumerate(self.layout.planes):
             rows.append(
                 (
-                    *(numbers.index(plane.rows_per_page), index, 0, plane.page_bytes, 0),
-                    *(plane.row_bytes, plane.rows_per_page, self.layout.num_pages),
+                    numbers.index(plane.rows_per_page),
+                    index,
+                    0,
+                    plane.page_bytes,
+                    0,
+                    plane.row_bytes,
+                    plane.rows_per_page,
+                    self.layout.num_pages,
                     self.layout.host_offsets[index],
                 )
             )
         return np.array(rows, np.int64)
 
     def run_table(self, pages: Table) -> Table:
-        """Whole pages, in the order of the chunk, for every group."""
+        """The runs of whole pages, in the order of the chunk, for every group."""
         groups = {
             int(row[PlaneColumn.GROUP]): int(row[PlaneColumn.ROWS_PER_PAGE])
             for row in self.plane_table
@@ -143,15 +149,16 @@ class ColdMemory:
         return np.array(rows, np.int64)
 
     def next_pages(self, is_random: bool) -> Table:
-        """Page ids of one chunk, in no relation to those before."""
-        count, last = self.layout.pages_per_chunk, self.layout.num_pages
+        """The page ids of one chunk, independent of earlier chunks."""
+        count = self.layout.pages_per_chunk
+        last = self.layout.num_pages
         if is_random:
             return 1 + self._random.choice(last - 1, count, replace=False)
         first = int(self._random.integers(1, last - count))
         return np.arange(first, first + count)
 
     def next_host(self) -> torch.Tensor:
-        """The chunk that was used longest ago."""
+        """The host memory of the chunk that was used longest ago."""
         size = -(-self.layout.host_bytes // _PAGE) * _PAGE
         if self._next_chunk + size > HOST_BYTES:
             self._next_chunk = 0
@@ -160,14 +167,14 @@ class ColdMemory:
         return chunk
 
     def contiguous(self) -> torch.Tensor:
-        """As many bytes as a chunk has, somewhere in the arena: for memcpy."""
+        """A stretch of the arena with the bytes of a chunk, for memcpy."""
         first = int(self._random.integers(0, ARENA_BYTES - self.layout.chunk_bytes)) // 64 * 64
         return self.arena[first : first + self.layout.chunk_bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One copy of one chunk: what every method is handed."""
+    """One copy of one chunk. Every method gets such a job."""
 
     memory: ColdMemory
     direction: Direction

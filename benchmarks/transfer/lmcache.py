@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's own functions for CPUs, on the same memory; only where LMCache 0.5.6 is importable."""
+"""Calls LMCache's own functions for CPUs on the same memory, if LMCache 0.5.6 is importable."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ VERSION = "0.5.6"
 
 
 def lmcache_methods(folder: Path | None) -> tuple[tuple[Method, ...], str]:
-    """What can be measured, and in words what was found.
+    """The methods that can be measured, and a text about what was found.
 
     Args:
-        folder: Where the package lies unpacked; None if it is installed or absent.
+        folder: The folder of the unpacked package; None if it is installed or missing.
     """
     if folder is not None:
         sys.path.append(str(folder))
@@ -76,7 +76,7 @@ class _LMCache:
 
 
 class Blocks(_LMCache):
-    """Keys and values of every layer, two planes behind each other."""
+    """Moves keys and values of every layer, which are two consecutive planes."""
 
     name = "LMCache block transfer"
 
@@ -84,7 +84,8 @@ class Blocks(_LMCache):
         return len(layout.planes_of_layer) == 2
 
     def prepare(self, job: Job) -> Copy:
-        memory, layout = job.memory, job.memory.layout
+        memory = job.memory
+        layout = job.memory.layout
         plane = layout.planes_of_layer[0]
         shape = (2, layout.num_pages, plane.rows_per_page, 8, plane.row_bytes // 16)
         paged = []
@@ -99,7 +100,7 @@ class Blocks(_LMCache):
 
 
 class Planes(_LMCache):
-    """Tuples of planes, whose rows lie token by token in the chunk."""
+    """Moves tuples of planes, whose rows lie token by token in the chunk."""
 
     name = "LMCache plane transfer"
 
@@ -108,7 +109,8 @@ class Planes(_LMCache):
         return len(layout.planes_of_layer) > 2 and len(numbers) == 1
 
     def prepare(self, job: Job) -> Copy:
-        memory, layout = job.memory, job.memory.layout
+        memory = job.memory
+        layout = job.memory.layout
         width = len(layout.planes_of_layer)
         views = [
             tensor.view(torch.bfloat16).view(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to move one chunk. Each prepares, outside the clock, a function that copies."""
+"""Ways to move one chunk. Each prepares a function that copies; the preparation is not timed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Copy = Callable[[], None]
 
 
 class Method(Protocol):
-    """A way to move a chunk; `name` is as printed."""
+    """A way to move a chunk. `name` is printed."""
 
     name: str
 
@@ -27,18 +27,20 @@ class Method(Protocol):
 
 
 class PlainCopy:
-    """As many bytes from one place to another, in one piece: what no scattered copy beats."""
+    """Copies the same number of bytes in one piece. No scattered copy can be faster."""
 
     def __init__(self, name: str, is_streaming: bool) -> None:
-        """`is_streaming` writes past the caches, which no byte of the destination then enters."""
+        """Make a copy. With `is_streaming`, no byte of the destination enters the caches."""
         self.name = name
         self.is_streaming = is_streaming
 
     def prepare(self, job: Job) -> Copy:
-        source, destination = job.contiguous, job.host[: job.contiguous.numel()]
+        source = job.contiguous
+        destination = job.host[: job.contiguous.numel()]
         if job.direction == Direction.HOST_TO_PAGES:
             source, destination = destination, source
-        copy, num_bytes = native().copy, source.numel()
+        copy = native().copy
+        num_bytes = source.numel()
         addresses = destination.data_ptr(), source.data_ptr()
         return lambda: copy(*addresses, num_bytes, job.num_threads, int(self.is_streaming))
 
@@ -47,7 +49,7 @@ class PageTransfer:
     """The op, from registered pools and descriptors to the last byte."""
 
     def __init__(self, name: str, is_bundled: bool = True, is_single: bool = False) -> None:
-        """`is_single` keeps to one thread, whatever the job says."""
+        """Make the method. With `is_single`, it uses one thread whatever the job says."""
         self.name = name
         self.is_bundled = is_bundled
         self.is_single = is_single
@@ -67,7 +69,7 @@ class PageTransfer:
 
 
 class TorchPerPlane:
-    """`index_select` or `index_copy_` per plane; the views are made outside the clock."""
+    """`index_select` or `index_copy_` per plane. The making of views is not timed."""
 
     name = "torch index_select / index_copy_ per plane"
 
@@ -89,7 +91,7 @@ class TorchPerPlane:
 
     @staticmethod
     def _views(job: Job, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both sides as pages of two-byte elements, as KV caches have them."""
+        """Views of both sides as pages of two-byte elements, as in KV caches."""
         page_bytes = job.memory.layout.planes[index].page_bytes
         offset = job.memory.layout.host_offsets[index]
         in_host = job.host[offset : offset + page_bytes * len(job.pages)]
@@ -107,22 +109,25 @@ def time_in_turns(
     num_threads: int,
     rounds: int,
 ) -> dict[str, list[int]]:
-    """Nanoseconds of every method, by round. One thread is timed by its CPU time, two by the clock.
+    """The nanoseconds of every method, by round.
+
+    One thread is timed by its CPU time, and two threads by the clock.
 
     Args:
-        methods: What is timed, in turns.
-        memory: Where pages and chunks lie.
-        direction: Of the copies.
+        methods: The methods, which take turns.
+        memory: The memory of pages and chunks.
+        direction: The direction of the copies.
         is_random: Whether pages are in random order.
-        num_threads: Of a copy.
-        rounds: How many.
+        num_threads: The number of threads of a copy.
+        rounds: The number of rounds.
     """
     clock_ns = time.thread_time_ns if num_threads == 1 else time.perf_counter_ns
     torch.set_num_threads(num_threads)
     times_ns: dict[str, list[int]] = {method.name: [] for method in methods}
     for index in range(rounds):
-        # Whoever comes first in a round has no advantage over the rounds.
-        for method in methods if index % 2 else methods[::-1]:
+        # The order alternates, so that no method always comes first.
+        ordered = methods if index % 2 else methods[::-1]
+        for method in ordered:
             copy = method.prepare(Job.next(memory, direction, is_random, num_threads))
             started_ns = clock_ns()
             copy()

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiled when the build is configured: CANN 8.1.RC1 has no such call.
+// This file is compiled when the build is configured: CANN 8.1.RC1 has no such call.
 #include "acl/acl.h"
 
 aclError vector_cores(int64_t* num_cores) {

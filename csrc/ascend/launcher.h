@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// What Python calls, through ctypes: plain C, no torch, no exceptions. Codes are those of CANN's
-// runtime (aclError); 0 is success.
+// The functions that Python calls, through ctypes: plain C, no torch, no exceptions. Codes are those
+// of CANN's runtime (aclError); 0 is success.
 #pragma once
 
 #include <cstdint>
 
 #define KVEXT_EXPORT extern "C" __attribute__((visibility("default")))
 
-// What the table's builder must respect, from work_table.h.
+// The limits that the table's builder must respect, from work_table.h.
 struct KernelLimits {
   int64_t tile_bytes;
   int64_t data_block_bytes;

@@ -2,7 +2,7 @@
 // Moves the runs of a transfer between pages and the host buffer, through the unified buffers of
 // all vector cores. Made for many small, scattered runs; any alignment, any size.
 //
-// Knows addresses only: whether a transfer is valid has been decided before the launch.
+// The kernel knows addresses only: a transfer has been found valid before the launch.
 #include "kernel_operator.h"
 #include "work_table.h"
 
@@ -36,7 +36,7 @@ class PageTransfer {
   }
 
  private:
-  // What one run contributes to a unit: one range of bytes on either side.
+  // The share of one run in a unit: one range of bytes on either side.
   struct Piece {
     int64_t page_address;
     int64_t host_address;

@@ -13,7 +13,7 @@
 
 namespace kvext {
 
-// Two of them lie in a core's unified buffer: one fills while the other empties.
+// Bytes of a tile. Two tiles lie in a core's unified buffer: one fills while the other empties.
 constexpr int64_t kTileBytes = 32 * 1024;
 constexpr int32_t kTilesInFlight = 2;
 constexpr int64_t kMaxRunsPerUnit = 32;

@@ -9,8 +9,8 @@
 namespace kvext {
 namespace {
 
-// With so many positions an angle still has an error below 1e-6.
-constexpr int64_t kMostPositions = int64_t{1} << 30;
+// The shift of a key, in positions, at most: up to here an angle has an error below 1e-6.
+constexpr int64_t kMaxPositions = int64_t{1} << 30;
 constexpr double kFullTurn = 6.283185307179586;
 
 constexpr const char* kTable = "rotations";
@@ -41,8 +41,8 @@ void check_rotation(const Transfer& transfer, const KeyRotation& rotation, int64
     refuse(cell(kTable, index, "pair_style"), "0 (halves) or 1 (neighbours)", std::to_string(style),
            "Pass a PairStyle.");
   }
-  const auto at_least = [&](int64_t least, int64_t found, const char* column, const char* remedy) {
-    require_at_least(least, found, kTable, index, column, remedy);
+  const auto at_least = [&](int64_t min, int64_t found, const char* column, const char* remedy) {
+    require_at_least(min, found, kTable, index, column, remedy);
   };
   at_least(1, row.num_heads, "num_heads", "A row has at least one head.");
   at_least(1, row.head_bytes, "head_bytes", "Leave out planes without keys.");
@@ -105,9 +105,9 @@ void check_shifts(const CheckedTransfer& checked, const KeyRotation& rotation) {
              "a group that one of the " + std::to_string(transfer.planes.num_rows) + " planes has",
              std::to_string(shift.group), "Leave out the shifts of groups without planes.");
     }
-    if (shift.positions < -kMostPositions || shift.positions > kMostPositions) {
+    if (shift.positions < -kMaxPositions || shift.positions > kMaxPositions) {
       refuse(cell("shifts", i, "positions"),
-             std::to_string(-kMostPositions) + " to " + std::to_string(kMostPositions),
+             std::to_string(-kMaxPositions) + " to " + std::to_string(kMaxPositions),
              std::to_string(shift.positions), "Pass a difference of positions.");
     }
   }
@@ -127,7 +127,7 @@ int64_t shift_of(const KeyRotation& rotation, int64_t group, int64_t row) {
   return found->positions;
 }
 
-// By plane: the row of rotations that names it, or -1.
+// Lists by plane the row of rotations that names it, or -1.
 std::vector<int64_t> rotations_of_planes(const Transfer& transfer, const KeyRotation& rotation) {
   std::vector<int64_t> found(transfer.planes.num_rows, -1);
   for (int64_t i = 0; i < rotation.rotations.num_rows; ++i) {

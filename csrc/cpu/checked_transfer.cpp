@@ -44,8 +44,8 @@ void check_memory(const Transfer& transfer) {
 
 void check_plane(const Transfer& transfer, int64_t index) {
   const Plane& plane = transfer.planes[index];
-  const auto at_least = [&](int64_t least, int64_t found, const char* column, const char* remedy) {
-    require_at_least(least, found, "planes", index, column, remedy);
+  const auto at_least = [&](int64_t min, int64_t found, const char* column, const char* remedy) {
+    require_at_least(min, found, "planes", index, column, remedy);
   };
   at_least(0, plane.group, "group", "Number the groups from 0.");
   if (plane.pool < 0 || plane.pool >= transfer.pools.num_rows) {
@@ -88,7 +88,7 @@ void check_plane(const Transfer& transfer, int64_t index) {
   }
 }
 
-// Rows of the planes, by group.
+// Lists the rows of the planes, by group.
 std::vector<int64_t> order_of_planes(const Transfer& transfer) {
   std::vector<int64_t> order(transfer.planes.num_rows);
   std::iota(order.begin(), order.end(), int64_t{0});
@@ -99,7 +99,7 @@ std::vector<int64_t> order_of_planes(const Transfer& transfer) {
   return order;
 }
 
-// By number, each with its planes.
+// Lists the groups by number, each with its planes.
 std::vector<Group> groups_of_planes(const Transfer& transfer, const std::vector<int64_t>& order) {
   std::vector<Group> groups;
   for (size_t i = 0; i < order.size(); ++i) {
@@ -150,16 +150,16 @@ void assign_runs(const Transfer& transfer, const std::vector<int64_t>& order,
                  std::vector<Group>& groups) {
   int64_t index = 0;
   for (Group& group : groups) {
-    int64_t fewest = order[group.first_plane];
+    int64_t smallest = order[group.first_plane];
     for (int64_t i = 1; i < group.num_planes; ++i) {
       const int64_t plane = order[group.first_plane + i];
-      if (transfer.planes[plane].num_pages < transfer.planes[fewest].num_pages) fewest = plane;
+      if (transfer.planes[plane].num_pages < transfer.planes[smallest].num_pages) smallest = plane;
     }
-    const int64_t rows_per_page = transfer.planes[fewest].rows_per_page;
+    const int64_t rows_per_page = transfer.planes[smallest].rows_per_page;
     group.first_run = index;
     for (; index < transfer.runs.num_rows && transfer.runs[index].group == group.number; ++index) {
       const Run& run = transfer.runs[index];
-      check_run(transfer, index, rows_per_page, fewest);
+      check_run(transfer, index, rows_per_page, smallest);
       group.num_rows = saturating_add(group.num_rows, run.num_rows);
       group.host_rows_end =
           std::max(group.host_rows_end, saturating_add(run.host_row, run.num_rows));
@@ -168,7 +168,7 @@ void assign_runs(const Transfer& transfer, const std::vector<int64_t>& order,
   }
 }
 
-// Whatever assign_runs would not reach.
+// Refuses a run that assign_runs would not reach.
 void check_run_groups(const Transfer& transfer, const std::vector<Group>& groups) {
   auto group = groups.begin();
   for (int64_t i = 0; i < transfer.runs.num_rows; ++i) {

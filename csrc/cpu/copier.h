@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Does the copies of one thread: which kernel, and what is fetched ahead.
+// Does the copies of one thread: chooses the kernel, and what is fetched ahead.
 #pragma once
 
 #include <algorithm>
@@ -14,11 +14,12 @@
 
 namespace kvext {
 
-// Transfers smaller than this may be read again from the cache.
-constexpr int64_t kLeastStreamedBytes = 1024 * 1024;
+// Bytes of the smallest transfer that goes past the caches: a smaller one may be read again from
+// there.
+constexpr int64_t kMinStreamedBytes = 1024 * 1024;
 
 inline bool streams(int64_t num_bytes, Streaming streaming) {
-  return streaming == Streaming::kAuto ? num_bytes >= kLeastStreamedBytes
+  return streaming == Streaming::kAuto ? num_bytes >= kMinStreamedBytes
                                        : streaming == Streaming::kOn;
 }
 
@@ -30,9 +31,9 @@ inline void fetch_lines(int64_t source, int64_t num_bytes) {
   }
 }
 
-// Copies may be done in any order. Those that are streamed are cut into parts, and several parts are
-// copied together while the next ones are fetched. Other short copies wait in a queue while their
-// sources come from memory: the CPU's own prefetching does not know where the next one begins.
+// Copies may be done in any order. A streamed copy is cut into parts, and several parts are copied
+// together while the next ones are fetched. Other short copies wait in a queue while their sources
+// come from memory: the CPU's own prefetching does not know where the next one begins.
 class Copier {
  public:
   explicit Copier(bool is_streaming, const CopyKernel& kernel = copy_kernels().front())
@@ -49,12 +50,12 @@ class Copier {
   void operator()(const Copy& copy) {
     const bool follows = copy.source == source_end_;
     source_end_ = copy.source + copy.num_bytes;
-    if (follows && copy.num_bytes <= kMostFollowingBytes) {
+    if (follows && copy.num_bytes <= kMaxFollowingBytes) {
       move(copy);
-    } else if (is_streaming_ && copy.num_bytes >= kLeastStreamedCopyBytes &&
-               copy.num_bytes <= kernel_.most_together_bytes) {
+    } else if (is_streaming_ && copy.num_bytes >= kMinStreamedCopyBytes &&
+               copy.num_bytes <= kernel_.max_together_bytes) {
       cut(copy);
-    } else if (copy.num_bytes > kMostWaitingBytes) {
+    } else if (copy.num_bytes > kMaxWaitingBytes) {
       move(copy);
     } else {
       wait(copy);
@@ -62,17 +63,19 @@ class Copier {
   }
 
  private:
-  // Shorter copies are streamed only where they fill whole lines: a line that is filled in part is
-  // read first.
-  static constexpr int64_t kLeastStreamedCopyBytes = 256;
-  // Where short copies read on where the last one ended, the CPU's own prefetching is enough.
-  static constexpr int64_t kMostFollowingBytes = 1024;
-  // Longer parts would not stay in the smallest second-level caches until they are copied.
+  // Bytes of the shortest copy that is always streamed. A shorter one is streamed only where it fills
+  // whole lines: a line that is filled in part is read first.
+  static constexpr int64_t kMinStreamedCopyBytes = 256;
+  // Bytes of the longest copy that does not wait where it reads on where the last one ended: there
+  // the CPU's own prefetching is enough.
+  static constexpr int64_t kMaxFollowingBytes = 1024;
+  // Bytes of the longest part. Longer ones would not stay in the smallest second-level caches until
+  // they are copied.
   static constexpr int64_t kPartBytes = 4096;
-  // What is fetched of each copy that waits: the CPU finds the lines behind these by itself.
+  // Bytes that are fetched of each copy that waits: the CPU finds the lines behind these by itself.
   static constexpr int64_t kFetchedBytes = 2 * kLineBytes;
-  static constexpr int64_t kMostWaitingBytes = 8192;
-  static constexpr uint32_t kMostWaiting = 64;
+  static constexpr int64_t kMaxWaitingBytes = 8192;
+  static constexpr uint32_t kMaxWaiting = 64;
 
   // Every part but the first begins with a whole line of the destination.
   void cut(Copy copy) {
@@ -89,7 +92,7 @@ class Copier {
     if (++num_gathered_ == kernel_.num_together) exchange();
   }
 
-  // Copies the parts that have been fetched; those that have been gathered take their place.
+  // Copies the parts that have been fetched; the parts that have been gathered take their place.
   void exchange() {
     if (num_fetched_ > 0) {
       kernel_.stream_together(fetched_, num_fetched_, gathered_, num_gathered_);
@@ -101,23 +104,23 @@ class Copier {
 
   void wait(const Copy& copy) {
     fetch_lines(copy.source, std::min(copy.num_bytes, kFetchedBytes));
-    while (num_waiting_ == kMostWaiting || waiting_bytes_ + copy.num_bytes > kMostWaitingBytes) {
+    while (num_waiting_ == kMaxWaiting || waiting_bytes_ + copy.num_bytes > kMaxWaitingBytes) {
       do_oldest();
     }
-    waiting_[(oldest_ + num_waiting_) % kMostWaiting] = copy;
+    waiting_[(oldest_ + num_waiting_) % kMaxWaiting] = copy;
     ++num_waiting_;
     waiting_bytes_ += copy.num_bytes;
   }
 
   bool streams_well(const Copy& copy) const {
     if (!is_streaming_) return false;
-    return copy.num_bytes >= kLeastStreamedCopyBytes ||
+    return copy.num_bytes >= kMinStreamedCopyBytes ||
            (copy.destination | copy.num_bytes) % kLineBytes == 0;
   }
 
   void do_oldest() {
     const Copy& copy = waiting_[oldest_];
-    oldest_ = (oldest_ + 1) % kMostWaiting;
+    oldest_ = (oldest_ + 1) % kMaxWaiting;
     --num_waiting_;
     waiting_bytes_ -= copy.num_bytes;
     move(copy);
@@ -139,13 +142,13 @@ class Copier {
   const CopyKernel& kernel_;
   const bool is_streaming_;
   int64_t source_end_ = 0;
-  std::array<Copy, kMostTogether> parts_;
-  std::array<Copy, kMostTogether> other_parts_;
+  std::array<Copy, kMaxTogether> parts_;
+  std::array<Copy, kMaxTogether> other_parts_;
   Copy* gathered_ = parts_.data();
   Copy* fetched_ = other_parts_.data();
   size_t num_gathered_ = 0;
   size_t num_fetched_ = 0;
-  std::array<Copy, kMostWaiting> waiting_;
+  std::array<Copy, kMaxWaiting> waiting_;
   uint32_t oldest_ = 0;
   uint32_t num_waiting_ = 0;
   int64_t waiting_bytes_ = 0;

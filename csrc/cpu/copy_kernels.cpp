@@ -45,7 +45,7 @@ __attribute__((target("avx2"))) void stream_avx2(uint8_t* destination, const uin
 
 constexpr int64_t kStep = 2 * kLine;
 
-// Past the end of what is copied next it does no harm: fetching never fails.
+// A fetch past the end of a source does no harm: it never fails.
 inline void fetch_step(const uint8_t* source) {
   __builtin_prefetch(source, 0, 2);
   __builtin_prefetch(source + kLine, 0, 2);
@@ -69,19 +69,20 @@ __attribute__((target("avx2"))) inline void stream_step(uint8_t* destination,
 template <size_t kTogether, int64_t kTurn>
 __attribute__((target("avx2"))) void stream_together_avx2(const Copy* copies, size_t num_copies,
                                                           const Copy* later, size_t num_later) {
-  static_assert(kTogether <= kMostTogether && kTurn % kStep == 0);
+  static_assert(kTogether <= kMaxTogether && kTurn % kStep == 0);
   const auto to = [](const Copy& copy) { return reinterpret_cast<uint8_t*>(copy.destination); };
   const auto from = [](const Copy& copy) { return reinterpret_cast<const uint8_t*>(copy.source); };
-  int64_t done = 0, least = INT64_MAX, most = 0, unaligned = 0;
+  int64_t done = 0, shortest = INT64_MAX, longest = 0, unaligned = 0;
   for (size_t j = 0; j < num_copies; ++j) {
-    least = std::min(least, copies[j].num_bytes);
-    most = std::max(most, copies[j].num_bytes);
+    shortest = std::min(shortest, copies[j].num_bytes);
+    longest = std::max(longest, copies[j].num_bytes);
     unaligned |= copies[j].destination % static_cast<int64_t>(kLine);
   }
   if (num_copies == kTogether && num_later == kTogether && unaligned == 0) {
-    for (size_t j = 0; j < kTogether; ++j) least = std::min(least, later[j].num_bytes);
-    // Pages are nearly always alike: what all copies have, without a question per step.
-    for (; done + kTurn <= least; done += kTurn) {
+    for (size_t j = 0; j < kTogether; ++j) shortest = std::min(shortest, later[j].num_bytes);
+    // Pages are nearly always alike: the bytes that all copies have are copied without a question per
+    // step.
+    for (; done + kTurn <= shortest; done += kTurn) {
       for (size_t j = 0; j < kTogether; ++j) {
         for (int64_t at = done; at < done + kTurn; at += kStep) {
           fetch_step(from(later[j]) + at);
@@ -89,13 +90,13 @@ __attribute__((target("avx2"))) void stream_together_avx2(const Copy* copies, si
         }
       }
     }
-    if (done == most) return;
+    if (done == longest) return;
   }
-  int64_t heads[kMostTogether];
+  int64_t heads[kMaxTogether];
   for (size_t j = 0; j < num_copies; ++j) {
     heads[j] = copy_head(to(copies[j]) + done, from(copies[j]) + done, copies[j].num_bytes - done);
   }
-  for (; done < most; done += kTurn) {
+  for (; done < longest; done += kTurn) {
     for (size_t j = 0; j < num_copies; ++j) {
       for (int64_t i = 0; i < kTurn; i += kStep) {
         if (j < num_later && done + i < later[j].num_bytes) fetch_step(from(later[j]) + done + i);
@@ -124,8 +125,9 @@ std::vector<CopyKernel> available_kernels() {
         {"avx2", stream_avx2, stream_together_avx2<16, kStep>, 16, INT64_MAX, fence_stores});
     kernels.push_back({"avx2, longer turns", stream_avx2, stream_together_avx2<8, 512>, 8, 16384,
                        fence_stores});
-    // Where destinations take turns of two lines, Zen 3 takes four times as long for pages of 4 KB and
-    // more, and long pages are fastest alone. A CPU with AVX-512 was fastest so, whatever their length.
+    // Zen 3 takes four times as long for pages of 4 KB and more where destinations take turns of two
+    // lines, and long pages are fastest alone. A CPU with AVX-512 was fastest with such turns,
+    // whatever the length of its pages.
     if (__builtin_cpu_is("amd")) std::swap(kernels[0], kernels[1]);
   }
 #endif
@@ -133,7 +135,8 @@ std::vector<CopyKernel> available_kernels() {
   return kernels;
 }
 
-// When the library is loaded: a first use would leave a guard behind that a forked child waits for.
+// The kernels are chosen when the library is loaded. A first use would leave a guard behind that a
+// forked child waits for.
 const std::vector<CopyKernel> kKernels = available_kernels();
 
 }  // namespace

@@ -13,27 +13,28 @@
 
 namespace kvext {
 
-constexpr size_t kMostTogether = 16;
+constexpr size_t kMaxTogether = 16;
 
 struct CopyKernel {
   std::string name;
-  // Past the caches: visible to other threads only after fence().
+  // Copies past the caches: visible to other threads only after fence().
   void (*stream)(uint8_t* destination, const uint8_t* source, size_t num_bytes);
-  // Up to num_together copies past the caches, some lines of each in turn, while the sources of as
-  // many later ones are fetched. Null where this gains nothing.
+  // Does up to num_together copies past the caches, some lines of each in turn, while the sources of
+  // as many later ones are fetched. Null where this gains nothing.
   void (*stream_together)(const Copy* copies, size_t num_copies, const Copy* later,
                           size_t num_later);
-  // As many streams of lines as one core reads at a time without slowing down.
+  // How many streams of lines one core reads at a time without slowing down.
   size_t num_together;
-  // Longer copies gain nothing from others beside them.
-  int64_t most_together_bytes;
+  // Bytes of the longest copy that gains from others beside it.
+  int64_t max_together_bytes;
   void (*fence)();
 };
 
-// Best first; the last one is always "memcpy".
+// The kernels of this CPU, the best first; the last one is always "memcpy".
 const std::vector<CopyKernel>& copy_kernels();
 
-// Fewer than 16 bytes, or up to 64: two overlapping moves of a fixed size each, no call.
+// Copies fewer than 16 bytes, or up to 64, by two overlapping moves of a fixed size each, without a
+// call.
 inline void copy_up_to_64(uint8_t* destination, const uint8_t* source, size_t num_bytes) {
   const auto ends = [&](auto size) {
     unsigned char first[size], last[size];

@@ -53,7 +53,7 @@ bool is_caller_placed(const Placement& placement) {
   return CPU_EQUAL(&both, &found);
 }
 
-// Lives on the caller's stack. Counts are guarded by the team's mutex.
+// A job lives on the caller's stack. The team's mutex guards its counts.
 struct Job {
   const std::function<void(int64_t)>& task;
   const int64_t num_tasks;
@@ -114,7 +114,7 @@ class Team {
     try {
       for (; num_threads_ < num_wanted; ++num_threads_) std::thread([this] { serve(); }).detach();
     } catch (const std::system_error&) {
-      // No more threads to be had: the others, or the caller, do what they would have done.
+      // There are no more threads: the others, or the caller, do the rest of the work.
     }
     pthread_sigmask(SIG_SETMASK, &previous, nullptr);
   }
@@ -137,7 +137,8 @@ class Team {
     pthread_setname_np(pthread_self(), "kvext-copy");
     std::vector<int> missing;
     if (!placement_.cpus.empty()) missing = bind_to(placement_.cpus);
-    // Of this thread alone, on Linux. Where it is refused the copies run at the usual priority.
+    // On Linux the priority is that of this thread alone. Where the kernel refuses it, the copies run
+    // at the usual priority.
     if (placement_.niceness != 0) {
       setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), placement_.niceness);
     }
@@ -174,11 +175,13 @@ struct Teams {
   std::vector<std::unique_ptr<Team>> teams;
 };
 
-// Never destroyed: threads may sleep in it when the process ends. Null until the first use and in a
-// forked child, which has none of the threads, and perhaps a mutex that one of them held.
+// The teams are never destroyed: threads may sleep in them when the process ends. The pointer is null
+// until the first use, and in a forked child: a child has none of the threads, and perhaps a mutex
+// that one of them held.
 std::atomic<Teams*> current_teams{nullptr};
 
-// When the library is loaded, so that no first use leaves a guard behind that a child waits for.
+// The handlers are set when the library is loaded, so that no first use leaves a guard behind that a
+// child waits for.
 [[maybe_unused]] const int is_prepared =
     pthread_atfork(nullptr, nullptr, [] { current_teams.store(nullptr); });
 

@@ -18,7 +18,8 @@ int64_t first_byte(const Transfer& transfer, const Plane& plane) {
   return transfer.pools[plane.pool].address + plane.base_bytes;
 }
 
-// By group: the first group that has the same pages of the same planes, as the chunks of a request.
+// Lists by group the first group that has the same pages of the same planes, as the chunks of a
+// request do.
 std::vector<size_t> sets_of_planes(const CheckedTransfer& checked) {
   std::map<std::vector<int64_t>, size_t> first_of_planes;
   std::vector<size_t> sets;

@@ -11,8 +11,9 @@
 
 namespace kvext {
 
-// Of non-negative numbers; INT64_MAX where 63 bits do not hold the result. What is compared with
-// these is always smaller: the size of a memory region that does not begin at address 0.
+// Sums and products of non-negative numbers; INT64_MAX where 63 bits do not hold the result. The
+// results are compared with the size of a memory region that does not begin at address 0, which is
+// always smaller than INT64_MAX.
 inline int64_t saturating_add(int64_t left, int64_t right) {
   int64_t sum;
   return __builtin_add_overflow(left, right, &sum) ? INT64_MAX : sum;
@@ -27,7 +28,7 @@ inline std::string in_words(int64_t number) {
   return number == INT64_MAX ? "a number that 63 bits do not hold" : std::to_string(number);
 }
 
-// Where a table is wrong, as in "runs[3].page".
+// Names the cell of a table that is wrong, as in "runs[3].page".
 inline std::string cell(const char* table, int64_t row, const char* column) {
   return std::string(table) + "[" + std::to_string(row) + "]." + column;
 }
@@ -37,20 +38,20 @@ inline std::string cell(const char* table, int64_t row, const char* column) {
   throw DescriptorError(where + ": expected " + expected + ", found " + found + ". " + remedy);
 }
 
-// Apart from the comparison, so that the comparison alone is inlined.
-[[noreturn, gnu::cold, gnu::noinline]] inline void refuse_less(int64_t least, int64_t found,
+// The refusal lies apart from the comparison, so that the comparison alone is inlined.
+[[noreturn, gnu::cold, gnu::noinline]] inline void refuse_less(int64_t min, int64_t found,
                                                                const char* table, int64_t row,
                                                                const char* column,
                                                                const char* remedy) {
-  refuse(cell(table, row, column), "at least " + std::to_string(least), std::to_string(found),
+  refuse(cell(table, row, column), "at least " + std::to_string(min), std::to_string(found),
          remedy);
 }
 
-[[gnu::always_inline]] inline void require_at_least(int64_t least, int64_t found,
+[[gnu::always_inline]] inline void require_at_least(int64_t min, int64_t found,
                                                     const char* table, int64_t row,
                                                     const char* column, const char* remedy) {
-  if (__builtin_expect(found < least, false)) {
-    refuse_less(least, found, table, row, column, remedy);
+  if (__builtin_expect(found < min, false)) {
+    refuse_less(min, found, table, row, column, remedy);
   }
 }
 
@@ -59,7 +60,7 @@ inline std::string cell(const char* table, int64_t row, const char* column) {
 void refuse_host_rows_written_twice(const CheckedTransfer& checked);
 void refuse_pool_bytes_written_twice(const CheckedTransfer& checked);
 
-// What is in order is not sorted.
+// Sorts values that are not in order yet.
 template <typename Item, typename IsBefore>
 void put_in_order(std::vector<Item>& items, IsBefore&& is_before) {
   if (!std::is_sorted(items.begin(), items.end(), is_before)) {

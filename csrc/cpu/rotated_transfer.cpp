@@ -25,7 +25,7 @@ class Rotator {
   Rotator(const Rotator&) = delete;
   Rotator& operator=(const Rotator&) = delete;
 
-  // Of whole heads.
+  // The copy has whole heads only.
   void operator()(const Copy& copy, const HeadRotation& head) {
     fetch_lines(copy.source, std::min(copy.num_bytes, kAheadBytes));
     do_waiting();
@@ -34,11 +34,12 @@ class Rotator {
   }
 
  private:
-  // Rotated in the first-level cache, and then streamed to where it belongs. A little at a time: the
-  // CPU computes the next heads while the stores of the last ones and the reads ahead are under way.
+  // Heads are rotated in the first-level cache, and then streamed to where they belong, a few at a
+  // time: the CPU computes the next heads while the stores of the last ones and the reads ahead are
+  // under way.
   static constexpr int64_t kAtOnceBytes = 1024;
   static constexpr int64_t kAheadBytes = 4096;
-  // Of one head, at most: larger ones are not staged.
+  // The bytes of one head, at most: larger heads are not staged.
   static constexpr int64_t kStageBytes = 8192;
 
   void do_waiting() {
@@ -72,7 +73,7 @@ class Rotator {
   alignas(64) uint8_t stage_[kStageBytes];
 };
 
-// The rows of a part that begin in it: each row belongs to one part, and so to one thread.
+// Finds the rows that begin in a part: each row belongs to one part, and so to one thread.
 Copy whole_rows(const PlaneRunPart& part) {
   const int64_t before_bytes =
       (part.row_bytes - part.first_byte % part.row_bytes) % part.row_bytes;

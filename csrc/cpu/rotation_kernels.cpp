@@ -13,8 +13,8 @@ namespace {
 #error "Neighbours are read as one number, of which the first is the lower half."
 #endif
 
-// A number that begins anywhere, as rows do. A type of its own: an attribute of a number's type is
-// lost where the type is deduced.
+// A number that begins at any address, as rows do. It is a type of its own: an attribute of a
+// number's type is lost where the type is deduced.
 template <typename Number>
 struct __attribute__((packed, may_alias)) Any {
   Number number;
@@ -40,8 +40,8 @@ struct Float32 {
   KVEXT_INLINE static float narrow(float value) { return value; }
 };
 
-// The upper half of a float32. Rounded to nearest, ties to even. A NaN stays one: it comes from
-// bfloat16 or from arithmetic, so its lower half is zero, and rounding does not carry.
+// A bfloat16 is the upper half of a float32, rounded to nearest, ties to even. A NaN stays a NaN: it
+// comes from bfloat16 or from arithmetic, so its lower half is zero, and rounding does not carry.
 struct Bfloat16 {
   using Stored = uint16_t;
   KVEXT_INLINE static float widen(uint32_t half) { return float_of(half << 16); }
@@ -132,7 +132,7 @@ struct Neighbours<Float32> {
   }
 };
 
-// As many as there are: in vectors while these can be filled.
+// Rotates as many pairs as there are, in vectors while these can be filled.
 template <typename Pairs>
 KVEXT_INLINE void rotate_pairs(uint8_t* __restrict destination, const uint8_t* __restrict source,
                                const HeadRotation& head) {
@@ -239,7 +239,7 @@ std::vector<RotationKernel> available_kernels() {
   return kernels;
 }
 
-// When the library is loaded, as the kernels that copy.
+// The kernels are chosen when the library is loaded, as those that copy are.
 const std::vector<RotationKernel> kKernels = available_kernels();
 
 }  // namespace

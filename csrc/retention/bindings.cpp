@@ -21,7 +21,7 @@ void require_block(const BlockFields& fields, const nb::handle block) {
   if (Py_TYPE(block.ptr()) != fields.type()) throw nb::type_error("expected blocks of the pool.");
 }
 
-/// Ids of those blocks from a place on that are free.
+/// Ids of the free blocks of a list from a place on.
 BlockIds ids_of_free(const RetainedCache& cache, const nb::list& blocks, std::size_t first) {
   const BlockFields& fields = cache.blocks.fields();
   BlockIds ids;
@@ -33,19 +33,7 @@ BlockIds ids_of_free(const RetainedCache& cache, const nb::list& blocks, std::si
   return ids;
 }
 
-using ReasonTuple = std::tuple<std::int32_t, std::int32_t, std::int32_t>;
-
-Reason reason_of(const ReasonTuple& reason) {
-  return {static_cast<Origin>(std::get<0>(reason)), std::get<1>(reason), std::get<2>(reason)};
-}
-
-/// Methods of `UseRates` that take a reason as Python has it.
-template <typename Result, typename... Rest>
-auto by_reason(Result (UseRates::*method)(const Reason&, Rest...)) {
-  return [method](UseRates& rates, const ReasonTuple& reason, Rest... rest) {
-    return (rates.*method)(reason_of(reason), rest...);
-  };
-}
+// Tables that Python describes, read by the names of their fields.
 
 /// Reads what is described under a name into a field of its type.
 template <typename Field>
@@ -53,25 +41,16 @@ void read(const nb::handle described, const char* name, Field& field) {
   field = nb::cast<Field>(described[name]);
 }
 
-Group read_group(const nb::handle described) {
-  Group group;
-  const nb::bytes suffix = nb::cast<nb::bytes>(described["key_suffix"]);
-  group.keys.suffix.assign(suffix.c_str(), suffix.size());
-  read(described, "hashes_per_block", group.keys.hashes_per_block);
-  read(described, "hashes_in_key", group.keys.hashes_in_key);
-  read(described, "block_tokens", group.block_tokens);
-  read(described, "tables", group.tables);
-  read(described, "num_cached", group.num_cached);
-  read(described, "is_upstreams", group.is_upstreams);
+GroupTables read_group_tables(const nb::handle described) {
+  GroupTables group;
   read(described, "is_state", group.is_state);
   read(described, "window_tokens", group.window_tokens);
+  read(described, "full_tokens", group.full_tokens);
+  using Pairs = std::vector<std::pair<std::int64_t, std::int64_t>>;
+  for (const auto& [start, stop] : nb::cast<Pairs>(described["tails"])) {
+    group.tails.push_back({start, stop});
+  }
   return group;
-}
-
-std::vector<Group> read_groups(const nb::list& described) {
-  std::vector<Group> groups;
-  for (const nb::handle one : described) groups.push_back(read_group(one));
-  return groups;
 }
 
 Geometry read_geometry(const nb::handle described) {
@@ -86,14 +65,82 @@ Geometry read_geometry(const nb::handle described) {
   read(described, "use_eagle", geometry.use_eagle);
   read(described, "hit_by_step", geometry.hit_by_step);
   read(described, "opening_by_unit", geometry.opening_by_unit);
-  read(described, "full_tokens", geometry.full_tokens);
-  using Pairs = std::vector<std::vector<std::pair<std::int64_t, std::int64_t>>>;
-  for (const auto& of_group : nb::cast<Pairs>(described["tails"])) {
-    auto& tails = geometry.tails.emplace_back();
-    for (const auto& [start, stop] : of_group) tails.push_back({start, stop});
+  for (const nb::handle group : nb::cast<nb::list>(described["groups"])) {
+    geometry.groups.push_back(read_group_tables(group));
   }
   return geometry;
 }
+
+/// The group id as it ends every key of a group: four bytes, the highest first.
+std::string key_suffix(std::uint32_t group_id) {
+  std::string suffix;
+  for (int shift = 24; shift >= 0; shift -= 8) {
+    suffix.push_back(static_cast<char>(group_id >> shift & 0xff));
+  }
+  return suffix;
+}
+
+/// A `ManagedGroup` and what upstream's manager knows of it.
+Group read_group(const nb::handle managed, const Geometry& geometry,
+                 std::int64_t hash_block_tokens) {
+  Group group;
+  const nb::object manager = managed.attr("manager");
+  group.geometry_index = nb::cast<std::size_t>(managed.attr("geometry_index"));
+  group.block_tokens = nb::cast<std::int64_t>(managed.attr("block_tokens"));
+  group.is_upstreams = nb::cast<bool>(managed.attr("is_upstreams"));
+  group.keys.hashes_per_block = group.block_tokens / hash_block_tokens;
+  group.keys.hashes_in_key = nb::cast<std::int64_t>(managed.attr("hashes_in_key"));
+  group.keys.suffix = key_suffix(nb::cast<std::uint32_t>(manager.attr("kv_cache_group_id")));
+  group.tables = nb::cast<nb::dict>(manager.attr("req_to_blocks"));
+  group.num_cached = nb::cast<nb::dict>(manager.attr("num_cached_block"));
+  const GroupTables& tables = geometry.groups.at(group.geometry_index);
+  group.is_state = tables.is_state;
+  group.window_tokens = tables.window_tokens;
+  // Upstream keeps the tokens before a window, too, that drafts may have computed again.
+  const char* extra = "extra_retained_tokens";
+  if (nb::hasattr(manager, extra)) {
+    group.window_tokens += nb::cast<std::int64_t>(manager.attr(extra));
+  }
+  return group;
+}
+
+/// @param quiet  whether a group is quiet, for each of them
+std::vector<Group> read_groups(const nb::handle managed, const Geometry& geometry,
+                               std::int64_t hash_block_tokens, const std::vector<bool>& quiet) {
+  std::vector<Group> groups;
+  for (const nb::handle one : nb::iter(managed)) {
+    groups.push_back(read_group(one, geometry, hash_block_tokens));
+    groups.back().is_quiet = quiet.at(groups.size() - 1);
+  }
+  return groups;
+}
+
+// Boundaries as Python has them: tokens, origin and step.
+
+using BoundaryTuple = std::tuple<std::int64_t, std::int32_t, std::int32_t>;
+
+std::vector<PlannedBoundary> read_plan(const std::vector<BoundaryTuple>& plan) {
+  std::vector<PlannedBoundary> boundaries;
+  for (const auto& [tokens, origin, step] : plan) {
+    boundaries.push_back({tokens, Reason{static_cast<Origin>(origin), step, 0}});
+  }
+  return boundaries;
+}
+
+std::vector<BoundaryTuple> list_lasting(const Geometry& geometry,
+                                        const std::vector<BoundaryTuple>& plan,
+                                        std::int64_t after_tokens, std::int64_t upto_tokens) {
+  std::vector<BoundaryTuple> listed;
+  const auto is_grid_kept = [] { return true; };
+  for (const PlannedBoundary& each : lasting_boundaries(geometry, read_plan(plan), after_tokens,
+                                                        upto_tokens, is_grid_kept)) {
+    listed.emplace_back(each.boundary_tokens, static_cast<std::int32_t>(each.reason.origin),
+                        each.reason.step);
+  }
+  return listed;
+}
+
+// Answers.
 
 /// Splits what is freed: blocks that are not cached, and those that are, needed ones first.
 nb::tuple split_freed(const RetainedCache& cache, const nb::list& blocks) {
@@ -113,42 +160,18 @@ nb::tuple split_freed(const RetainedCache& cache, const nb::list& blocks) {
   return nb::make_tuple(uncached, cached, surplus.size());
 }
 
-/// All checkpoints, for tests and reports; takes time in proportion to their number.
-nb::list describe_checkpoints(const RetainedCache& cache) {
-  nb::list described;
-  for (const auto& [key, node] : cache.tree.nodes()) {
-    nb::dict one;
-    one["key"] = nb::bytes(key.data(), key.size());
-    one["boundary_tokens"] = node->boundary_tokens;
-    one["parent_key"] = nb::bytes(node->parent->key.data(), node->parent->key.size());
-    one["parent_tokens"] = node->parent->boundary_tokens;
-    one["num_children"] = node->children.size();
-    one["runs"] = node->runs;
-    one["tail"] = node->tail;
-    one["num_ahead"] = node->num_ahead;
-    one["num_requests"] = node->num_requests;
-    one["origin"] = static_cast<int>(node->origin);
-    one["reason"] = std::make_tuple(static_cast<int>(node->reason.origin), node->reason.step,
-                                    node->reason.uses);
-    one["clock_pools"] = node->clock_pools;
-    one["is_in_order"] = node->place.index >= 0;
-    described.append(one);
+/// Group, first block and stop of each run; None where there is no step.
+nb::object list_runs(const std::optional<std::vector<GroupRun>>& runs) {
+  if (!runs) return nb::none();
+  nb::list listed;
+  for (const GroupRun& run : *runs) {
+    listed.append(nb::make_tuple(run.group, run.blocks.start, run.blocks.stop));
   }
-  return described;
-}
-
-void set_plan(RetainedRequest& request,
-              const std::vector<std::tuple<std::int64_t, std::int32_t, std::int32_t>>& plan,
-              std::vector<std::int64_t> stops_tokens, std::int64_t replay_tokens) {
-  std::vector<PlannedBoundary> boundaries;
-  for (const auto& [tokens, origin, step] : plan) {
-    boundaries.push_back({tokens, Reason{static_cast<Origin>(origin), step, 0}});
-  }
-  request.set_plan(std::move(boundaries), std::move(stops_tokens), replay_tokens);
+  return listed;
 }
 
 // An engine that is dropped is a circle, of which these are parts: the garbage collector has to be
-// shown what they keep alive. What breaks it are upstream's objects.
+// shown what they keep alive. Upstream's objects break the circle.
 
 int traverse_cache(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
@@ -173,18 +196,25 @@ PyType_Slot request_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse
 }  // namespace
 
 void bind(nb::module_& module) {
+  nb::class_<Geometry>(module, "Geometry")
+      .def("__init__",
+           [](Geometry* self, nb::handle tables) { new (self) Geometry(read_geometry(tables)); })
+      .def("lasting_boundaries", &list_lasting, "plan"_a, "after_tokens"_a, "upto_tokens"_a);
+
   nb::class_<RetainedCache>(module, "RetainedCache", nb::type_slots(cache_slots))
       .def(
           "__init__",
           [](RetainedCache* self, nb::list blocks, nb::object head, nb::object tail,
-             nb::handle geometry, const nb::list& sparse_groups, const nb::list& full_groups,
-             bool has_events) {
-            new (self) RetainedCache(std::move(blocks), std::move(head), std::move(tail),
-                                     read_geometry(geometry), read_groups(sparse_groups),
-                                     read_groups(full_groups), has_events);
+             std::int64_t hash_block_tokens, const Geometry& geometry, nb::handle sparse_groups,
+             nb::handle full_groups, const std::vector<bool>& quiet_sparse_groups,
+             const std::vector<bool>& quiet_full_groups) {
+            new (self) RetainedCache(
+                std::move(blocks), std::move(head), std::move(tail), geometry,
+                read_groups(sparse_groups, geometry, hash_block_tokens, quiet_sparse_groups),
+                read_groups(full_groups, geometry, hash_block_tokens, quiet_full_groups));
           },
-          "blocks"_a, "head"_a, "tail"_a, "geometry"_a, "sparse_groups"_a, "full_groups"_a,
-          "has_events"_a)
+          "blocks"_a, "head"_a, "tail"_a, "hash_block_tokens"_a, "geometry"_a, "sparse_groups"_a,
+          "full_groups"_a, "quiet_sparse_groups"_a, "quiet_full_groups"_a)
       .def("make_room",
            [](RetainedCache& self, std::int64_t num_blocks) { self.tree.make_room(num_blocks); })
       .def("clear", [](RetainedCache& self) { self.tree.clear(); })
@@ -198,62 +228,49 @@ void bind(nb::module_& module) {
            [](RetainedCache& self, const nb::list& freed) {
              self.tree.note_uncached(ids_of_free(self, freed, 0));
            })
-      .def("num_needs",
-           [](const RetainedCache& self, BlockId id) {
-             if (id < 0 || static_cast<std::size_t>(id) >= self.blocks.size()) {
-               throw nb::index_error("num_needs: there is no such block.");
-             }
-             return self.tree.needs()[id];
-           })
-      .def("surplus",
-           [](RetainedCache& self) {
-             FreeOrder& order = self.tree.free_order();
-             return order.next_blocks(order.count_next(static_cast<std::int64_t>(self.blocks.size())));
-           })
-      .def("counts",
-           [](const RetainedCache& self) {
-             const CheckpointCounts& counts = self.tree.counts();
-             return std::make_tuple(counts.checkpoints, counts.checkpoints_kept,
-                                    counts.checkpoints_evicted, counts.junctions_hit);
-           })
-      .def_prop_ro("rates", [](RetainedCache& self) -> UseRates& { return self.tree.rates(); })
-      .def_prop_ro("clock_pools",
-                   [](const RetainedCache& self) { return self.tree.order().clock_pools(); })
-      .def("describe", &describe_checkpoints);
-
-  nb::class_<UseRates>(module, "UseRates")
-      .def(nb::init<>())
-      .def("is_worth_trying", by_reason(&UseRates::is_worth_trying))
-      .def("expected_uses",
-           [](const UseRates& self, const ReasonTuple& reason) {
-             return self.expected_uses(reason_of(reason));
-           })
-      .def("uses_per_pool", by_reason(&UseRates::uses_per_pool))
-      .def("count_eviction", by_reason(&UseRates::count_eviction))
-      .def("note_age",
-           [](UseRates& self, const ReasonTuple& reason, double age_pools, int seen_ages) {
-             self.note_age(reason_of(reason), age_pools, seen_ages);
-             return seen_ages;
-           })
-      .def("count_use", by_reason(&UseRates::count_use))
-      .def("count_missed_use", by_reason(&UseRates::count_missed_use));
+      .def("counts", [](const RetainedCache& self) {
+        const CheckpointCounts& counts = self.tree.counts();
+        return std::make_tuple(counts.checkpoints, counts.checkpoints_kept,
+                               counts.checkpoints_evicted, counts.junctions_hit);
+      });
 
   nb::class_<RetainedRequest>(module, "RetainedRequest", nb::type_slots(request_slots))
       .def(nb::init<RetainedCache&, nb::object>(), nb::keep_alive<1, 2>(), "cache"_a, "request"_a)
       .def_ro("holds_blocks", &RetainedRequest::holds_blocks)
-      .def_ro("boundary_tokens", &RetainedRequest::boundary_tokens)
       .def_ro("next_event_tokens", &RetainedRequest::next_event_tokens)
       .def_rw("cached_tokens", &RetainedRequest::cached_tokens)
+      .def("find_prefixes",
+           [](const RetainedRequest& self, nb::handle key_table, std::int64_t hit_tokens,
+              std::int64_t num_prompt_tokens) {
+             return std::make_pair(self.find_shared(key_table, hit_tokens, num_prompt_tokens),
+                                   self.find_evicted(hit_tokens, num_prompt_tokens));
+           })
       .def("admit", &RetainedRequest::admit)
-      .def("find_shared", &RetainedRequest::find_shared)
-      .def("find_evicted", &RetainedRequest::find_evicted)
-      .def("want", &RetainedRequest::want)
-      .def("set_plan", &set_plan)
+      .def("plan",
+           [](RetainedRequest& self, const std::vector<BoundaryTuple>& plan,
+              const std::vector<std::pair<std::int32_t, std::int64_t>>& rungs,
+              std::vector<std::int64_t> stops_tokens, std::int64_t replay_tokens) {
+             std::vector<Rung> ladder;
+             for (const auto& [step, tokens] : rungs) ladder.push_back({tokens, step});
+             self.plan(read_plan(plan), ladder, std::move(stops_tokens), replay_tokens);
+           })
       .def("next_stop_tokens", &RetainedRequest::next_stop_tokens)
-      .def("cache", &RetainedRequest::cache)
-      .def("before_skip", &RetainedRequest::before_skip)
-      .def("release", &RetainedRequest::release)
-      .def("held_blocks", &RetainedRequest::held_blocks);
+      .def("begin_step",
+           [](RetainedRequest& self, nb::handle key_table, std::int64_t num_computed_tokens,
+              std::int64_t num_tokens) {
+             return list_runs(self.begin_step(key_table, num_computed_tokens, num_tokens));
+           })
+      .def("begin_last_step",
+           [](RetainedRequest& self, nb::handle key_table, std::int64_t computed_tokens,
+              std::int64_t own_tokens) {
+             return list_runs(self.begin_last_step(key_table, computed_tokens, own_tokens));
+           })
+      .def("cache_quiet_runs", &RetainedRequest::cache_quiet_runs)
+      .def("end_step", &RetainedRequest::end_step)
+      .def("end_last_step", &RetainedRequest::end_last_step)
+      .def("settled_tokens", &RetainedRequest::settled_tokens)
+      .def("before_skip", &RetainedRequest::before_skip, "total_tokens"_a, "is_settled"_a,
+           "skipped_tokens"_a = std::vector<std::int64_t>());
 }
 
 }  // namespace kvext::retention

@@ -8,13 +8,14 @@ namespace kvext::retention {
 namespace {
 
 constexpr std::size_t kRemembered = 8192;
-constexpr std::size_t kMostContinuations = 16;
-constexpr int kMostAncestors = 16;
+constexpr std::size_t kMaxContinuations = 16;
+constexpr int kMaxAncestors = 16;
 
 }  // namespace
 
 Checkpoint::~Checkpoint() {
-  // One ancestor after the other: a path has as many as a prompt has boundaries, too many to recurse.
+  // Ancestors are dropped one after the other: a path has as many as a prompt has boundaries, too many
+  // to recurse.
   while (parent && parent.use_count() == 1) {
     std::shared_ptr<Checkpoint> above = std::move(parent->parent);
     parent = std::move(above);
@@ -23,7 +24,7 @@ Checkpoint::~Checkpoint() {
 
 std::shared_ptr<Checkpoint> nearest_with_tail(const std::shared_ptr<Checkpoint>& node) {
   const std::shared_ptr<Checkpoint>* nearest = &node;
-  for (int seen = 0; seen < kMostAncestors; ++seen) {
+  for (int seen = 0; seen < kMaxAncestors; ++seen) {
     if ((*nearest)->is_root() || (*nearest)->has_tail()) break;
     nearest = &(*nearest)->parent;
   }
@@ -50,7 +51,7 @@ void CheckpointTree::clear() {
     node->tail.clear();
     node->tail_keys.clear();
     node->children.clear();
-    node->parent = root_;  // whoever still has one of them has none of the others
+    node->parent = root_;  // a request that still holds one of them holds none of the others
   }
   owners_.assign(owners_.size(), nullptr);
   needs_.clear();
@@ -173,7 +174,7 @@ std::shared_ptr<Checkpoint> CheckpointTree::insert(const PrefixBlocks& prefix,
       if (cut_tokens > parent->parent->boundary_tokens) {
         const std::string cut_key = prefix.key(cut_tokens);
         const std::shared_ptr<Checkpoint> known_elsewhere = find(cut_key);
-        // With blocks of its own, if what this path has of them cannot be found any more.
+        // The known boundary has blocks of its own, if those of this path cannot be found any more.
         parent = known_elsewhere ? known_elsewhere : split(*parent, cut_key, cut_tokens);
       } else {
         parent = parent->parent;
@@ -211,7 +212,7 @@ std::shared_ptr<Checkpoint> CheckpointTree::insert(const PrefixBlocks& prefix,
 
 std::pair<std::shared_ptr<Checkpoint>, std::int64_t> CheckpointTree::find_deepest(
     const PrefixBlocks& prefix, std::int64_t upto_tokens) const {
-  // Bisects, for what is known of a path begins at the first token.
+  // The known part of a path begins at the first token, so that it can be bisected.
   const std::int64_t block_tokens = block_tokens_[0];
   Checkpoint* node = nullptr;
   std::int64_t low = 0, high = upto_tokens / block_tokens;
@@ -245,7 +246,7 @@ Checkpoint* CheckpointTree::find_owner(const PrefixBlocks& prefix,
 
 std::shared_ptr<Checkpoint> CheckpointTree::split(Checkpoint& node, std::string key,
                                                   std::int64_t boundary_tokens) {
-  // Puts a boundary without a tail between a node and its parent.
+  // The new boundary, without a tail, lies between a node and its parent.
   const std::shared_ptr<Checkpoint> parent = node.parent;
   auto upper = std::make_shared<Checkpoint>();
   upper->key = std::move(key);
@@ -296,8 +297,8 @@ void CheckpointTree::mend(Checkpoint& node, const PrefixBlocks& prefix,
 }
 
 std::size_t CheckpointTree::remove_unneeded(std::shared_ptr<Checkpoint> node) {
-  // Every boundary without a tail has two children at least: one that has lost all but one of them
-  // joins the last one.
+  // Every boundary without a tail has two children at least. A boundary that has lost all but one of
+  // them joins the last one.
   std::size_t num_surplus = 0;
   while (!node->is_root() && !node->has_tail()) {
     if (node->children.size() > 1) return num_surplus;
@@ -353,13 +354,13 @@ void CheckpointTree::take_tail(Checkpoint& node, BlockIds tail, const BlockIds& 
 }
 
 void CheckpointTree::take_ahead(Checkpoint& node, const BlockIds& ahead) {
-  // Keeps what another request has past a boundary, too: a hit reads its own blocks there.
+  // Blocks that another request has past the boundary are kept, too: a hit reads its own there.
   BlockIds more;
   const auto known = node.tail.end() - static_cast<std::ptrdiff_t>(node.num_ahead);
   for (const BlockId id : ahead) {
     if (std::find(known, node.tail.end(), id) == node.tail.end()) more.push_back(id);
   }
-  if (more.empty() || node.num_ahead >= kMostContinuations * more.size()) return;
+  if (more.empty() || node.num_ahead >= kMaxContinuations * more.size()) return;
   extend_tail(node, more);
   node.num_ahead += more.size();
 }

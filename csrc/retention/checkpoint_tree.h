@@ -7,10 +7,10 @@
 //   root ───── 400 ────┬──── 900 [tail]       runs of 900: full-attention blocks 400 to 900
 //                      └──── 720 [tail]       400 has no tail: two prompts part ways there
 //
-// Full-attention blocks go with the last checkpoint that needs them, and never before it. What no
-// checkpoint needs stays cached as surplus, and is reallocated first.
+// Full-attention blocks go with the last checkpoint that needs them, and never before it. Blocks that
+// no checkpoint needs stay cached as surplus, and are reallocated first.
 //
-// What a call costs depends on the blocks of the boundary that it is about, and not on how many
+// The cost of a call depends on the blocks of the boundary that it is about, and not on how many
 // other boundaries there are.
 #pragma once
 
@@ -46,7 +46,7 @@ struct Checkpoint {
   /// Blocks of the sparse groups, and full-attention blocks past the boundary, that a hit reads;
   /// empty if nothing can resume here and prompts merely part ways.
   BlockIds tail;
-  /// The key of each block of the tail when it was taken: with another it holds something else.
+  /// The key of each block of the tail when it was taken: a block with another key holds other tokens.
   std::vector<nb::object> tail_keys;
   std::size_t num_ahead = 0;      // how many of the tail are past it, in full-attention groups
   std::int64_t num_requests = 0;  // running ones that resumed here, or passed here last
@@ -77,7 +77,7 @@ class PrefixBlocks {
   virtual std::optional<Runs> runs(std::int64_t start_tokens, std::int64_t stop_tokens) const = 0;
 };
 
-/// What `CheckpointTree` counts, for `vllm_ascend_kvext.retention.stats.RetentionStats`.
+/// The counters of `CheckpointTree`, for `vllm_ascend_kvext.retention.stats.RetentionStats`.
 struct CheckpointCounts {
   std::int64_t checkpoints = 0;
   std::int64_t checkpoints_kept = 0;
@@ -96,7 +96,7 @@ class CheckpointTree {
   /// Forgets everything; the pool has uncached all blocks, and no request holds one.
   void clear();
 
-  // What requests report.
+  // Requests report:
 
   /// The boundary with a key; none if there is none.
   std::shared_ptr<Checkpoint> find(const std::string& key) const;
@@ -115,19 +115,19 @@ class CheckpointTree {
   ///
   /// @param tail  its cached blocks of the sparse groups
   /// @param ahead  its cached full-attention blocks past the boundary that a hit reads
-  /// @param reason  why; what a known boundary is kept for, its uses decide, if it has any
-  /// @param before  a boundary below it on the request's path, or none. Asked for only where there
-  ///   is no full attention, for nothing else tells then what lies behind what.
+  /// @param reason  why it is kept; a known boundary that has been used keeps its own reason
+  /// @param before  a boundary below it on the request's path, or none. It is read only where there
+  ///   is no full attention: nothing else tells then which boundary lies behind which.
   /// @return none if full-attention blocks that lead there are not cached
   std::shared_ptr<Checkpoint> add(const PrefixBlocks& prefix, std::int64_t boundary_tokens,
                                   BlockIds tail, const BlockIds& ahead, const Reason& reason,
                                   const std::shared_ptr<Checkpoint>& before);
 
-  /// A request takes back a checkpoint: what it was about to compute, it did not.
+  /// A request takes back a checkpoint, whose tokens it did not compute after all.
   void remove(Checkpoint& node);
 
   /// A running request needs a block that it is about to free.
-  /// @return for `is_counted`
+  /// @return the need, for `is_counted`
   std::uint32_t need(BlockId id) {
     ++needs_[id];
     return overruled_[static_cast<std::size_t>(id)];
@@ -144,14 +144,14 @@ class CheckpointTree {
   /// If a block is surplus, makes it the last of the surplus to be reallocated.
   void refresh(BlockId id);
 
-  // What the pool reports.
+  // The pool reports:
 
   /// Evicts checkpoints until nothing needs the next blocks to be reallocated. Takes time in
   /// proportion to `num_blocks` and to the blocks of the evicted checkpoints.
   void make_room(std::int64_t num_blocks);
 
-  /// The first blocks of the queue, in this order, are not cached and have just been freed. Whoever
-  /// still needs one, for a connector uncached it, has it no more: it is reallocated first.
+  /// The first blocks of the queue, in this order, are not cached and have just been freed. They are
+  /// reallocated first, even a block that a checkpoint still needs: a connector has uncached it.
   void note_uncached(const BlockIds& ids);
 
   FreeOrder& free_order() { return free_order_; }

@@ -10,9 +10,9 @@ namespace kvext::retention {
 namespace {
 
 constexpr std::size_t kLookAtPerChoice = 16;
-constexpr std::size_t kMostCandidates = 128;
-constexpr int kMostTries = 64;
-constexpr int kMostPutBack = 8;
+constexpr std::size_t kMaxCandidates = 128;
+constexpr int kMaxTries = 64;
+constexpr int kMaxPutBack = 8;
 
 }  // namespace
 
@@ -53,7 +53,7 @@ void EvictionOrder::renew(Checkpoint& node) {
 void EvictionOrder::offer(Checkpoint& node) {
   drop_candidate(node);
   const double worth = this->worth(node);
-  if (candidates_.size() >= kMostCandidates) {
+  if (candidates_.size() >= kMaxCandidates) {
     Checkpoint* worthiest = *candidates_.rbegin();
     if (worthiest->place.worth <= worth) return;
     drop_candidate(*worthiest);
@@ -65,8 +65,8 @@ Checkpoint* EvictionOrder::choose() {
   look_at(kLookAtPerChoice);
   Checkpoint* in_use = nullptr;
   int num_put_back = 0;
-  for (int num_tries = 0; num_tries < kMostTries; ++num_tries) {
-    if (candidates_.empty()) look_at(kMostCandidates);
+  for (int num_tries = 0; num_tries < kMaxTries; ++num_tries) {
+    if (candidates_.empty()) look_at(kMaxCandidates);
     if (candidates_.empty()) break;
     Checkpoint* node = *candidates_.begin();
     drop_candidate(*node);
@@ -76,7 +76,7 @@ Checkpoint* EvictionOrder::choose() {
     }
     const double worth = this->worth(*node);
     if (!candidates_.empty() && worth > (*candidates_.begin())->place.worth &&
-        num_put_back < kMostPutBack) {
+        num_put_back < kMaxPutBack) {
       ++num_put_back;
       insert_candidate(*node, worth);
       continue;

@@ -4,7 +4,7 @@
 // A checkpoint is worth the tokens that a use saves, per block that it takes, times the uses to
 // expect of it per time (`UseRates::uses_per_pool`). The least worthy gives way.
 //
-// Worth changes with age, not alike for all, so that no order of all checkpoints lasts. Instead
+// Worth changes with age, not alike for all, so that no order of all checkpoints lasts. Therefore
 // every eviction looks at the next few of them, in turns, and puts the least worthy into a list of
 // candidates. The list thus has the least worthy of the last round, and costs the same per eviction
 // however many checkpoints there are:
@@ -40,8 +40,8 @@ class EvictionOrder {
 
   explicit EvictionOrder(CheckpointTree& tree) : tree_(tree) {}
 
-  /// Pools that have been cached for checkpoints since the start. Not what was allocated: where
-  /// states take a block every few tokens and drop it at once, many pools are allocated while
+  /// Pools that have been cached for checkpoints since the start. Allocated blocks would be no clock:
+  /// where states take a block every few tokens and drop it at once, many pools are allocated while
   /// little is cached.
   double clock_pools() const { return clock_pools_; }
   void advance(double num_pools) { clock_pools_ += num_pools; }

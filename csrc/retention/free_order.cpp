@@ -109,7 +109,7 @@ void FreeOrder::move_to_back(const BlockIds& ids) {
 }
 
 void FreeOrder::insert(const BlockIds& chain) {
-  // What is about to be put in is not where it goes: its older entries hold no more.
+  // The blocks that are about to be put in are not in the surplus: their older entries do not count.
   for (const BlockId id : chain) ++stamps_[static_cast<std::size_t>(id)];
   link_behind(last_of_surplus(), blocks_[chain.front()], blocks_[chain.back()]);
   while (!surplus_.empty() && !holds(surplus_.front(), true)) surplus_.pop_front();
@@ -117,7 +117,7 @@ void FreeOrder::insert(const BlockIds& chain) {
     surplus_.push_back({id, stamps_[static_cast<std::size_t>(id)]});
   }
   if (surplus_.size() > 2 * blocks_.size()) {
-    // Once for so many entries, of which each costs its share then.
+    // This is done once for so many entries, so that each bears a constant share of it.
     const auto is_over = [this](const Entry& entry) { return !holds(entry, true); };
     surplus_.erase(std::remove_if(surplus_.begin(), surplus_.end(), is_over), surplus_.end());
   }

@@ -2,7 +2,7 @@
 // The order in which free blocks are reallocated.
 //
 // Upstream keeps free blocks in a doubly linked queue and reallocates from its front. Here the queue
-// has two parts: what no checkpoint needs comes first, blocks that are not cached before cached ones:
+// has two parts. Blocks that no checkpoint needs come first, uncached blocks before cached ones:
 //
 //   front   □ □ □   ▨ ▨ ▨ ▨   ■ ■ ■ ■ ■ ■   back
 //           not     surplus   needed by checkpoints
@@ -51,8 +51,8 @@ class FreeOrder {
   /// Nothing is cached, and nothing needed.
   void clear();
 
-  /// How many of the next `limit` blocks to be reallocated nothing needs, in a row. What is not
-  /// cached is of no use to whoever needed it.
+  /// How many of the next `limit` blocks to be reallocated nothing needs, in a row. A block that is
+  /// not cached counts as one of them, for no hit can read it.
   std::int64_t count_next(std::int64_t limit) const;
 
   /// The next blocks to be reallocated.
@@ -64,10 +64,10 @@ class FreeOrder {
   /// The first blocks of the queue, in this order, are not cached and have just been freed.
   void note_prepended(const BlockIds& ids);
 
-  /// Nothing needs these any more; those that are not free are left alone.
+  /// Nothing needs these blocks any more; blocks that are not free are left alone.
   void move_to_surplus(const BlockIds& ids);
 
-  /// A checkpoint has come to need these; those that are not free are left alone.
+  /// A checkpoint has come to need these blocks; blocks that are not free are left alone.
   void move_to_back(const BlockIds& ids);
 
  private:

@@ -2,7 +2,9 @@
 // What a lookup can hit: `vllm_ascend_kvext.retention.geometry.HitGeometry`, as tables.
 //
 // From some boundary on, everything repeats with a period of one unit. Before it, windows are cut
-// off by the start of the prompt, and every unit is looked up in a table that Python made.
+// off by the start of the prompt, and every unit is looked up in a table that Python has made.
+//
+// Every group is named by its place in `HitGeometry.groups`.
 #pragma once
 
 #include <algorithm>
@@ -23,24 +25,29 @@ inline std::int64_t floor_to(std::int64_t tokens, std::int64_t multiple) {
   return tokens / multiple * multiple;
 }
 
+/// What is known of one group.
+struct GroupTables {
+  bool is_state = false;
+  std::int64_t window_tokens = 0;          // 0 without a sliding window
+  std::vector<Range> tails;                // by unit, the last one steady: the blocks a hit reads
+  std::vector<std::int64_t> full_tokens;   // by unit, the last one steady: tokens to be cached
+};
+
 struct Geometry {
   std::int64_t unit_tokens = 1;    // every hit is a multiple of it
   std::int64_t step_tokens = 1;    // hits change at multiples of it
   std::int64_t steady_tokens = 1;  // a boundary, from which on everything repeats
   std::int64_t lag_tokens = 0;     // past a steady boundary that a lookup has to look at
-  std::int64_t grid_tokens = 0;    // distance of checkpoints that nobody asked for; 0: none
-  bool is_grid_wanted = false;     // it was configured
+  std::int64_t grid_tokens = 0;    // distance of checkpoints that no request asks for; 0: none
+  bool is_grid_wanted = false;     // the grid was configured
   bool has_states = false;
   bool use_eagle = false;
 
   /// The longest hit of a lookup that may look at so many steps.
   std::vector<std::int64_t> hit_by_step;
-  /// The least tokens with which a lookup reaches so many units.
+  /// The fewest tokens with which a lookup reaches so many units.
   std::vector<std::int64_t> opening_by_unit;
-  /// By sparse group and unit, the last one steady: the blocks that a hit reads.
-  std::vector<std::vector<Range>> tails;
-  /// By full-attention group and unit, the last one steady: tokens that have to be cached.
-  std::vector<std::vector<std::int64_t>> full_tokens;
+  std::vector<GroupTables> groups;
 
   std::int64_t reachable_tokens(std::int64_t limit_tokens) const {
     const std::int64_t steady = floor_to(limit_tokens - lag_tokens, unit_tokens);
@@ -60,7 +67,7 @@ struct Geometry {
   /// The blocks of a sparse group that a hit at a boundary reads.
   Range tail(std::size_t group, std::int64_t block_tokens, std::int64_t boundary_tokens) const {
     const std::int64_t steady = std::min(boundary_tokens, steady_tokens);
-    const Range range = tails[group][static_cast<std::size_t>(steady / unit_tokens)];
+    const Range range = groups[group].tails[static_cast<std::size_t>(steady / unit_tokens)];
     const std::int64_t shift = (boundary_tokens - steady) / block_tokens;
     return {range.start + shift, range.stop + shift};
   }
@@ -68,15 +75,15 @@ struct Geometry {
   /// How far a full-attention group has to be cached for a hit at a boundary.
   std::int64_t full_end_tokens(std::size_t group, std::int64_t boundary_tokens) const {
     const std::int64_t steady = std::min(boundary_tokens, steady_tokens);
-    return full_tokens[group][static_cast<std::size_t>(steady / unit_tokens)] + boundary_tokens -
-           steady;
+    const auto unit = static_cast<std::size_t>(steady / unit_tokens);
+    return groups[group].full_tokens[unit] + boundary_tokens - steady;
   }
 
-  /// Those blocks of a range that some hit reads, in a sparse group. Takes time per boundary.
+  /// The blocks of a range that some hit reads, in a sparse group. Takes time per boundary.
   std::vector<Range> reachable(std::size_t group, std::int64_t block_tokens, Range range) const {
     std::vector<Range> parts;
     if (range.is_empty()) return parts;
-    const Range steady = tails[group].back();
+    const Range steady = groups[group].tails.back();
     const std::int64_t blocks_per_unit = unit_tokens / block_tokens;
     if (steady.stop - steady.start >= blocks_per_unit) return {range};
     // The tail of a boundary ends before the next boundary, and begins before its own.

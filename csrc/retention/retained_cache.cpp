@@ -41,6 +41,14 @@ nb::object GroupKeys::at(PyObject* hashes, std::int64_t block_index) const {
   return key;
 }
 
+void GroupKeys::require(PyObject* hashes, std::int64_t block_index) const {
+  if (!reach(hashes, block_index)) {
+    throw std::out_of_range("cache: expected a hash for every full block.");
+  }
+  const std::int64_t end = (block_index + 1) * hashes_per_block;
+  for (std::int64_t index = end - hashes_in_key; index < end; ++index) hash_at(hashes, index);
+}
+
 PyObject* value_of(const nb::handle dict, const nb::handle key) {
   PyObject* value = PyDict_GetItemWithError(dict.ptr(), key.ptr());
   if (!value && PyErr_Occurred()) nb::raise_python_error();
@@ -84,12 +92,11 @@ void KeyTable::insert(const nb::object& key, PyObject* block) const {
 
 RetainedCache::RetainedCache(nb::list block_list, nb::object head, nb::object tail,
                              Geometry hit_geometry, std::vector<Group> sparse,
-                             std::vector<Group> full, bool events)
+                             std::vector<Group> full)
     : blocks(std::move(block_list)),
       geometry(std::move(hit_geometry)),
       sparse_groups(std::move(sparse)),
       full_groups(std::move(full)),
-      has_events(events),
       tree(blocks, std::move(head), std::move(tail), tokens_of(full_groups), geometry.unit_tokens) {}
 
 std::string RetainedCache::prefix_key(PyObject* hashes, std::int64_t num_tokens) const {

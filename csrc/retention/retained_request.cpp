@@ -7,7 +7,7 @@ namespace kvext::retention {
 
 namespace {
 
-constexpr std::size_t kMostCopies = 16;
+constexpr std::size_t kMaxCopies = 16;
 
 }  // namespace
 
@@ -29,7 +29,7 @@ class RetainedRequest::Prefix final : public PrefixBlocks {
     }
     if (group.keys.reach(hashes_.ptr(), block_index)) {
       const nb::object key = group.keys.at(hashes_.ptr(), block_index);
-      for (PyObject* block : keys_.find_all(key, kMostCopies)) {
+      for (PyObject* block : keys_.find_all(key, kMaxCopies)) {
         ids.push_back(cache_.blocks.fields().id(block));
       }
     }
@@ -48,10 +48,8 @@ class RetainedRequest::Prefix final : public PrefixBlocks {
   /// The blocks of sparse groups that a hit at a boundary reads; nothing if one is missing.
   std::optional<BlockIds> tail(std::int64_t boundary_tokens) const {
     BlockIds ids;
-    for (std::size_t index = 0; index < cache_.sparse_groups.size(); ++index) {
-      const Group& group = cache_.sparse_groups[index];
-      const Range run = cache_.geometry.tail(index, group.block_tokens, boundary_tokens);
-      if (!append(group, run, ids)) return std::nullopt;
+    for (const Group& group : cache_.sparse_groups) {
+      if (!append(group, cache_.tail(group, boundary_tokens), ids)) return std::nullopt;
     }
     return ids;
   }
@@ -60,9 +58,9 @@ class RetainedRequest::Prefix final : public PrefixBlocks {
   BlockIds ahead(std::int64_t boundary_tokens) const {
     BlockIds ids;
     if (!cache_.geometry.use_eagle) return ids;
-    for (std::size_t index = 0; index < cache_.full_groups.size(); ++index) {
-      const Group& group = cache_.full_groups[index];
-      const std::int64_t end = cache_.geometry.full_end_tokens(index, boundary_tokens);
+    for (const Group& group : cache_.full_groups) {
+      const std::int64_t end =
+          cache_.geometry.full_end_tokens(group.geometry_index, boundary_tokens);
       PyObject* blocks = request_.table(group);
       for (std::int64_t block_index = boundary_tokens / group.block_tokens;
            block_index < end / group.block_tokens; ++block_index) {
@@ -118,8 +116,8 @@ std::int64_t RetainedRequest::admit(nb::handle key_table) {
   const KeyTable keys(key_table);
   const Prefix prefix(*this, keys);
   const Geometry& geometry = cache_.geometry;
-  // The least of all groups: of tokens that a connector loads, upstream counts those that no
-  // window reads any more as cached.
+  // The minimum of all groups: upstream counts tokens that a connector loads as cached in a group
+  // whose window does not read them any more.
   std::int64_t hit_tokens = INT64_MAX;
   for (const auto* groups : {&cache_.sparse_groups, &cache_.full_groups}) {
     for (const Group& group : *groups) {
@@ -134,7 +132,7 @@ std::int64_t RetainedRequest::admit(nb::handle key_table) {
     const Group& group = cache_.sparse_groups[index];
     Progress& progress = groups_[index];
     progress.next_block = hit_tokens / group.block_tokens;
-    const Range run = geometry.tail(index, group.block_tokens, hit_tokens);
+    const Range run = cache_.tail(group, hit_tokens);
     progress.behind_hit = {progress.next_block, hit_tokens ? run.stop : progress.next_block};
     for (std::int64_t block = progress.behind_hit.start; block < progress.behind_hit.stop; ++block) {
       PyObject* found = prefix.elsewhere(group, block);
@@ -193,9 +191,23 @@ std::int64_t RetainedRequest::find_evicted(std::int64_t after_tokens,
   return cache_.tree.evicted().longest(key, after_tokens, upto_tokens);
 }
 
-void RetainedRequest::set_plan(std::vector<PlannedBoundary> plan,
-                               std::vector<std::int64_t> stops_tokens,
-                               std::int64_t replay_tokens) {
+void RetainedRequest::plan(std::vector<PlannedBoundary> plan, const std::vector<Rung>& rungs,
+                           std::vector<std::int64_t> stops_tokens, std::int64_t replay_tokens) {
+  for (const PlannedBoundary& planned : plan) {
+    if (planned.reason.origin != Origin::kWanted) continue;
+    cache_.tree.want(cache_.prefix_key(hashes().ptr(), planned.boundary_tokens));
+  }
+  const auto is_before = [](const PlannedBoundary& one, std::int64_t tokens) {
+    return one.boundary_tokens < tokens;
+  };
+  for (const Rung& rung : rungs) {
+    const Reason reason{Origin::kLadder, rung.step, 0};
+    // Asked of every rung, planned or not: one in so many is tried all the same.
+    if (!cache_.tree.rates().is_worth_trying(reason)) continue;
+    const auto place = std::lower_bound(plan.begin(), plan.end(), rung.boundary_tokens, is_before);
+    if (place != plan.end() && place->boundary_tokens == rung.boundary_tokens) continue;
+    plan.insert(place, {rung.boundary_tokens, reason});
+  }
   plan_ = std::move(plan);
   stops_tokens_ = std::move(stops_tokens);
   replay_tokens_ = replay_tokens;
@@ -208,61 +220,66 @@ std::optional<std::int64_t> RetainedRequest::next_stop_tokens(std::int64_t compu
   return *next;
 }
 
-void RetainedRequest::cache(nb::handle retention, std::int64_t num_computed_tokens) {
+std::optional<std::vector<GroupRun>> RetainedRequest::begin_step(nb::handle key_table,
+                                                                 std::int64_t num_computed_tokens,
+                                                                 std::int64_t num_tokens) {
   cached_tokens = num_computed_tokens;
-  if (num_computed_tokens < next_event_tokens) return;
-  const nb::object key_table = retention.attr("key_table");
-  const KeyTable keys(key_table);
-  cache_sparse_groups(retention, keys);
+  if (num_computed_tokens < next_event_tokens) return std::nullopt;
   // The request itself, should it be preempted, can hit all but its last token. A boundary at its
   // very end waits for the next token, or for the end of the request.
-  const std::int64_t own_tokens = nb::cast<std::int64_t>(request_.attr("num_tokens")) - 1;
-  pass_boundaries(retention, keys, std::min(num_computed_tokens, own_tokens), false);
+  return plan_step(KeyTable(key_table), std::min(num_computed_tokens, num_tokens - 1), false);
+}
+
+std::optional<std::vector<GroupRun>> RetainedRequest::begin_last_step(nb::handle key_table,
+                                                                      std::int64_t computed_tokens,
+                                                                      std::int64_t own_tokens) {
+  if (!holds_blocks) return std::nullopt;
+  if (computed_tokens < cached_tokens) forget_uncomputed(computed_tokens);
+  return plan_step(KeyTable(key_table), std::min(computed_tokens, own_tokens), true);
+}
+
+void RetainedRequest::end_step(nb::handle key_table) {
+  if (step_.is_settled) return;
+  settle(KeyTable(key_table));
   next_event_tokens = find_next_event();
 }
 
-std::int64_t RetainedRequest::before_skip(nb::handle retention, std::int64_t total_tokens,
-                                          bool is_settled) {
-  if (!holds_blocks) return total_tokens;
-  std::int64_t computed_tokens = total_tokens;
-  if (!is_settled) {
-    computed_tokens -= nb::cast<std::int64_t>(request_.attr("num_output_placeholders"));
-  }
-  const Geometry& geometry = cache_.geometry;
-  const std::int64_t unit_tokens = geometry.unit_tokens;
-  const std::int64_t first = boundary_tokens ? boundary_tokens : unit_tokens;
-  if (first <= computed_tokens) {
-    for (std::size_t index = 0; index < groups_.size(); ++index) {
-      const Group& group = cache_.sparse_groups[index];
-      // A state is read where the last computed token left it, as by a window of 2 tokens.
-      const std::int64_t window_tokens = group.is_state ? 2 : group.window_tokens;
-      std::int64_t skipped = std::max<std::int64_t>(0, computed_tokens - window_tokens + 1);
-      if (!group.is_upstreams) {
-        skipped = nb::cast<std::int64_t>(retention.attr("skipped_tokens")(index, computed_tokens));
-      }
-      for (std::int64_t tokens = first; tokens <= computed_tokens; tokens += unit_tokens) {
-        const Range run = geometry.tail(index, group.block_tokens, tokens);
-        if (run.start >= skipped / group.block_tokens) break;  // so do all that follow
-        hold(index, run, skipped);
-      }
-    }
-  }
-  return computed_tokens;
-}
-
-void RetainedRequest::release(nb::handle retention, std::int64_t computed_tokens,
-                              std::int64_t own_tokens) {
-  if (!holds_blocks) return;
-  if (computed_tokens < cached_tokens) forget_uncomputed(computed_tokens);
-  const nb::object key_table = retention.attr("key_table");
-  const KeyTable keys(key_table);
-  cache_sparse_groups(retention, keys);
-  pass_boundaries(retention, keys, std::min(computed_tokens, own_tokens), true);
+nb::list RetainedRequest::end_last_step(nb::handle key_table) {
+  if (step_.is_settled) return {};
+  settle(KeyTable(key_table));
   holds_blocks = false;
-  uncache_unreachable(retention);
+  nb::list unreachable = find_unreachable();
   let_go(INT64_MAX);
   supplied_.clear();
   move(nullptr);
+  return unreachable;
+}
+
+std::int64_t RetainedRequest::settled_tokens(std::int64_t total_tokens) const {
+  return total_tokens - nb::cast<std::int64_t>(request_.attr("num_output_placeholders"));
+}
+
+std::int64_t RetainedRequest::before_skip(std::int64_t total_tokens, bool is_settled,
+                                          const std::vector<std::int64_t>& skipped_tokens) {
+  if (!holds_blocks) return total_tokens;
+  const std::int64_t computed_tokens = is_settled ? total_tokens : settled_tokens(total_tokens);
+  const std::int64_t unit_tokens = cache_.geometry.unit_tokens;
+  const std::int64_t first = boundary_tokens ? boundary_tokens : unit_tokens;
+  if (first > computed_tokens) return computed_tokens;
+  for (std::size_t index = 0; index < groups_.size(); ++index) {
+    const Group& group = cache_.sparse_groups[index];
+    // A state is read where the last computed token left it, as by a window of 2 tokens.
+    const std::int64_t window_tokens = group.is_state ? 2 : group.window_tokens;
+    const std::int64_t skipped =
+        group.is_upstreams ? std::max<std::int64_t>(0, computed_tokens - window_tokens + 1)
+                           : skipped_tokens.at(index);
+    for (std::int64_t tokens = first; tokens <= computed_tokens; tokens += unit_tokens) {
+      const Range run = cache_.tail(group, tokens);
+      if (run.start >= skipped / group.block_tokens) break;  // so do all that follow
+      hold(index, run, skipped);
+    }
+  }
+  return computed_tokens;
 }
 
 BlockIds RetainedRequest::held_blocks() const {
@@ -273,10 +290,6 @@ BlockIds RetainedRequest::held_blocks() const {
     }
   }
   return ids;
-}
-
-void RetainedRequest::want(std::int64_t tokens) {
-  cache_.tree.want(cache_.prefix_key(hashes().ptr(), tokens));
 }
 
 PyObject* RetainedRequest::table(const Group& group) const {
@@ -296,114 +309,136 @@ std::int64_t RetainedRequest::num_cached_blocks(const Group& group) const {
   return number ? nb::cast<std::int64_t>(nb::handle(number)) : 0;
 }
 
-void RetainedRequest::set_num_cached_blocks(const Group& group, std::int64_t num_blocks) {
+void RetainedRequest::set_num_cached_blocks(const Group& group, std::int64_t num_blocks) const {
   const nb::object number = nb::steal(PyLong_FromLongLong(num_blocks));
   if (PyDict_SetItem(group.num_cached.ptr(), request_id_.ptr(), number.ptr()) < 0) {
     nb::raise_python_error();
   }
 }
 
-void RetainedRequest::cache_sparse_groups(nb::handle retention, const KeyTable& keys) {
-  for (std::size_t index = 0; index < groups_.size(); ++index) {
+std::vector<GroupRun> RetainedRequest::plan_step(const KeyTable& keys, std::int64_t reach_tokens,
+                                                 bool is_last) {
+  const Geometry& geometry = cache_.geometry;
+  const std::size_t num_sparse_groups = groups_.size();
+  std::vector<GroupRun> runs;
+  Step step;
+  step.is_last = is_last;
+  step.is_settled = false;
+  for (std::size_t index = 0; index < num_sparse_groups; ++index) {
     const Group& group = cache_.sparse_groups[index];
-    Progress& progress = groups_[index];
+    const Progress& progress = groups_[index];
     const std::int64_t stop = cached_tokens / group.block_tokens;
-    if (stop <= progress.next_block) continue;
-    PyObject* blocks = table(group);
+    PyObject* blocks = stop > progress.next_block ? table(group) : nullptr;
     if (!blocks) continue;
-    for (const Range run : cache_.geometry.reachable(index, group.block_tokens,
-                                                     {progress.next_block, stop})) {
-      if (!cache_.has_events && !group.is_state) {
-        cache_run(group, keys, blocks, run, progress.behind_hit);
-        continue;
-      }
-      // An event describes one run of blocks that were not cached before. Of states, upstream keeps
-      // further books.
-      Range part{run.start, run.start};
-      const auto cache_part = [&] {
-        if (!part.is_empty()) retention.attr("cache_run")(request_, index, part.start, part.stop);
-      };
-      for_each_uncached(group, keys, blocks, run, progress.behind_hit,
-                        [&](std::int64_t block_index, PyObject*, const nb::object&) {
-                          if (block_index != part.stop) {
-                            cache_part();
-                            part.start = block_index;
-                          }
-                          part.stop = block_index + 1;
-                        });
-      cache_part();
+    for (const Range part : geometry.reachable(group.geometry_index, group.block_tokens,
+                                               {progress.next_block, stop})) {
+      add_uncached(index, keys, blocks, part, progress.behind_hit,
+                   group.is_quiet ? step.quiet_runs : runs);
     }
-    progress.next_block = stop;
-    set_num_cached_blocks(group, stop);
+    step.stops.push_back({index, stop});
+  }
+  step.passed_tokens = std::max(geometry.reachable_tokens(reach_tokens), boundary_tokens);
+  step.passes_boundary = has_states(step.passed_tokens);
+  if (!step.passes_boundary) step.passed_tokens = boundary_tokens;
+  if (step.passed_tokens > boundary_tokens) {
+    for (std::size_t index = 0; index < cache_.full_groups.size(); ++index) {
+      const Group& group = cache_.full_groups[index];
+      const std::int64_t end_tokens =
+          geometry.full_end_tokens(group.geometry_index, step.passed_tokens);
+      const Range range{num_cached_blocks(group),
+                        std::min(end_tokens, cached_tokens) / group.block_tokens};
+      PyObject* blocks = range.is_empty() ? nullptr : table(group);
+      if (!blocks) continue;
+      const std::size_t place = num_sparse_groups + index;
+      if (group.is_upstreams) {
+        add_uncached(place, keys, blocks, range, Range{}, group.is_quiet ? step.quiet_runs : runs);
+      } else {
+        runs.push_back({place, range});
+      }
+      step.stops.push_back({place, range.stop});
+    }
+  }
+  step_ = std::move(step);
+  return runs;
+}
+
+void RetainedRequest::add_uncached(std::size_t place, const KeyTable& keys, PyObject* blocks,
+                                   Range range, Range behind_hit,
+                                   std::vector<GroupRun>& runs) const {
+  const BlockFields& fields = cache_.blocks.fields();
+  const Group& group = cache_.group(place);
+  const nb::list known = hashes();
+  const std::int64_t stop = std::min<std::int64_t>(range.stop, PyList_GET_SIZE(blocks));
+  bool is_run_open = false;
+  for (std::int64_t index = range.start; index < stop; ++index) {
+    PyObject* block = PyList_GET_ITEM(blocks, index);
+    bool is_new = !fields.is_null(block) && !fields.is_cached(block);
+    if (is_new) group.keys.require(known.ptr(), index);
+    if (is_new && behind_hit.has(index)) is_new = !keys.find(group.keys.at(known.ptr(), index));
+    if (is_new && is_run_open) {
+      runs.back().blocks.stop = index + 1;
+    } else if (is_new) {
+      runs.push_back({place, {index, index + 1}});
+    }
+    is_run_open = is_new;
   }
 }
 
-template <typename Visit>
-void RetainedRequest::for_each_uncached(const Group& group, const KeyTable& keys, PyObject* blocks,
-                                        Range run, Range behind_hit, Visit visit) const {
+void RetainedRequest::cache_quiet_runs(nb::handle key_table) {
+  if (step_.quiet_runs.empty()) return;
+  const KeyTable keys(key_table);
   const BlockFields& fields = cache_.blocks.fields();
   const nb::list known = hashes();
-  const std::int64_t stop = std::min<std::int64_t>(run.stop, PyList_GET_SIZE(blocks));
-  for (std::int64_t index = run.start; index < stop; ++index) {
-    PyObject* block = PyList_GET_ITEM(blocks, index);
-    if (fields.is_null(block) || fields.is_cached(block)) continue;
-    if (!group.keys.reach(known.ptr(), index)) {
-      throw std::out_of_range("cache: expected a hash for every full block.");
+  const Group* group = nullptr;
+  PyObject* blocks = nullptr;
+  for (const GroupRun& run : step_.quiet_runs) {
+    if (const Group& next = cache_.group(run.group); &next != group) {
+      group = &next;
+      blocks = table(next);
     }
-    const nb::object key = group.keys.at(known.ptr(), index);
-    if (!behind_hit.has(index) || !keys.find(key)) visit(index, block, key);
-  }
-}
-
-void RetainedRequest::cache_run(const Group& group, const KeyTable& keys, PyObject* blocks,
-                                Range run, Range behind_hit) {
-  for_each_uncached(group, keys, blocks, run, behind_hit,
-                    [&](std::int64_t index, PyObject* block, const nb::object& key) {
-                      cache_.blocks.fields().set_key(block, key.ptr(),
-                                                     (index + 1) * group.block_tokens);
-                      keys.insert(key, block);
-                    });
-}
-
-void RetainedRequest::cache_full_groups(nb::handle retention, const KeyTable& keys,
-                                        std::int64_t upto_tokens) {
-  for (std::size_t index = 0; index < cache_.full_groups.size(); ++index) {
-    const Group& group = cache_.full_groups[index];
-    const std::int64_t num_tokens =
-        std::min(cache_.geometry.full_end_tokens(index, upto_tokens), cached_tokens);
-    if (cache_.has_events || !group.is_upstreams) {
-      retention.attr("cache_full_group")(request_, index, num_tokens);
-      continue;
+    if (!blocks || run.blocks.stop > PyList_GET_SIZE(blocks)) {
+      throw std::out_of_range("cache: expected the blocks that the step began with.");
     }
-    const Range run{num_cached_blocks(group), num_tokens / group.block_tokens};
-    PyObject* blocks = table(group);
-    if (run.is_empty() || !blocks) continue;
-    cache_run(group, keys, blocks, run, Range{});
-    set_num_cached_blocks(group, run.stop);
+    for (std::int64_t index = run.blocks.start; index < run.blocks.stop; ++index) {
+      PyObject* block = PyList_GET_ITEM(blocks, index);
+      group->keys.require(known.ptr(), index);
+      const nb::object key = group->keys.at(known.ptr(), index);
+      keys.insert(key, block);
+      fields.set_key(block, key.ptr(), (index + 1) * group->block_tokens);
+    }
   }
+  step_.quiet_runs.clear();
 }
 
-void RetainedRequest::pass_boundaries(nb::handle retention, const KeyTable& keys,
-                                      std::int64_t reach_tokens, bool is_last) {
-  const Geometry& geometry = cache_.geometry;
+void RetainedRequest::settle(const KeyTable& keys) {
+  if (!step_.quiet_runs.empty()) {
+    throw std::logic_error("end_step: expected that the runs of the step are cached.");
+  }
+  step_.is_settled = true;
+  for (const GroupStop& stop : step_.stops) {
+    if (stop.group < groups_.size()) groups_[stop.group].next_block = stop.num_blocks;
+    set_num_cached_blocks(cache_.group(stop.group), stop.num_blocks);
+  }
+  if (step_.passes_boundary || step_.is_last) pass_boundaries(keys);
+}
+
+void RetainedRequest::pass_boundaries(const KeyTable& keys) {
   const std::int64_t before_tokens = boundary_tokens;
-  std::int64_t passed_tokens = std::max(geometry.reachable_tokens(reach_tokens), before_tokens);
-  if (!has_states(passed_tokens)) {
-    if (!is_last) return;
-    passed_tokens = before_tokens;
-  }
-  if (passed_tokens > before_tokens) {
-    cache_full_groups(retention, keys, passed_tokens);
-    boundary_tokens = passed_tokens;
-  }
-  std::vector<PlannedBoundary> boundaries = lasting_boundaries(before_tokens, passed_tokens);
+  const std::int64_t passed_tokens = step_.passed_tokens;
+  boundary_tokens = passed_tokens;
+  const auto is_grid_kept = [this] {
+    return cache_.geometry.is_grid_wanted || cache_.tree.rates().is_worth_trying(kGridReason);
+  };
+  std::vector<PlannedBoundary> boundaries =
+      lasting_boundaries(cache_.geometry, plan_, before_tokens, passed_tokens, is_grid_kept);
   const bool is_planned = !boundaries.empty() && boundaries.back().boundary_tokens == passed_tokens;
-  if (is_last && passed_tokens) {
+  if (step_.is_last && passed_tokens) {
     if (is_planned) boundaries.pop_back();
-    // Where an answer has crossed no boundary, the last one is the prompt's, too: told apart, those
-    // that only an answer reaches do not hide how useful it is, nor the other way round.
+    // An answer that has crossed no boundary ends at the prompt's last one. Told apart, the
+    // boundaries that only an answer reaches do not hide how useful this one is, nor does it hide
+    // how useful they are.
     boundaries.push_back({passed_tokens, Reason{Origin::kLatest, passed_tokens == replay_tokens_, 0}});
-  } else if (!is_planned && geometry.has_states && before_tokens < passed_tokens &&
+  } else if (!is_planned && cache_.geometry.has_states && before_tokens < passed_tokens &&
              passed_tokens < replay_tokens_) {
     boundaries.push_back({passed_tokens, Reason{Origin::kChunk, 0, 0}});
   }
@@ -412,32 +447,6 @@ void RetainedRequest::pass_boundaries(nb::handle retention, const KeyTable& keys
     for (const PlannedBoundary& each : boundaries) keep(prefix, each.boundary_tokens, each.reason);
   }
   if (passed_tokens > before_tokens) let_go(passed_tokens);
-}
-
-std::vector<PlannedBoundary> RetainedRequest::lasting_boundaries(std::int64_t after_tokens,
-                                                                 std::int64_t upto_tokens) {
-  std::vector<PlannedBoundary> boundaries;
-  const auto add_grid = [&](std::int64_t upto) {
-    const Geometry& geometry = cache_.geometry;
-    if (!geometry.grid_tokens) return;
-    std::int64_t tokens = (after_tokens / geometry.grid_tokens + 1) * geometry.grid_tokens;
-    for (; tokens < upto; tokens += geometry.grid_tokens) {
-      const Reason reason{Origin::kGrid, 0, 0};
-      if (geometry.is_boundary(tokens) &&
-          (geometry.is_grid_wanted || cache_.tree.rates().is_worth_trying(reason))) {
-        boundaries.push_back({tokens, reason});
-      }
-    }
-  };
-  for (const PlannedBoundary& planned : plan_) {
-    if (planned.boundary_tokens <= after_tokens) continue;
-    if (planned.boundary_tokens > upto_tokens) break;
-    add_grid(planned.boundary_tokens);
-    boundaries.push_back(planned);
-    after_tokens = planned.boundary_tokens;
-  }
-  add_grid(upto_tokens + 1);
-  return boundaries;
 }
 
 std::shared_ptr<Checkpoint> RetainedRequest::keep(const Prefix& prefix, std::int64_t tokens,
@@ -466,7 +475,7 @@ bool RetainedRequest::has_states(std::int64_t tokens) const {
     const Group& group = cache_.sparse_groups[index];
     if (!group.is_state) continue;
     PyObject* blocks = table(group);
-    const Range run = cache_.geometry.tail(index, group.block_tokens, tokens);
+    const Range run = cache_.tail(group, tokens);
     for (std::int64_t block = run.start; block < run.stop; ++block) {
       const bool is_there = blocks && block < PyList_GET_SIZE(blocks) &&
                             !cache_.blocks.fields().is_null(PyList_GET_ITEM(blocks, block));
@@ -477,7 +486,7 @@ bool RetainedRequest::has_states(std::int64_t tokens) const {
 }
 
 void RetainedRequest::hold(std::size_t index, Range run, std::int64_t skipped_tokens) {
-  // Those blocks of a run that are about to leave the window.
+  // The blocks of a run that are about to leave the window.
   const Group& group = cache_.sparse_groups[index];
   PyObject* blocks = table(group);
   if (!blocks) return;
@@ -494,16 +503,14 @@ void RetainedRequest::hold(std::size_t index, Range run, std::int64_t skipped_to
 }
 
 void RetainedRequest::let_go(std::int64_t before_tokens) {
-  // What was held for boundaries below the latest one.
+  // Blocks that were held for boundaries below the latest one are needed no more.
   for (std::size_t index = 0; index < groups_.size(); ++index) {
     auto& left = groups_[index].left;
     if (left.empty()) continue;
     const Group& group = cache_.sparse_groups[index];
     const auto end = before_tokens == INT64_MAX
                          ? left.end()
-                         : left.lower_bound(cache_.geometry
-                                                .tail(index, group.block_tokens, before_tokens)
-                                                .start);
+                         : left.lower_bound(cache_.tail(group, before_tokens).start);
     BlockIds ids;
     for (auto place = left.begin(); place != end; ++place) {
       const Held& held = place->second;
@@ -514,8 +521,8 @@ void RetainedRequest::let_go(std::int64_t before_tokens) {
   }
 }
 
-void RetainedRequest::uncache_unreachable(nb::handle retention) {
-  // What the request cached for boundaries that it did not reach.
+nb::list RetainedRequest::find_unreachable() const {
+  // The request has cached these blocks for boundaries that it did not reach.
   const BlockFields& fields = cache_.blocks.fields();
   nb::list unreachable;
   for (std::size_t index = 0; index < groups_.size(); ++index) {
@@ -524,10 +531,7 @@ void RetainedRequest::uncache_unreachable(nb::handle retention) {
     PyObject* blocks = table(group);
     if (!blocks) continue;
     std::int64_t start = progress.behind_hit.stop;
-    if (boundary_tokens) {
-      start = std::max(
-          start, cache_.geometry.tail(index, group.block_tokens, boundary_tokens).stop);
-    }
+    if (boundary_tokens) start = std::max(start, cache_.tail(group, boundary_tokens).stop);
     const std::int64_t stop =
         std::min<std::int64_t>(progress.next_block, PyList_GET_SIZE(blocks));
     for (std::int64_t block_index = start; block_index < stop; ++block_index) {
@@ -538,12 +542,12 @@ void RetainedRequest::uncache_unreachable(nb::handle retention) {
       }
     }
   }
-  if (unreachable.size()) retention.attr("discard")(unreachable);
+  return unreachable;
 }
 
 void RetainedRequest::forget_uncomputed(std::int64_t computed_tokens) {
-  // A request that is preempted in the step that scheduled it never computes these tokens. Whoever
-  // frees it uncaches their blocks.
+  // A request that is preempted in the step that scheduled it never computes these tokens. The
+  // repair `preempted-in-step` uncaches their blocks when they are freed.
   const std::int64_t reachable_tokens = cache_.geometry.reachable_tokens(computed_tokens);
   for (const std::shared_ptr<Checkpoint>& node : supplied_) {
     if (node->boundary_tokens > reachable_tokens && node->is_in_tree) cache_.tree.remove(*node);
@@ -569,10 +573,10 @@ std::int64_t RetainedRequest::find_next_event() const {
   // It waits for the request's next token.
   if (next <= cached_tokens) next = cached_tokens + 1;
   for (std::size_t index = 0; index < groups_.size(); ++index) {
-    const std::int64_t block_tokens = cache_.sparse_groups[index].block_tokens;
-    const std::int64_t block =
-        geometry.next_reachable(index, block_tokens, groups_[index].next_block);
-    next = std::min(next, (block + 1) * block_tokens);
+    const Group& group = cache_.sparse_groups[index];
+    const std::int64_t block = geometry.next_reachable(group.geometry_index, group.block_tokens,
+                                                       groups_[index].next_block);
+    next = std::min(next, (block + 1) * group.block_tokens);
   }
   return next;
 }

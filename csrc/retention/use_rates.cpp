@@ -9,25 +9,61 @@ namespace kvext::retention {
 namespace {
 
 constexpr int kNumAges = UseRates::kNumAges;
-constexpr double kYoungestPools = 0.01;
+
+// What a workload resumes from is learned. The numbers below say how fast it is learned, and how
+// finely.
+
+/// Pools cached since the last use: where the first class of age ends. A checkpoint so young has
+/// hardly met an eviction, so that younger ones need not be told apart.
+constexpr double kFirstAgePools = 0.01;
+
+/// How much longer each class of age is than the one before it, as a factor. 28 classes then reach
+/// from a hundredth of a pool to about four pools, and two ages that are told apart differ by a
+/// quarter.
 constexpr double kAgeRatio = 1.25;
 
-constexpr std::int32_t kMostUses = 3;
-constexpr double kMemory = 256;
-constexpr double kAgeMemory = 512;
-constexpr std::int64_t kEstimateEvery = 16;
-constexpr double kFewestExpectedUses = 0.02;
-constexpr std::int64_t kRetryAfter = 16;
-constexpr double kMostLikely = 0.99;
+/// Uses of one checkpoint that are told apart. Each further count would be a reason of its own, with
+/// fewer checkpoints to learn from.
+constexpr std::int32_t kMaxUses = 3;
+
+/// Checkpoints of one reason, used or evicted, that the odds of a use remember. Beyond it all counts
+/// are halved, so that a workload that changes is heeded after some hundred checkpoints.
+constexpr double kRememberedCheckpoints = 256;
+
+/// Checkpoints of one reason that the rates by age remember, before they are halved. Twice as many
+/// as for the odds, for they are spread over the classes of age.
+constexpr double kRememberedAges = 512;
+
+/// Events between two estimates of the rates of a reason. An estimate takes time with the square of
+/// the classes of age, some microseconds, and 16 events among `kRememberedAges` hardly move it.
+constexpr std::int64_t kEventsPerEstimate = 16;
+
+/// Odds of a use below which a checkpoint that no request asked for is not left: the blocks of fifty
+/// tails would be spent on one hit.
+constexpr double kMinExpectedUses = 0.02;
+
+/// Checkpoints not worth leaving, of which one is left all the same. With fewer, it would not be
+/// noticed within `kRememberedCheckpoints` that requests have come to use them.
+constexpr std::int64_t kTryEvery = 16;
+
+/// Odds of a use within one class of age, at most. With certainty, no checkpoint would be left to
+/// grow older, and older classes would have no rate.
+constexpr double kMaxLikely = 0.99;
+
+/// Evicted prefixes whose age is looked at per eviction. All that are remembered, 8,192, have their
+/// turn within 1,024 evictions.
 constexpr int kNotedPerEviction = 8;
 
-// What is believed of a reason before anything is known, as if so many checkpoints had been seen:
-// half of them are used, half of these within this many pools.
+/// Checkpoints that the rates of a reason begin with, so that nothing is certain of the first ones:
+/// half of them are used, half of these within `kPriorHalfLifePools`.
 constexpr double kPriorCheckpoints = 2;
+
+/// Pools cached until half of the checkpoints that are used at all have been used, as it is believed
+/// of a reason of which nothing is known.
 constexpr double kPriorHalfLifePools = 0.3;
 
-// What is believed of one of two reasons that are alike, as if so many of its checkpoints had fared
-// as those of both together.
+/// Checkpoints that each of two alike reasons borrows of what is known of both: as if so many of its
+/// own had fared as those of both together.
 constexpr double kAlikeCheckpoints = 64;
 
 /// Ages in pools; the last one is where the last class ends.
@@ -37,7 +73,7 @@ struct Ages {
 
   Ages() {
     edges[0] = 0;
-    double edge = kYoungestPools;
+    double edge = kFirstAgePools;
     for (int age = 1; age <= kNumAges; ++age, edge *= kAgeRatio) edges[age] = edge;
     std::array<double, kNumAges + 1> alive;
     for (int age = 0; age <= kNumAges; ++age) {
@@ -63,11 +99,11 @@ std::size_t age_class(double age_pools) {
 
 }  // namespace
 
-Reason Reason::used_again() const { return {Origin::kUse, 0, std::min(uses + 1, kMostUses)}; }
+Reason Reason::used_again() const { return {Origin::kUse, 0, std::min(uses + 1, kMaxUses)}; }
 
 bool UseRates::is_worth_trying(const Reason& reason) {
-  if (expected_uses(reason) >= kFewestExpectedUses) return true;
-  return ++counts_[reason.code()].num_refused % kRetryAfter == 0;
+  if (expected_uses(reason) >= kMinExpectedUses) return true;
+  return ++counts_[reason.code()].num_refused % kTryEvery == 0;
 }
 
 double UseRates::expected_uses(const Reason& reason) const {
@@ -95,7 +131,7 @@ void UseRates::count_use(const Reason& reason, double age_pools, int seen_ages) 
   note_age(counts, static_cast<int>(age), seen_ages);
   counts.exposed[age] += 1;
   counts.uses[age] += 1;
-  counts.is_stale |= ++counts.num_uses < kEstimateEvery || counts.num_uses % kEstimateEvery == 0;
+  counts.is_stale |= ++counts.num_uses < kEventsPerEstimate || counts.num_uses % kEventsPerEstimate == 0;
 }
 
 void UseRates::count_eviction(const Reason& reason) { count(counts_[reason.code()], false); }
@@ -109,9 +145,9 @@ void UseRates::count_missed_use(const Reason& reason, double age_pools, int seen
 void UseRates::note_age(Counts& counts, int age, int& seen_ages) {
   for (; seen_ages < age; ++seen_ages) {
     counts.exposed[static_cast<std::size_t>(seen_ages)] += 1;
-    if (++counts.num_noted % kEstimateEvery == 0) counts.is_stale = true;
+    if (++counts.num_noted % kEventsPerEstimate == 0) counts.is_stale = true;
   }
-  if (counts.exposed[0] > kAgeMemory) {
+  if (counts.exposed[0] > kRememberedAges) {
     for (double& number : counts.exposed) number /= 2;
     for (double& number : counts.uses) number /= 2;
   }
@@ -119,7 +155,7 @@ void UseRates::note_age(Counts& counts, int age, int& seen_ages) {
 
 void UseRates::count(Counts& counts, bool is_use) {
   (is_use ? counts.used : counts.evicted) += 1;
-  if (counts.used + counts.evicted > kMemory) {
+  if (counts.used + counts.evicted > kRememberedCheckpoints) {
     counts.used /= 2;
     counts.evicted /= 2;
   }
@@ -128,7 +164,8 @@ void UseRates::count(Counts& counts, bool is_use) {
 void UseRates::estimate(Counts& counts, const Reason& reason) const {
   const Reason other{reason.origin, 1 - reason.step, reason.uses};
   const auto alike = reason.origin == Origin::kLatest ? counts_.find(other.code()) : counts_.end();
-  std::array<double, kNumAges> likely;  // to be used in this class of age, for those that get there
+  // Odds of a use in each class of age, of a checkpoint that grows so old.
+  std::array<double, kNumAges> likely;
   for (std::size_t age = 0; age < kNumAges; ++age) {
     double uses = counts.uses[age] + ages().prior_uses[age];
     double exposed = counts.exposed[age] + ages().prior_alive[age];
@@ -137,7 +174,7 @@ void UseRates::estimate(Counts& counts, const Reason& reason) const {
       uses += kAlikeCheckpoints * (uses + known.uses[age]) / (exposed + known.exposed[age]);
       exposed += kAlikeCheckpoints;
     }
-    likely[age] = std::min(kMostLikely, uses / exposed);
+    likely[age] = std::min(kMaxLikely, uses / exposed);
   }
   for (std::size_t from = 0; from < kNumAges; ++from) {
     double alive = 1, uses = 0, pools = 0, best = 0;
@@ -185,7 +222,7 @@ std::int64_t EvictedPrefixes::longest(
     std::int64_t upto_tokens) const {
   int num_probes = 0;
   auto length = num_by_length_.upper_bound(upto_tokens);
-  while (length != num_by_length_.begin() && num_probes++ < kMostProbes) {
+  while (length != num_by_length_.begin() && num_probes++ < kMaxProbes) {
     --length;
     if (length->first <= after_tokens) return 0;
     if (by_key_.count(prefix_key(length->first))) return length->first;

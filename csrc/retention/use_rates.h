@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How useful checkpoints turn out, by why they are kept and by how long ago they were of use.
 //
-// What a workload resumes from, and when, is not known in advance: chats resume at the end of an
+// Nothing is known in advance of what a workload resumes from, and when: chats resume at the end of an
 // answer after a while, edited messages before the end of a prompt, questions about a document at
 // its end. So nothing is assumed. Every reason starts out equal and is judged by what became of its
 // checkpoints, evicted ones that are asked for again included.
@@ -17,7 +17,7 @@
 
 namespace kvext::retention {
 
-/// What suggested a boundary: `vllm_ascend_kvext.retention.reasons.Origin`, which explains each.
+/// The origin of a boundary: `vllm_ascend_kvext.retention.reasons.Origin`, which explains each.
 enum class Origin : std::int32_t {
   kGrid, kPrompt, kLatest, kLadder, kChunk, kJunction, kWanted, kHint, kOverlap, kUse
 };
@@ -26,7 +26,7 @@ enum class Origin : std::int32_t {
 struct Reason {
   Origin origin = Origin::kLatest;
   std::int32_t step = 0;    // rung of the ladder; 1 for a last boundary that is the prompt's, too
-  std::int32_t uses = 0;    // how often it has been resumed from, counted up to `kMostUses`
+  std::int32_t uses = 0;    // how often it has been resumed from, counted up to `kMaxUses`
 
   /// The reason to keep a checkpoint after one more use: its origin matters no more.
   Reason used_again() const;
@@ -38,10 +38,14 @@ struct Reason {
   }
 };
 
+/// The reason of every boundary of the grid.
+inline constexpr Reason kGridReason{Origin::kGrid, 0, 0};
+
 class UseRates {
  public:
-  /// Whether to leave one more checkpoint that nobody asked for. Even one that is the first to give
-  /// way takes blocks for a while. One in `kRetryAfter` is left all the same, for workloads change.
+  /// Whether to leave one more checkpoint that no request asked for. Even a checkpoint that is the
+  /// first to give way takes blocks for a while. One in `kTryEvery` is left all the same, for
+  /// workloads change.
   bool is_worth_trying(const Reason& reason);
 
   /// Odds that a checkpoint is used before it is evicted; 1 while nothing is known.
@@ -75,7 +79,7 @@ class UseRates {
     double used = 0, evicted = 0;
     std::int64_t num_refused = 0;
     std::int64_t num_uses = 0, num_noted = 0;
-    // By class of age: those that were used in it, or lived through it; those that were used.
+    // By class of age: checkpoints that were used in it or lived through it; those that were used.
     std::array<double, kNumAges> exposed{}, uses{};
     std::array<double, kNumAges> best{};  // uses_per_pool
     bool is_stale = true;
@@ -92,7 +96,7 @@ class UseRates {
 /// its chained hash and its length.
 class EvictedPrefixes {
  public:
-  /// What had kept a checkpoint, and when it was last of use.
+  /// A checkpoint that was evicted: why it was kept, and when it was last of use.
   struct Entry {
     std::string key;
     std::int64_t boundary_tokens;
@@ -114,12 +118,12 @@ class EvictedPrefixes {
   bool pop(const std::string& key, Entry* entry);
 
   /// The length in tokens of the longest prefix of a prompt, 0 if there is none. Tries the lengths
-  /// that are known, the longest first and at most `kMostProbes` of them.
+  /// that are known, the longest first and at most `kMaxProbes` of them.
   /// @param prefix_key  the prompt's key per length in tokens
   std::int64_t longest(const std::function<std::string(std::int64_t)>& prefix_key,
                        std::int64_t after_tokens, std::int64_t upto_tokens) const;
 
-  static constexpr int kMostProbes = 256;
+  static constexpr int kMaxProbes = 256;
 
  private:
   using Order = std::list<Entry>;

@@ -18,17 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.errors import ConnectorError
-from vllm_ascend_kvext.groups.specs import is_all_full_attention
+from vllm_ascend_kvext.groups.kinds import is_all_full_attention
 from vllm_ascend_kvext.patches.connector.hole_rows import correct_hits, go_on_behind_holes
 from vllm_ascend_kvext.patches.connector.hole_steps import HoleSteps
 from vllm_ascend_kvext.patches.connector.step_parts import StepParts
+from vllm_ascend_kvext.patches.hit_geometry import log_least_prompt
 from vllm_ascend_kvext.patches.repairs.scheduler import is_recovering
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import (
-    interval_tokens_of,
-    log_least_prompt,
-)
+from vllm_ascend_kvext.patches.upstream import step_start_tokens
 from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30, Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
+from vllm_ascend_kvext.upstream_state import CoordinatorState
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -252,13 +251,11 @@ class ConnectedScheduler:
         )
         if num_new_tokens <= 1:
             return num_new_tokens
-        computed_tokens = (
-            request.num_computed_tokens
-            + num_new_local_computed_tokens
-            + num_external_computed_tokens
+        start_tokens = step_start_tokens(
+            request, num_new_local_computed_tokens, num_external_computed_tokens
         )
-        stop_tokens = self.side.next_stop_tokens(request, computed_tokens)
-        return min(num_new_tokens, stop_tokens - computed_tokens)
+        stop_tokens = self.side.next_stop_tokens(request, start_tokens)
+        return min(num_new_tokens, stop_tokens - start_tokens)
 
     def _preempt_request(
         self, wrapped: Callable[..., None], request: Request, *args: Any, **kwargs: Any
@@ -307,7 +304,7 @@ def _view_of(
         num_blocks=manager.block_pool.num_gpu_blocks,
         hash_block_size=manager.block_pool.hash_block_size,
         enable_caching=manager.enable_caching,
-        interval_tokens=interval_tokens_of(manager.coordinator),
+        interval_tokens=CoordinatorState.of(manager.coordinator).interval_tokens,
         max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
         # Before 0.30, windows move on when a step is planned.
         num_steps_in_flight=(

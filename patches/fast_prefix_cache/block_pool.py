@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.patches.upstream import hashes_in_key
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
+from vllm_ascend_kvext.prefix_cache.runs import RequestUpTo
 from vllm_ascend_kvext.upstream_state import PoolState
 
 if TYPE_CHECKING:
@@ -18,30 +17,77 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def take_new_blocks(
-    wrapped: Callable[..., list[KVCacheBlock]], pool: BlockPool, num_blocks: int
-) -> list[KVCacheBlock]:
-    """Allocate blocks; only those that are cached cost more than a few assignments."""
-    queue = pool.free_block_queue
-    is_watched = pool.metrics_collector or getattr(pool, "_reuse_watchers", None)
-    if is_watched or num_blocks > queue.num_free_blocks:
-        return wrapped(num_blocks)
-    blocks = queue.popleft_n(num_blocks)
-    cache = pool.cached_block_hash_to_block._cache
-    evict = pool._maybe_evict_cached_block
-    is_silent = not pool.enable_kv_cache_events
-    with_more_keys = getattr(pool, "cached_block_hashes_by_block", ())  # since vLLM 0.30
-    for block in blocks:
-        assert not block.ref_cnt
-        block.ref_cnt = 1
-        key = block._block_hash
-        if key is not None:
-            if is_silent and cache.get(key) is block and block.block_id not in with_more_keys:
-                del cache[key]
-                block.reset_hash()
-            else:
-                evict(block)
-    return blocks
+class FastPool:
+    """Methods of one block pool.
+
+    Blocks of the groups ``whole_group_ids`` are cached from the first to the last. Upstream caches
+    those of other groups.
+    """
+
+    def __init__(self, pool: BlockPool, whole_group_ids: Collection[int]) -> None:
+        self._pool = pool
+        self._whole_group_ids = whole_group_ids
+
+    def get_new_blocks(
+        self, wrapped: Callable[[int], list[KVCacheBlock]], num_blocks: int
+    ) -> list[KVCacheBlock]:
+        """Allocate blocks; only those that are cached cost more than a few assignments."""
+        pool = self._pool
+        queue = pool.free_block_queue
+        is_watched = pool.metrics_collector or getattr(pool, "_reuse_watchers", None)
+        if is_watched or num_blocks > queue.num_free_blocks:
+            return wrapped(num_blocks)
+        blocks = queue.popleft_n(num_blocks)
+        cache = pool.cached_block_hash_to_block._cache
+        evict = pool._maybe_evict_cached_block
+        is_silent = not pool.enable_kv_cache_events
+        with_more_keys = getattr(pool, "cached_block_hashes_by_block", ())  # since vLLM 0.30
+        for block in blocks:
+            assert not block.ref_cnt
+            block.ref_cnt = 1
+            key = block._block_hash
+            if key is not None:
+                if is_silent and cache.get(key) is block and block.block_id not in with_more_keys:
+                    del cache[key]
+                    block.reset_hash()
+                else:
+                    evict(block)
+        return blocks
+
+    def cache_full_blocks(
+        self,
+        wrapped: Callable[..., None],
+        request: Request,
+        blocks: list[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: list[bool] | None = None,
+    ) -> None:
+        """Cache a run of blocks, and make no key that is not used."""
+        if num_cached_blocks >= num_full_blocks:
+            return
+        pool = self._pool
+        # Since vLLM 0.30 a block that is not full may have a hash, which gives way to another.
+        has_hash = blocks[num_cached_blocks]._block_hash is not None
+        is_whole = block_mask is None and kv_cache_group_id in self._whole_group_ids
+        if is_whole and not has_hash and not pool.enable_kv_cache_events:
+            run = range(num_cached_blocks, num_full_blocks)
+            hashes = request.block_hashes
+            cache_run(pool, hashes, blocks, run, block_size, kv_cache_group_id)
+            return
+        # Upstream slices a request's hashes from each block on to the prompt's end.
+        num_hashes = num_full_blocks * block_size // pool.hash_block_size
+        wrapped(
+            RequestUpTo(request, num_hashes),
+            blocks,
+            num_cached_blocks,
+            num_full_blocks,
+            block_size,
+            kv_cache_group_id,
+            block_mask,
+        )
 
 
 def group_keys(block_pool: BlockPool, group_id: int, block_tokens: int) -> GroupKeys:
@@ -84,42 +130,6 @@ def cache_run(
             cache[key] = block
 
 
-class _HashesUpTo:
-    """The first ``length`` hashes of a request, without copying them.
-
-    Upstream slices "from here to the end" for every range it caches; on a long prompt that slice
-    costs more than everything else.
-    """
-
-    __slots__ = ("_hashes", "_length")
-
-    def __init__(self, hashes: Sequence[bytes], length: int) -> None:
-        self._hashes = hashes
-        self._length = min(length, len(hashes))
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            start, stop, step = index.indices(self._length)
-            return self._hashes[start:stop:step]
-        return self._hashes[index]
-
-
-class RequestUpTo:
-    """A request whose block hashes end where a run ends; everything else is the request's."""
-
-    __slots__ = ("_request", "block_hashes")
-
-    def __init__(self, request: Request, num_hashes: int) -> None:
-        self._request = request
-        self.block_hashes = _HashesUpTo(request.block_hashes, num_hashes)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._request, name)
-
-
 def free_by_use(pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
     """Free cached blocks to the back of the queue, all others to its front, each in their order."""
     uncached = [block for block in blocks if block._block_hash is None]
@@ -134,24 +144,18 @@ def free_by_use(pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
 _POOL = "vllm.v1.core.block_pool:BlockPool"
 _TABLE = "vllm.v1.core.block_pool:BlockHashToBlockMap"
 
-faster = partial(
-    Patch,
-    kind=Kind.REPLACE,
-    feature="fast-prefix-cache",
-    retire_when="upstream's costs as little",
+RELIES_ON = (
+    f"{_POOL}.get_new_blocks",
+    f"{_POOL}.cache_full_blocks",
+    f"{_POOL}._maybe_evict_cached_block",
+    f"{_TABLE}.pop",
+    f"{_TABLE}.insert",
+    "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.popleft_n",
+    "vllm.v1.core.kv_cache_utils:make_block_hash_with_group_id",
+    "vllm.v1.core.kv_cache_utils:BlockHashListWithBlockSize._get_value_at",
 )
-"""A patch of this feature."""
+"""What is replaced, and what it is equal to.
 
-PATCHES = (
-    faster(
-        id="KVX-201",
-        target=f"{_POOL}.get_new_blocks",
-        wrapper=take_new_blocks,
-        why="Upstream calls a method for every block that it allocates.",
-        relies_on=(
-            f"{_POOL}._maybe_evict_cached_block",
-            f"{_TABLE}.pop",
-            "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.popleft_n",
-        ),
-    ),
-)
+Upstream calls a method for every block that it allocates, and makes keys for every block up to the
+prompt's end.
+"""

@@ -4,53 +4,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
+from vllm_ascend_kvext.groups.kinds import kind_of, window_tokens_of
 from vllm_ascend_kvext.groups.model import GroupKind, window_pages
-from vllm_ascend_kvext.groups.spec_attributes import kind_of, window_tokens_of
-from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import faster, group_keys
+from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import group_keys
 from vllm_ascend_kvext.patches.upstream import (
     LookupGroup,
+    defining_class,
     hit_unit_tokens,
+    is_ascend,
     lookup_groups,
     tokens_per_block,
 )
-from vllm_ascend_kvext.patching.declaration import SINCE_0_30
 from vllm_ascend_kvext.prefix_cache.lookup import Hit, Lookup, LookupGroups
-from vllm_ascend_kvext.upstream_state import CoordinatorState
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 
 
-def find_longest_common_hit(
-    wrapped: Callable[..., Hit],
-    coordinator: KVCacheCoordinator,
-    block_hashes: Sequence[bytes],
-    max_cache_hit_length: int,
-) -> Hit:
-    """Look the groups up as a whole, where all of them are of a known kind."""
-    state = CoordinatorState.of(coordinator)
-    if not state.has_described_lookup:
-        state.lookup = _describe(coordinator)
-        state.has_described_lookup = True
-    lookup = state.lookup
-    if lookup is None:
-        return wrapped(block_hashes, max_cache_hit_length)
-    table = coordinator.block_pool.cached_block_hash_to_block._cache
-    return lookup.longest_hit(table.get, block_hashes, max_cache_hit_length)
+class FastLookup:
+    """The lookup of one coordinator, all of whose groups are of a known kind."""
+
+    def __init__(self, coordinator: KVCacheCoordinator, lookup: Lookup) -> None:
+        self._block_pool = coordinator.block_pool
+        self._lookup = lookup
+
+    def find_longest_cache_hit(
+        self,
+        wrapped: Callable[..., Hit],
+        block_hashes: Sequence[bytes],
+        max_cache_hit_length: int,
+    ) -> Hit:
+        """Look the groups up as a whole."""
+        table = self._block_pool.cached_block_hash_to_block._cache
+        return self._lookup.longest_hit(table.get, block_hashes, max_cache_hit_length)
 
 
-def _describe(coordinator: KVCacheCoordinator) -> Lookup | None:
+def describe_lookup(coordinator: KVCacheCoordinator) -> Lookup | None:
     """The coordinator's groups; None if upstream has to look some of them up."""
-    managers = coordinator.single_type_managers
+    from vllm.v1.core import kv_cache_coordinator as upstreams
+
+    finder = defining_class(type(coordinator), "find_longest_cache_hit")
+    # Those of vLLM-Ascend find what upstream's do since 0.30.
+    is_known = is_ascend(coordinator) and hasattr(coordinator, "get_replay_boundaries")
+    is_known |= finder in (
+        upstreams.HybridKVCacheCoordinator,
+        upstreams.UnitaryKVCacheCoordinator,
+    )
     num_ranks = getattr(coordinator, "dcp_world_size", 1) * getattr(
         coordinator, "pcp_world_size", 1
     )
+    managers = coordinator.single_type_managers
     pool = coordinator.block_pool
     is_pool_shared = all(manager.block_pool is pool for manager in managers)
-    if num_ranks > 1 or not is_pool_shared:
+    if not is_known or num_ranks > 1 or not is_pool_shared:
         return None
     groups = [_describe_group(coordinator, group) for group in lookup_groups(coordinator)]
     known = [group for group in groups if group is not None]
@@ -91,44 +99,27 @@ def _describe_group(coordinator: KVCacheCoordinator, group: LookupGroup) -> Look
 
 _MODULE = "vllm.v1.core.kv_cache_coordinator"
 _MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
-_FINDERS = tuple(
-    f"{_MANAGERS}:{manager}.find_longest_cache_hit"
-    for manager in ("FullAttentionManager", "SlidingWindowManager", "MambaManager")
-)
-
 _ASCEND_COORDINATOR = (
     "vllm_ascend.patch.platform.patch_kv_cache_coordinator:AscendHybridKVCacheCoordinator"
 )
 
-_of_finding = partial(
-    faster,
-    wrapper=find_longest_common_hit,
-    why="Upstream calls functions for every block of the prompt, in every group.",
+RELIES_ON = (
+    f"{_MODULE}:HybridKVCacheCoordinator.find_longest_cache_hit",
+    f"{_MODULE}:HybridKVCacheCoordinator.verify_and_split_kv_cache_groups",
+    f"{_MODULE}:UnitaryKVCacheCoordinator.find_longest_cache_hit",
+    f"{_MANAGERS}:FullAttentionManager.find_longest_cache_hit",
+    f"{_MANAGERS}:SlidingWindowManager.find_longest_cache_hit",
+    f"{_MANAGERS}:MambaManager.find_longest_cache_hit",
+)
+"""What is replaced, and what it is equal to: upstream calls functions for every block of the
+prompt, in every group."""
+
+ASCEND = (
+    "vllm_ascend.patch.platform.patch_mamba_manager:AscendMambaManager.find_longest_cache_hit",
 )
 
-PATCHES = (
-    *(
-        _of_finding(
-            id=patch_id,
-            target=f"{_MODULE}:{coordinator}.find_longest_cache_hit",
-            relies_on=(*relies_on, *_FINDERS),
-            ascend=(
-                "vllm_ascend.patch.platform.patch_mamba_manager:"
-                "AscendMambaManager.find_longest_cache_hit",
-            ),
-        )
-        for patch_id, coordinator, relies_on in (
-            (
-                *("KVX-221", "HybridKVCacheCoordinator"),
-                (f"{_MODULE}:HybridKVCacheCoordinator.verify_and_split_kv_cache_groups",),
-            ),
-            ("KVX-222", "UnitaryKVCacheCoordinator", ()),
-        )
-    ),
-    _of_finding(
-        id="KVX-223",
-        target=f"{_ASCEND_COORDINATOR}.find_longest_cache_hit",
-        vllm=SINCE_0_30,
-        relies_on=(f"{_ASCEND_COORDINATOR}.verify_and_split_kv_cache_groups",),
-    ),
+ASCEND_SINCE_0_30 = (
+    f"{_ASCEND_COORDINATOR}.find_longest_cache_hit",
+    f"{_ASCEND_COORDINATOR}.verify_and_split_kv_cache_groups",
 )
+"""The lookup of vLLM-Ascend 0.23 is left alone."""

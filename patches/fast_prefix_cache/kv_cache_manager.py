@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import faster
 from vllm_ascend_kvext.patches.upstream import (
     cache_unit_tokens,
     has_partial_hits,
@@ -14,8 +13,8 @@ from vllm_ascend_kvext.patches.upstream import (
     tokens_per_block,
 )
 from vllm_ascend_kvext.prefix_cache.limits import GroupLimits
-from vllm_ascend_kvext.prefix_cache.steps import StepGroup, Steps
-from vllm_ascend_kvext.upstream_state import BlockManagerState, CoordinatorState, RequestState
+from vllm_ascend_kvext.prefix_cache.steps import CachingRule, StepGroup, Steps
+from vllm_ascend_kvext.upstream_state import RequestState
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -24,104 +23,112 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def allocate_what_changes(
-    wrapped: Callable[..., KVCacheBlocks | None],
-    manager: KVCacheManager,
-    request: Request,
-    num_new_tokens: int,
-    num_new_computed_tokens: int = 0,
-    new_computed_blocks: KVCacheBlocks | None = None,
-    num_lookahead_tokens: int = 0,
-    *others: Any,
-    **admission: Any,
-) -> KVCacheBlocks | None:
-    """Do nothing in a step in which nothing changes."""
-    state = BlockManagerState.of(manager)
-    steps = state.steps
-    if steps is None:
-        does_partial_steps = not hasattr(wrapped, "__wrapped__")
-        steps = state.steps = _describe(manager, does_partial_steps)
-    # Upstream's scheduler names no other argument for a running request.
-    if steps.groups and not (num_new_computed_tokens or others or admission):
-        limits = RequestState.of(request).limits
-        if (
-            limits is not None
-            and new_computed_blocks is None
-            and num_new_tokens > 0
-            and steps.tables.get(request.request_id) is limits.table
-        ):
-            num_tokens = request.num_computed_tokens + num_new_tokens
-            slot_tokens = num_tokens + num_lookahead_tokens
-            if slot_tokens < limits.until_tokens or (
-                # With drafts, more tokens need a slot than can be cached, or leave a window.
-                slot_tokens < limits.next_slot_tokens
-                and request.num_computed_tokens < limits.next_skip_tokens
-                and min(num_tokens, request.num_tokens) < limits.next_cache_tokens
+class FastSteps:
+    """The steps of one block manager."""
+
+    def __init__(self, manager: KVCacheManager, steps: Steps) -> None:
+        self._steps = steps
+        self._nothing_new = manager.empty_kv_cache_blocks
+
+    def allocate_slots(
+        self,
+        wrapped: Callable[..., KVCacheBlocks | None],
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        *others: Any,
+        **admission: Any,
+    ) -> KVCacheBlocks | None:
+        """Do nothing in a step in which nothing changes."""
+        steps = self._steps
+        # Upstream's scheduler names no other argument for a running request.
+        if not (num_new_computed_tokens or others or admission):
+            limits = RequestState.of(request).limits
+            if (
+                limits is not None
+                and new_computed_blocks is None
+                and num_new_tokens > 0
+                and steps.tables.get(request.request_id) is limits.table
             ):
-                if steps.rule is not None:
-                    steps.rule.note_quiet_step(request, num_tokens)
-                steps.counts.quiet += 1
-                return manager.empty_kv_cache_blocks
-            if steps.does_partial_steps:
-                steps.counts.partial += 1
-                return steps.take_partial_step(
-                    request, limits, num_new_tokens, num_lookahead_tokens
-                )
-    allocated = wrapped(
-        request,
-        num_new_tokens,
-        num_new_computed_tokens,
-        new_computed_blocks,
-        num_lookahead_tokens,
-        *others,
-        **admission,
-    )
-    steps.counts.upstream += 1
-    if allocated is not None and steps.groups:
-        # A prefill in chunks changes something in every step.
-        scheduled_tokens = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
-        is_prefilled = scheduled_tokens >= request.num_prompt_tokens
-        RequestState.of(request).limits = steps.limits_of(request) if is_prefilled else None
-    return allocated
+                num_tokens = request.num_computed_tokens + num_new_tokens
+                slot_tokens = num_tokens + num_lookahead_tokens
+                if slot_tokens < limits.until_tokens or (
+                    # With drafts, more tokens need a slot than can be cached, or leave a window.
+                    slot_tokens < limits.next_slot_tokens
+                    and request.num_computed_tokens < limits.next_skip_tokens
+                    and min(num_tokens, request.num_tokens) < limits.next_cache_tokens
+                ):
+                    if steps.rule is not None:
+                        steps.rule.note_quiet_step(request, num_tokens)
+                    steps.counts.quiet += 1
+                    return self._nothing_new
+                if steps.does_partial_steps:
+                    steps.counts.partial += 1
+                    return steps.take_partial_step(
+                        request, limits, num_new_tokens, num_lookahead_tokens
+                    )
+        allocated = wrapped(
+            request,
+            num_new_tokens,
+            num_new_computed_tokens,
+            new_computed_blocks,
+            num_lookahead_tokens,
+            *others,
+            **admission,
+        )
+        steps.counts.upstream += 1
+        if allocated is not None:
+            # A prefill in chunks changes something in every step.
+            scheduled_tokens = (
+                request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
+            )
+            is_prefilled = scheduled_tokens >= request.num_prompt_tokens
+            RequestState.of(request).limits = steps.limits_of(request) if is_prefilled else None
+        return allocated
+
+    def cache_blocks(
+        self, wrapped: Callable[..., None], request: Request, num_computed_tokens: int
+    ) -> None:
+        """Return where nothing is due: an asynchronous scheduler caches at a step's end, too."""
+        limits = RequestState.of(request).limits
+        steps = self._steps
+        if limits is None or steps.tables.get(request.request_id) is not limits.table:
+            wrapped(request, num_computed_tokens)
+        elif num_computed_tokens >= limits.next_cache_tokens:
+            wrapped(request, num_computed_tokens)
+            steps.note_cached(request, limits)
+        elif steps.rule is not None:
+            steps.rule.note_quiet_step(request, num_computed_tokens)
 
 
-def cache_when_due(
-    wrapped: Callable[..., None],
-    manager: KVCacheManager,
-    request: Request,
-    num_computed_tokens: int,
-) -> None:
-    """An asynchronous scheduler caches once more at a step's end: where nothing is due, return."""
-    limits = RequestState.of(request).limits
-    steps = BlockManagerState.of(manager).steps
-    if limits is None or steps is None or steps.tables.get(request.request_id) is not limits.table:
-        return wrapped(request, num_computed_tokens)
-    if num_computed_tokens >= limits.next_cache_tokens:
-        wrapped(request, num_computed_tokens)
-        steps.note_cached(request, limits)
-    elif steps.rule is not None:
-        steps.rule.note_quiet_step(request, num_computed_tokens)
-    return None
+def describe_steps(manager: KVCacheManager, rule: CachingRule | None) -> Steps | None:
+    """The steps of running requests on a block manager; None if some group's are not known here.
 
-
-def _describe(manager: KVCacheManager, does_partial_steps: bool) -> Steps:
+    Args:
+        rule: What decides instead of upstream when something is cached, if anything does.
+    """
     coordinator = manager.coordinator
     group_managers = coordinator.single_type_managers
     is_known = is_ascend(coordinator) or type(coordinator).__module__ == _COORDINATOR
     # With an MTP drafter of several modules the last tokens are computed again (vLLM 0.30).
     is_replayed = getattr(coordinator, "num_reprefillable_tokens", 0)
     if not is_known or is_replayed or has_partial_hits(coordinator):
-        group_managers = ()
+        return None
     groups = [_group(coordinator, group_manager) for group_manager in group_managers]
     known = tuple(group for group in groups if group is not None)
+    if not known or len(known) < len(groups):
+        return None
     has_states = any(_is_state(group_manager) for group_manager in group_managers)
     return Steps(
         block_manager=manager,
-        groups=known if len(known) == len(groups) else (),
-        tables=group_managers[0].req_to_blocks if group_managers else {},
-        # Upstream moves states between the blocks of a table when it allocates.
-        does_partial_steps=does_partial_steps and not has_states,
-        rule=CoordinatorState.of(coordinator).retention,
+        groups=known,
+        tables=group_managers[0].req_to_blocks,
+        # vLLM-Ascend 0.23.0 has put a function around upstream's. And upstream moves states
+        # between the blocks of a table when it allocates.
+        does_partial_steps=not (hasattr(manager.allocate_slots, "__wrapped__") or has_states),
+        rule=rule,
     )
 
 
@@ -174,35 +181,24 @@ def _is_compressed(manager: SingleTypeKVCacheManager) -> bool:
 _MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 _COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
 _GROUP_MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
+_LIFETIME = "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime"
 
-PATCHES = (
-    faster(
-        id="KVX-232",
-        target=f"{_MANAGER}.allocate_slots",
-        wrapper=allocate_what_changes,
-        why="Upstream passes over all groups four times in every step of every request, although "
-        "in most steps of a decode nothing changes.",
-        relies_on=(
-            f"{_COORDINATOR}:KVCacheCoordinator.remove_skipped_blocks",
-            f"{_COORDINATOR}:KVCacheCoordinator.get_num_blocks_to_allocate",
-            f"{_COORDINATOR}:KVCacheCoordinator.allocate_new_blocks",
-            f"{_COORDINATOR}:KVCacheCoordinator.cache_blocks",
-            f"{_COORDINATOR}:HybridKVCacheCoordinator.cache_blocks",
-            f"{_GROUP_MANAGER}.get_num_blocks_to_allocate",
-            f"{_GROUP_MANAGER}.allocate_new_blocks",
-            "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.get_num_skipped_tokens",
-        ),
-        ascend=(
-            "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime:_patched_allocate_slots",
-            "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime:_patched_remove_skipped_blocks",
-        ),
-    ),
-    faster(
-        id="KVX-233",
-        target=f"{_MANAGER}.cache_blocks",
-        wrapper=cache_when_due,
-        why="With asynchronous scheduling upstream passes over all groups once more at the end of "
-        "every step of every request.",
-        relies_on=(f"{_COORDINATOR}:KVCacheCoordinator.cache_blocks",),
-    ),
+RELIES_ON = (
+    f"{_MANAGER}.allocate_slots",
+    f"{_MANAGER}.cache_blocks",
+    f"{_COORDINATOR}:KVCacheCoordinator.remove_skipped_blocks",
+    f"{_COORDINATOR}:KVCacheCoordinator.get_num_blocks_to_allocate",
+    f"{_COORDINATOR}:KVCacheCoordinator.allocate_new_blocks",
+    f"{_COORDINATOR}:KVCacheCoordinator.cache_blocks",
+    f"{_COORDINATOR}:HybridKVCacheCoordinator.cache_blocks",
+    f"{_GROUP_MANAGER}.get_num_blocks_to_allocate",
+    f"{_GROUP_MANAGER}.allocate_new_blocks",
+    "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.get_num_skipped_tokens",
 )
+"""What is replaced, and what it is equal to.
+
+Upstream passes over all groups four times in every step of every request, although in most steps of
+a decode nothing changes; with asynchronous scheduling it passes over them once more at its end.
+"""
+
+ASCEND = (f"{_LIFETIME}:_patched_allocate_slots", f"{_LIFETIME}:_patched_remove_skipped_blocks")

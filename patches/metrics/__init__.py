@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What retention counts, in Prometheus and in the log. One module per upstream module."""
+"""Shows the counters of retention in Prometheus and in the log. One module per upstream module."""

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def register_metrics(
     wrapped: Callable[..., None], stat_logger: PrometheusStatLogger, *args: Any, **kwargs: Any
 ) -> None:
-    """Register after upstream's constructor, which unregisters what an earlier one left.
+    """Register the metrics after upstream's constructor, which unregisters earlier ones.
 
-    The metrics go when the logger unregisters its own, by their prefix.
+    The logger unregisters these metrics together with its own, by their prefix.
     """
     wrapped(*args, **kwargs)
     ReportsState.of(stat_logger).observe = METRICS.register(
@@ -44,7 +44,7 @@ def record_metrics(
     mm_cache_stats: object = None,
     engine_idx: int = 0,
 ) -> None:
-    """Add a report to the metrics."""
+    """Add the report of a step to the metrics."""
     wrapped(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
     report = attached_report(scheduler_stats)
     observe = ReportsState.of(stat_logger).observe
@@ -69,7 +69,7 @@ def note_for_log(
 def log_retention(
     wrapped: Callable[..., None], stat_logger: LoggingStatLogger, *args: Any, **kwargs: Any
 ) -> None:
-    """Follow upstream's line with one about retention, if there is anything to say."""
+    """Log a line about retention after upstream's line, unless nothing was counted."""
     from vllm.v1.metrics.loggers import logger
 
     wrapped(*args, **kwargs)
@@ -87,7 +87,7 @@ def mark_recorded(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Empty a report once every logger has seen it, so that it is not carried over."""
+    """Empty a report when all loggers have seen it, so that it is not carried over."""
     wrapped(scheduler_stats, *args, **kwargs)
     report = attached_report(scheduler_stats)
     if report:
@@ -100,15 +100,15 @@ _MODULE = "vllm.v1.metrics.loggers"
 def _for_stat_logger(
     patch_id: str, function: str, wrapper: Callable[..., None], *relies_on: str
 ) -> Patch:
-    """What a stat logger of upstream does about retention besides."""
+    """A patch that lets a stat logger of upstream also report retention."""
     return Patch(
         id=patch_id,
         target=f"{_MODULE}:{function}",
         feature="retention",
         wrapper=wrapper,
-        why="Upstream's hook for stat loggers is read by AsyncLLM only, and its loggers are built "
-        "before the Prometheus one, which then unregisters whatever is named vllm.",
-        retire_when="upstream's hook serves LLM too, and lets vllm: metrics of a plugin live",
+        why="Only AsyncLLM uses upstream's hook for stat loggers. Its loggers are made before the "
+        "Prometheus logger, which then unregisters all metrics whose names begin with vllm.",
+        retire_when="upstream's hook serves LLM, too, and keeps a plugin's vllm: metrics",
         relies_on=relies_on,
     )
 
@@ -134,7 +134,7 @@ PATCHES = (
         feature="retention",
         vllm=BEFORE_0_30,
         wrapper=mark_recorded,
-        why="What KVX-167 carries over has to be counted once.",
+        why="A report that KVX-167 carries over must be counted only once.",
         retire_when="KVX-167 is gone",
     ),
 )

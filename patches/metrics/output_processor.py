@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/engine/output_processor.py``: no report of retention is lost on the way to the loggers.
 
-Before vLLM 0.30 ``LLMEngine.step`` leaves out the statistics of steps without output, such as all
-chunks of a prompt but its last. Here all statistics pass by.
+Before vLLM 0.30, ``LLMEngine.step`` drops the statistics of steps without output, such as all
+chunks of a prompt but its last. The patched function sees all statistics.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def carry_over(
     processor: OutputProcessor,
     scheduler_stats: SchedulerStats | None,
 ) -> None:
-    """Add what has not been recorded so far to the report at hand.
+    """Add the reports that were not recorded yet to the report of this step.
 
-    The one dict is attached until `patches.metrics.loggers.mark_recorded` empties it.
+    The same dict is attached to all steps until `patches.metrics.loggers.mark_recorded` empties it.
     """
     wrapped(scheduler_stats)
     if scheduler_stats is None:
@@ -47,8 +47,8 @@ PATCHES = (
         feature="retention",
         vllm=BEFORE_0_30,
         wrapper=carry_over,
-        why="LLM records no statistics of a step without output: what a long prompt's chunks "
-        "count is lost.",
+        why="LLM records no statistics of a step without output, so the counts of a long prompt's "
+        "chunks are lost.",
         retire_when="0.23 is not supported any more: vLLM 0.30 records every step",
         relies_on=("vllm.v1.engine.llm_engine:LLMEngine.step",),
     ),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/metrics/stats.py``: a report of retention travels with the scheduler's.
+"""``vllm/v1/metrics/stats.py``: the report of retention is sent with the scheduler's statistics.
 
-The engine core is mostly a process of its own: what leaves it is what msgspec finds in the fields
-of ``SchedulerStats``. A field that is None is not sent, and one that the reader does not know is
-skipped, so that a process without this patch reads what it always has.
+The engine core usually is its own process. It sends what msgspec finds in the fields of
+``SchedulerStats``. A field that is None is not sent, and a reader skips fields that it does not
+know. So a process without this patch reads the same as before.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import field, fields, make_dataclass
 from typing import TYPE_CHECKING
 
-from vllm_ascend_kvext.counted import Report
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
+
+    from vllm_ascend_kvext.counted import Report
 
 _REPORT = "kvext_retention"
 
@@ -30,10 +31,10 @@ def attached_report(stats: SchedulerStats | None) -> Report | None:
 
 
 def add_field() -> Callable[[], None]:
-    """Make room for a report. msgspec looks at the class when its first decoder is built."""
+    """Add a field for the report. msgspec reads the class when it builds its first decoder."""
     from vllm.v1.metrics.stats import SchedulerStats
 
-    # Not an argument of ``__init__``, which exists already.
+    # The field cannot be an argument of ``__init__``, because that method exists already.
     donor = make_dataclass("_", [(_REPORT, dict[str, int] | None, field(default=None, init=False))])
     (report_field,) = fields(donor)
     SchedulerStats.__dataclass_fields__[_REPORT] = report_field
@@ -57,8 +58,8 @@ PATCHES = (
         kind=Kind.HOOK,
         feature="retention",
         install=add_field,
-        why="What the engine core counts reaches the process that serves /metrics in fields of "
-        "SchedulerStats only, and none of them is open to plugins.",
+        why="The counts of the engine core reach the process that serves /metrics only in fields "
+        "of SchedulerStats, and no field is open to plugins.",
         retire_when="upstream lets a plugin add to SchedulerStats",
     ),
 )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repairs of upstream defects: on by default, each with a switch, none of them needs the others.
+"""Repairs of upstream defects. They are on by default, have a switch each, and are independent.
 
-One module per upstream module, named after it. `discarded_frames` and `aligned_steps` are for the
-scheduler's, too; `state_hits` has what several schedulers share.
-Knows nothing of retention but whether it is on.
+There is one module per upstream module, with the same name. `discarded_frames` and `aligned_steps`
+also repair the module ``scheduler``; `state_hits` has what several schedulers share. The repairs
+know of retention only whether it is on.
 """

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/core/sched/scheduler.py``: where prefill steps of models with states end.
 
-A step leaves the state of its last token in the block that holds that token. Upstream caches the
-block as the state at the block's end, once the request has passed it. So a step may end inside a
-block, if the next step goes on to the end of that block and no further.
+A step leaves the state of its last token in the block of that token. Once the request has passed
+the end of the block, upstream caches the block as the state at its end. So a step may end inside a
+block only if the next step ends exactly at the end of that block.
 
-vLLM 0.23 never lets a step end inside a block, and plans no step where it cannot do otherwise.
-vLLM 0.30 lets it end there, and goes on to the end of the least block of all groups: a state whose
-block is longer is cached with a wrong one. vLLM-Ascend 0.30 goes on anywhere, where a connector
-reads KV: `patch_mamba_block_aligned_split`.
+vLLM 0.23 never lets a step end inside a block. If the step can end nowhere else, vLLM plans no
+step. vLLM 0.30 lets a step end inside a block, and ends the next step at the end of the smallest
+block of all groups. If the block of a state is longer, a wrong state is cached. vLLM-Ascend 0.30
+ends the next step anywhere if a connector reads KV, see `patch_mamba_block_aligned_split`.
 
-A step with a drafter of several MTP modules may not end among the last tokens of a prompt, either.
-Where a block does, such a step could not be planned.
+With a drafter of several MTP modules, a step must not end among the last tokens of a prompt. If a
+block ends there, no step could be planned.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_kvext.groups.kinds import kind_of
 from vllm_ascend_kvext.groups.model import GroupKind
-from vllm_ascend_kvext.groups.spec_attributes import kind_of
 from vllm_ascend_kvext.patches.repairs import patch_mamba_block_aligned_split
+from vllm_ascend_kvext.patches.upstream import step_start_tokens
 from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30, Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 
@@ -40,12 +41,15 @@ def plan_step_inside_block(
     num_new_local_computed_tokens: int = 0,
     num_external_computed_tokens: int = 0,
 ) -> int:
-    """Let a step end inside a block where upstream would wait for ever, and the next at its end."""
+    """Let a step end inside a block if upstream would wait for ever.
+
+    The next step then ends at the end of that block.
+    """
     num_split_tokens = wrapped(
         request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
     )
-    start_tokens = (
-        request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+    start_tokens = step_start_tokens(
+        request, num_new_local_computed_tokens, num_external_computed_tokens
     )
     if (
         not num_split_tokens
@@ -70,8 +74,8 @@ def end_step_with_its_block(
     )
     if scheduler.mamba_has_prefill_checkpoint_blocks:
         return num_split_tokens  # A step leaves further states besides that of its last token.
-    start_tokens = (
-        request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+    start_tokens = step_start_tokens(
+        request, num_new_local_computed_tokens, num_external_computed_tokens
     )
     return _within_block(scheduler, request, start_tokens, num_split_tokens)
 
@@ -79,7 +83,7 @@ def end_step_with_its_block(
 def let_steps_end_with_blocks(
     wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any
 ) -> None:
-    """Have a new scheduler of a model with states leave alone a step that ends with a block."""
+    """Keep a new scheduler of a model with states from shortening a step that ends with a block."""
     wrapped(*args, **kwargs)
     if (
         scheduler.need_mamba_block_aligned_split
@@ -102,10 +106,11 @@ class _StepsBeforeDrafts:
         num_computed_tokens: int,
         num_new_tokens: int,
     ) -> int:
-        """Shorten no step that ends with a block.
+        """Return the tokens of a step. A step that ends with a block is not shortened.
 
-        The next step would begin inside that block, and have to end with it, too. For the tokens
-        that it cannot read, the drafter takes drafts of its own: fewer of its next ones are right.
+        After a shortened step, the next step would begin inside the block, and would also have to
+        end with it. In place of the tokens behind the step, the drafter reads its own drafts. So
+        fewer of its next drafts are right.
         """
         if (num_computed_tokens + num_new_tokens) % self._block_tokens == 0:
             return num_new_tokens
@@ -118,8 +123,8 @@ _replaced = InstanceMethods()
 def _within_block(
     scheduler: Scheduler, request: Request, start_tokens: int, num_new_tokens: int
 ) -> int:
-    """The tokens of a step, or as many as complete the state's block that it begins inside."""
-    # With one token left it is decoded: what lies behind it are drafts.
+    """The tokens of a step. A step that begins inside a state's block ends with that block."""
+    # The last token is decoded, so the tokens behind it are drafts.
     if num_new_tokens <= 1 or start_tokens >= request.num_tokens - 1:
         return num_new_tokens
     block_tokens = _state_block_tokens(scheduler.kv_cache_manager.coordinator)
@@ -134,7 +139,7 @@ def _waits_for_ever(
 ) -> bool:
     """Whether no later step would get further than ``end_tokens``, which lies in the same block.
 
-    Where other requests have taken what a step may compute, a later one will.
+    If other requests have only used up the tokens of this step, a later step gets further.
     """
     block_tokens = scheduler.cache_config.block_size
     if start_tokens % block_tokens:
@@ -142,8 +147,8 @@ def _waits_for_ever(
     longest_step_tokens = scheduler.max_num_scheduled_tokens
     if long_prefill_tokens := scheduler.scheduler_config.long_prefill_token_threshold:
         longest_step_tokens = min(longest_step_tokens, long_prefill_tokens)
-    # Steps end before an image for which the encoder's cache has no room; a drafter reads one
-    # token ahead. What fills the cache may be the request's own image, until it is computed.
+    # Steps end before an image if the encoder's cache has no room for it. A drafter reads one token
+    # ahead. The cache may be full of an image of this request, until that image is computed.
     next_read_tokens = end_tokens + scheduler.use_eagle
     return longest_step_tokens < block_tokens or any(
         feature.mm_position.offset == next_read_tokens for feature in request.mm_features or ()
@@ -151,7 +156,7 @@ def _waits_for_ever(
 
 
 def _state_block_tokens(coordinator: KVCacheCoordinator) -> int:
-    """Tokens at whose multiples blocks of all groups of states end."""
+    """The number of tokens at whose multiples the blocks of all state groups end."""
     return math.lcm(
         *(
             manager.block_size
@@ -178,11 +183,11 @@ PATCHES = (
         feature="aligned-steps",
         vllm=BEFORE_0_30,
         wrapper=plan_step_inside_block,
-        why="Upstream rounds a prefill step down to whole blocks, and to no token where it may not "
-        "be as long as one: before an image for which the encoder's cache has no room, and where "
-        "long_prefill_token_threshold or max_num_scheduled_tokens is less than a block. Nothing "
-        "changes until the next step, which comes to the same. A step that begins inside a block "
-        "goes past its end, and the state that the block holds is cached as that of its end.",
+        why="Upstream rounds a prefill step down to whole blocks. If the step must be shorter than "
+        "a block, it has no token: before an image for which the encoder's cache has no room, and "
+        "where long_prefill_token_threshold or max_num_scheduled_tokens is less than a block. The "
+        "next step has no token for the same reason. A step that begins inside a block goes past "
+        "its end, and the state in the block is cached as the state of its end.",
         retire_when="0.23 is not supported any more",
         relies_on=(
             f"{_SCHEDULER}.schedule",
@@ -194,15 +199,15 @@ PATCHES = (
             "vllm_ascend.core.recompute_scheduler:RecomputeScheduler.schedule",
         ),
     ),
-    patch_mamba_block_aligned_split.PATCH,  # Before the next one, which lies outside of it.
+    patch_mamba_block_aligned_split.PATCH,  # The next patch is installed later, and lies outside.
     Patch(
         id="KVX-171",
         target=_TARGET,
         feature="aligned-steps",
         vllm=SINCE_0_30,
         wrapper=end_step_with_its_block,
-        why="A step that begins inside a state's block goes past its end where a group of another "
-        "kind has smaller blocks. The state that the block holds is cached as that of its end.",
+        why="If a group of another kind has smaller blocks, a step that begins inside a state's "
+        "block goes past its end. The state in the block is cached as the state of its end.",
         retire_when="vLLM aligns steps to the blocks of states",
         relies_on=(f"{_SCHEDULER}.schedule", *_OF_STATES),
         ascend=(
@@ -218,9 +223,10 @@ PATCHES = (
         vllm=SINCE_0_30,
         wrapper=let_steps_end_with_blocks,
         undo=_replaced.take_back,
-        why="With a drafter of several MTP modules, upstream shortens a step that would end among "
-        "the last tokens of a prompt. If it ended with a block of states, the next step begins "
-        "inside the block, has to end with it, and is shortened to no token, for ever.",
+        why="With a drafter of several MTP modules, upstream shortens a step that would end "
+        "among the last tokens of a prompt. If the step would have ended with a block of states, "
+        "the next step begins inside the block, must end with it, and is shortened to no token, "
+        "for ever.",
         retire_when="upstream lets such a step end with a block",
         relies_on=(f"{_SCHEDULER}.schedule", f"{_SCHEDULER}._reserve_prefill_lookahead"),
         ascend=(

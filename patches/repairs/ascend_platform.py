@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm_ascend/platform.py``: models with attention and states may recompute failed loads.
 
-vLLM-Ascend refuses the policy because vLLM cannot carry it out for several KV cache groups. With
-``repairs/scheduler.py`` it can.
+vLLM-Ascend refuses this policy because vLLM cannot recompute with several KV cache groups. With
+``repairs/scheduler.py``, vLLM can.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def allow_recompute(wrapped: Callable[..., None], _instance: None, vllm_config: VllmConfig) -> None:
-    """Refuse nothing: the function checks for this one policy only."""
+    """Refuse nothing. The replaced function checks only this policy."""
 
 
 _OF_0_23 = Patch(

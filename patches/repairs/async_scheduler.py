@@ -2,8 +2,8 @@
 """``vllm/v1/core/sched/async_scheduler.py``: windows wait for drafts.
 
 An asynchronous scheduler counts the drafts of a step in flight as computed. If they are rejected,
-the request still needs what the window holds before them. Only a scheduler that has drafts and
-windows is changed, on its own coordinator: others pay nothing in their steps.
+the request still needs the window before them. The repair changes the coordinator of a scheduler
+with drafts and windows only. Other schedulers pay nothing in their steps.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
+from vllm_ascend_kvext.upstream_state import CoordinatorState
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -29,7 +29,8 @@ def have_windows_wait(
 ) -> None:
     """Have the windows of a scheduler wait for its drafts, if it has both."""
     wrapped(*args, **kwargs)
-    coordinator, requests = scheduler.kv_cache_manager.coordinator, scheduler.requests
+    coordinator = scheduler.kv_cache_manager.coordinator
+    requests = scheduler.requests
     if not scheduler.num_spec_tokens or not any(map(_has_window, coordinator.single_type_managers)):
         return
 
@@ -48,35 +49,36 @@ def wait_for_drafts(
     request_id: str,
     total_computed_tokens: int,
 ) -> None:
-    """Free what has left the windows, should all drafts in flight be rejected.
+    """Free the blocks that have left the windows even if all drafts in flight are rejected.
 
-    ``wrapped`` frees what has left them, should all be accepted.
+    ``wrapped`` frees the blocks that have left the windows if all drafts are accepted.
     """
     request = requests.get(request_id)
     num_drafts = 0
-    # A step in flight that has no drafts leaves one placeholder. Retention makes an allowance of
-    # its own, which covers the tails that it saves.
+    # A step in flight without drafts leaves one placeholder. Retention has its own allowance, which
+    # also covers the tails that it saves.
     if (
         request is not None
         and request.num_output_placeholders > 1
-        and retention_of(coordinator) is None
+        and not CoordinatorState.of(coordinator).waits_for_drafts
     ):
         num_drafts = drafts_in_flight(request)
     if not num_drafts:
         return wrapped(request_id, total_computed_tokens)
     for manager in coordinator.single_type_managers:
-        # A Mamba manager makes allowance for drafts itself.
+        # A Mamba manager has its own allowance for drafts.
         allowance_tokens = num_drafts if _has_window(manager) else 0
         manager.remove_skipped_blocks(request_id, total_computed_tokens - allowance_tokens)
     return None
 
 
 def drafts_in_flight(request: Request) -> int:
-    """How many tokens that are counted as computed may be rejected drafts; never too few."""
+    """The number of computed tokens that may be rejected drafts. The number is never too small."""
     if hasattr(request, "num_in_flight_tokens"):
-        return 0  # vLLM-Ascend >= 0.23.0 counts these itself, and has its managers wait for them
-    # A step in flight stands for one token, and one more for each of its drafts. The next step
-    # has as many drafts as any in flight; none if the request was preempted, and counts anew.
+        return 0  # vLLM-Ascend >= 0.23.0 counts these itself, and its managers wait for them.
+    # A step in flight has one placeholder for its token, and one for each of its drafts. The next
+    # step has as many drafts as any step in flight. After a preemption it has none, and the
+    # placeholders are counted from zero.
     num_placeholders = request.num_output_placeholders
     num_steps = -(-num_placeholders // (1 + len(request.spec_token_ids)))
     return num_placeholders - num_steps
@@ -100,9 +102,9 @@ PATCHES = (
         wrapper=have_windows_wait,
         undo=_replaced.take_back,
         why="With asynchronous scheduling and speculative decoding, upstream frees window blocks "
-        "as if all drafts in flight had been accepted; after a rejection the request reads what "
-        "others have written there (vLLM #47728).",
-        retire_when="0.23 is not supported any more: vLLM 0.30 waits for all that is in flight",
+        "as if all drafts in flight had been accepted. After a rejection the request reads KV that "
+        "other requests have written there (vLLM #47728).",
+        retire_when="0.23 is not supported any more: vLLM 0.30 waits for all tokens in flight",
         relies_on=(
             f"{_SCHEDULER}._update_after_schedule",
             "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",

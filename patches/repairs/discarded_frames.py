@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/core/sched/scheduler.py``: a reset drops what is in flight, and nothing else.
+"""``vllm/v1/core/sched/scheduler.py``: a reset drops the frames in flight, and no others.
 
-A reset of the prefix cache can preempt requests that run. Upstream then drops one *frame* (the
-tokens that one step returns for one request) per placeholder in flight; a frame with drafts has
-several, so that frames of after the reset are dropped, too, and what is rejected in a stale frame
-is subtracted from what the request has computed since. Here a reset takes down which requests are
-stale in which step, and their frames are emptied before upstream sees them.
+A *frame* is the tokens that one step returns for one request. A reset of the prefix cache can
+preempt running requests. Upstream then drops one frame per placeholder in flight. But a frame with
+drafts has several placeholders, so upstream also drops frames of steps after the reset. It also
+subtracts the rejected tokens of a stale frame from the tokens that the request has computed since.
+
+With this repair, a reset notes for each step which of its requests are stale. Their frames are
+emptied before upstream sees them.
 """
 
 from __future__ import annotations
@@ -27,19 +29,21 @@ if TYPE_CHECKING:
 
 
 class StepsInFlight:
-    """The steps of one scheduler whose outputs are still to come, the oldest first."""
+    """The steps of one scheduler whose outputs have not arrived yet, the oldest first."""
 
     def __init__(self) -> None:
-        # Each with the requests that it computes and that a reset has preempted since.
+        # Each step, and those of its requests that a reset has preempted since.
         self._steps: deque[tuple[SchedulerOutput, set[str]]] = deque()
+
         self._prompt_logprobs: dict[str, Any] = {}
-        """Of requests that were preempted before theirs were sent: workers make them once."""
+        """Prompt log-probabilities of requests that were preempted before they were sent. Workers
+        compute them only once."""
 
     def plan(self, output: SchedulerOutput) -> None:
         self._steps.append((output, set()))
 
     def note_reset(self, request_ids: set[str]) -> None:
-        """Whatever is in flight for these requests is stale."""
+        """Mark all frames in flight of these requests as stale."""
         for output, stale in self._steps:
             stale |= request_ids & output.num_scheduled_tokens.keys()
 
@@ -57,7 +61,7 @@ class StepsInFlight:
         return set()
 
     def drop(self, stale: set[str], output: ModelRunnerOutput) -> None:
-        """Take out of an output what it has for stale requests."""
+        """Remove the tokens of stale requests from an output, and keep their log-probabilities."""
         for request_id in stale:
             index = output.req_id_to_index.get(request_id)
             if index is not None and output.sampled_token_ids:
@@ -67,7 +71,7 @@ class StepsInFlight:
                 self._prompt_logprobs[request_id] = prompt_logprobs
 
     def hand_over(self, scheduler: Scheduler, output: ModelRunnerOutput) -> None:
-        """Send prompt log-probabilities that were held back with a request's first tokens."""
+        """Send kept prompt log-probabilities with the first tokens of their request."""
         for request_id in list(self._prompt_logprobs):
             index = output.req_id_to_index.get(request_id)
             if request_id not in scheduler.requests:
@@ -94,7 +98,7 @@ def leave_out_stale_frames(
     scheduler_output: SchedulerOutput,
     model_runner_output: ModelRunnerOutput,
 ) -> dict[int, EngineCoreOutputs]:
-    """Process an output without what is stale in it."""
+    """Process an output without its stale frames."""
     steps = _steps_of(scheduler)
     if steps is not None:
         stale = steps.end(scheduler_output)
@@ -110,7 +114,7 @@ def note_what_is_stale(
     reset_running_requests: bool = False,
     reset_connector: bool = False,
 ) -> bool:
-    """Have the frames in flight of preempted requests dropped, and no frame after them."""
+    """Mark the frames in flight of preempted requests as stale, and no later frame."""
     steps = _steps_of(scheduler)
     if steps is None or not reset_running_requests:
         return wrapped(reset_running_requests, reset_connector)
@@ -118,7 +122,7 @@ def note_what_is_stale(
     try:
         return wrapped(reset_running_requests, reset_connector)
     finally:
-        # Upstream may raise: by then it has preempted them.
+        # If upstream raises, it has preempted them before.
         steps.note_reset({request.request_id for request in running})
         for request in running:
             request.async_tokens_to_discard = 0
@@ -133,7 +137,8 @@ def _steps_of(scheduler: Scheduler) -> StepsInFlight | None:
         is_upstreams = processes is inspect.getattr_static(Upstreams, "update_from_output")
         state.steps_in_flight = StepsInFlight() if is_upstreams else None
         state.has_looked_at_outputs = True
-    return state.steps_in_flight
+    steps: StepsInFlight | None = state.steps_in_flight
+    return steps
 
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -146,8 +151,8 @@ _of_reset = partial(
     feature="discarded-frames",
     vllm=BEFORE_0_30,
     why="A reset of the prefix cache under running requests drops one frame per placeholder in "
-    "flight, and a frame with drafts has several: sampled tokens are lost, and the request reads "
-    "what others have written.",
+    "flight, but a frame with drafts has several placeholders. Sampled tokens are lost, and the "
+    "request reads KV that other requests have written.",
     retire_when="vLLM >= 0.30, which drops stale outputs whole (pull requests 46066 and 48245)",
 )
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm_ascend/core/dyntra_lb_scheduler.py``: a hit without its state is not for every connector.
+"""``vllm_ascend/core/dyntra_lb_scheduler.py``: only some connectors get a hit without its state.
 
 vLLM's scheduler offers a connector a hit that lacks its state only if the connector says that it
-brings states. The load-balancing scheduler of decode nodes offers it to every connector.
+loads states. The load-balancing scheduler of decode nodes offers such a hit to every connector.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 def ask_whether_states_come(
     wrapped: Callable[..., Any], scheduler: Any, request: Request
 ) -> tuple[Any, ...]:
-    """Look up what all groups hit for a connector that brings no states.
+    """Take the hit of all groups for a connector that loads no states.
 
     Returns:
-        Blocks, their tokens, the end of a prefix that is to be kept, whether states are lacking,
-        and whether the last block may be left out, which vLLM can since 0.30.
+        The blocks of the hit, their tokens, the end of a prefix that is to be kept, whether states
+        are lacking, and whether the last block may be left out, which vLLM can since 0.30.
     """
     if scheduler.connector.supports_divergent_local_hybrid_hits:
         found: tuple[Any, ...] = wrapped(request)
@@ -40,9 +40,9 @@ PATCHES = (
         feature="state-hits",
         vllm=SINCE_0_30,
         wrapper=ask_whether_states_come,
-        why="The load-balancing scheduler tells every connector a hit that may lack its state. One "
-        "that brings tokens behind it, and no state, has the request go on from a state that was "
-        "never computed.",
+        why="The load-balancing scheduler offers every connector a hit that may lack its state. "
+        "If a connector loads tokens behind the hit, but no state, the request goes on from a "
+        "state that was never computed.",
         retire_when="it calls vLLM's `_get_local_prefix_cache_hit`",
         relies_on=("vllm_ascend.core.dyntra_lb_scheduler:DyntraLBScheduler.schedule",),
     ),

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm_ascend/ops/fused_moe``: which groups of experts are the best.
 
-Where experts have a bias (``noaux_tc``: DeepSeek-V3), the two best of a group count. Where they
-have none (``group_limited_greedy``: DeepSeek-V2), the best one counts: see ``grouped_topk`` in
-vLLM's ``grouped_topk_router.py``. vLLM-Ascend's kernel is told to count two in both cases; its own
-choice without a kernel counts one. Importing its modules here would import its operators too early.
+If experts have a bias (``noaux_tc``: DeepSeek-V3), the two best experts of a group count. If they
+have none (``group_limited_greedy``: DeepSeek-V2), only the best one counts, see ``grouped_topk`` in
+vLLM's ``grouped_topk_router.py``. vLLM-Ascend lets its kernel count two in both cases. Its own
+function without a kernel counts one. The module does not import vLLM-Ascend's modules, because that
+would import its operators too early.
 """
 
 from __future__ import annotations
@@ -16,17 +17,25 @@ from typing import Any
 from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30, Kind, Patch
 
 _MODULE = "vllm_ascend.ops.fused_moe.experts_selector"
-_FUSED, _NATIVE = "_select_experts_with_fusion_ops", "_native_select_experts"
+_FUSED = "_select_experts_with_fusion_ops"
+_NATIVE = "_native_select_experts"
 _HANDED_ON = (
-    *("hidden_states", "router_logits", "top_k", "use_grouped_topk", "renormalize"),
-    *("topk_group", "num_expert_group", "scoring_func", "routed_scaling_factor"),
+    "hidden_states",
+    "router_logits",
+    "top_k",
+    "use_grouped_topk",
+    "renormalize",
+    "topk_group",
+    "num_expert_group",
+    "scoring_func",
+    "routed_scaling_factor",
 )
 
 
 def choose_by_the_best(
     wrapped: Callable[..., Any], _instance: None, *args: Any, **call: Any
 ) -> Any:
-    """Have the choice made without the kernel where only the best expert of a group counts."""
+    """Choose without the kernel if only the best expert of a group counts."""
     if args or not counts_best_only(call):
         return wrapped(*args, **call)
     native = getattr(sys.modules[_MODULE], _NATIVE)
@@ -34,7 +43,7 @@ def choose_by_the_best(
 
 
 def counts_best_only(call: Mapping[str, Any]) -> bool:
-    """Whether some groups are chosen out of several, by experts that have no bias."""
+    """Whether groups are chosen out of several by the best expert, because experts have no bias."""
     num_groups = call.get("num_expert_group") or 1
     return (
         bool(call.get("use_grouped_topk"))
@@ -47,7 +56,7 @@ def counts_best_only(call: Mapping[str, Any]) -> bool:
 def leave_the_best_to_torch(
     wrapped: Callable[..., bool], router: Any, *args: Any, **kwargs: Any
 ) -> bool:
-    """Say that the kernel cannot choose where only the best expert of a group counts."""
+    """Report the kernel as not supported if only the best expert of a group counts."""
     num_groups = router.num_expert_group or 1
     return wrapped(*args, **kwargs) and not (
         router.use_grouped_topk
@@ -58,10 +67,10 @@ def leave_the_best_to_torch(
 
 _ROUTER = "vllm_ascend.ops.fused_moe.router"
 _WHY = (
-    "vLLM-Ascend chooses groups of experts by the sum of their two best, also for models that "
-    "choose them by the best one: other experts compute, and other tokens are sampled."
+    "vLLM-Ascend chooses groups of experts by the sum of their two best experts, also for models "
+    "that choose groups by their best expert: other experts compute, and other tokens are sampled."
 )
-_RETIRE_WHEN = "vLLM-Ascend gives `group_select_mode=0` where experts have no bias"
+_RETIRE_WHEN = "vLLM-Ascend passes `group_select_mode=0` for experts without a bias"
 
 PATCHES = (
     Patch(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/core/kv_cache_coordinator.py``: what one group hits, no other group is given."""
+"""``vllm/v1/core/kv_cache_coordinator.py``: a block that one group hits goes to no other group."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def hold_hits_while_allocating(
 ) -> None:
     """Take the hits of all groups off the free queue before any group allocates from it."""
     held: list[KVCacheBlock] = []
-    if num_external_computed_tokens > 0:  # only then is anything allocated
+    if num_external_computed_tokens > 0:  # Without a load, no block is allocated.
         num_tokens = num_local_computed_tokens + num_external_computed_tokens
         for manager, blocks in zip(
             coordinator.single_type_managers, new_computed_blocks, strict=True
         ):
-            # What lies before the window is not taken, and may be given to any group.
+            # The request does not use blocks before the window, so any group may allocate them.
             first = manager.get_num_skipped_tokens(num_tokens) // manager.block_size
             held += [b for b in blocks[first:] if b.ref_cnt == 0 and not b.is_null]
-    # Not BlockPool.touch, which would count as an access in the metrics.
+    # BlockPool.touch would count as an access in the metrics.
     for block in held:
         coordinator.block_pool.free_block_queue.remove(block)
         block.ref_cnt += 1
@@ -53,9 +53,9 @@ PATCHES = (
         feature="two-phase-allocation",
         vllm=BEFORE_0_30,
         wrapper=hold_hits_while_allocating,
-        why="Group by group, upstream takes the local hits and allocates blocks for what a KV "
-        "connector loads: a block that a later group hits can be given to an earlier one, and "
-        "then belongs to both.",
+        why="Upstream goes from group to group, takes the local hits of each, and allocates its "
+        "blocks for what a KV connector loads. A block that a later group hits can be allocated "
+        "for an earlier group, and then belongs to both.",
         retire_when="0.23 is not supported any more: vLLM 0.30 takes the hits of all groups first",
         relies_on=(
             "vllm.v1.core.single_type_kv_cache_manager:"

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/core/kv_cache_manager.py``: hits end in all groups alike, and were computed."""
+"""``vllm/v1/core/kv_cache_manager.py``: all groups hit equally far, and only computed blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.retention.block_pool import RetainedPool
-from vllm_ascend_kvext.patches.upstream import tokens_per_block
+from vllm_ascend_kvext.patches.upstream import tokens_per_block, uncache
 from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
+from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 from vllm_ascend_kvext.upstream_state import CoordinatorState
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def trim_full_groups(
     manager: KVCacheManager,
     request: Request,
 ) -> tuple[KVCacheBlocks, int]:
-    """Hand out no block past the hit, in any full-attention group."""
+    """Return no block behind the hit in any full-attention group."""
     blocks, hit_tokens = wrapped(request)
     for group_id, block_tokens in _full_groups(manager.coordinator):
         group_blocks = blocks.blocks[group_id]
@@ -32,7 +32,7 @@ def trim_full_groups(
 
 
 def _full_groups(coordinator: KVCacheCoordinator) -> tuple[tuple[int, int], ...]:
-    """Group id and tokens per block of each full-attention group; they never change."""
+    """The group id and the tokens per block of each full-attention group. They never change."""
     state = CoordinatorState.of(coordinator)
     if state.full_groups is None:
         from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -45,31 +45,47 @@ def _full_groups(coordinator: KVCacheCoordinator) -> tuple[tuple[int, int], ...]
     return state.full_groups
 
 
-def uncache_what_was_not_computed(
-    wrapped: Callable[..., None], manager: KVCacheManager, request: Request
+def uncache_when_preempted(
+    wrapped: Callable[..., None], manager: KVCacheManager, *args: Any, **kwargs: Any
 ) -> None:
-    """Uncache the blocks of a preempted request whose tokens were scheduled and never computed.
+    """Have a new manager uncache what a preempted request has cached and never computed."""
+    wrapped(*args, **kwargs)
+    # Over what retention has put there: it settles what is left of a request.
+    _replaced.replace(manager, _UncachingManager(manager).free)
 
-    They are counted as computed once the step is planned. A request that is preempted before has
-    cached more than it counts. Only what runs is preempted; of others, a load that failed may have
-    set the count to 0, and what they had hit is right.
-    """
-    from vllm.v1.request import RequestStatus
 
-    if request.status == RequestStatus.RUNNING:
-        coordinator = manager.coordinator
-        uncomputed = [
-            block
-            for group in coordinator.single_type_managers
-            for block in group.req_to_blocks.get(request.request_id, ())[
-                request.num_computed_tokens // tokens_per_block(coordinator, group) :
+class _UncachingManager:
+    """Methods of one block manager."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+
+    def free(self, wrapped: Callable[[Request], None], request: Request) -> None:
+        """Uncache the blocks of a preempted request whose tokens were scheduled, not computed.
+
+        They are counted as computed once the step is planned. A request that is preempted before
+        has cached more than it counts. Only what runs is preempted; of others, a load that failed
+        may have set the count to 0, and what they had hit is right.
+        """
+        from vllm.v1.request import RequestStatus
+
+        if request.status == RequestStatus.RUNNING:
+            manager = self._manager
+            coordinator = manager.coordinator
+            uncomputed = [
+                block
+                for group in coordinator.single_type_managers
+                for block in group.req_to_blocks.get(request.request_id, ())[
+                    request.num_computed_tokens // tokens_per_block(coordinator, group) :
+                ]
+                if block.block_hash is not None
             ]
-            if block.block_hash is not None
-        ]
-        if uncomputed:
-            RetainedPool(manager.block_pool).discard(uncomputed)
-    wrapped(request)
+            if uncomputed:
+                uncache(manager.block_pool, uncomputed)
+        wrapped(request)
 
+
+_replaced = InstanceMethods()
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _ASCEND_LIFETIME = "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime"
@@ -84,8 +100,8 @@ PATCHES = (
         feature="trim-full-groups",
         vllm=BEFORE_0_30,
         wrapper=trim_full_groups,
-        why="Upstream trims the first full-attention group to the hit; the others hand out cached "
-        "blocks past it, which the request then writes into.",
+        why="Upstream trims the first full-attention group to the hit. The other groups return "
+        "cached blocks behind the hit, and the request then writes into these.",
         retire_when="0.23 is not supported any more: vLLM 0.30 trims every full-attention group",
         relies_on=(
             "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator.find_longest_cache_hit",
@@ -96,14 +112,16 @@ PATCHES = (
         ),
     ),
     Patch(
-        id="KVX-309",
-        target="vllm.v1.core.kv_cache_manager:KVCacheManager.free",
+        id="KVX-312",
+        target="vllm.v1.core.kv_cache_manager:KVCacheManager.__init__",
         feature="preempted-in-step",
-        wrapper=uncache_what_was_not_computed,
+        wrapper=uncache_when_preempted,
+        undo=_replaced.take_back,
         why="Upstream caches blocks when their tokens are scheduled. A request that is preempted "
         "(by priority) in the same step leaves blocks that can be hit and were never computed.",
         retire_when="upstream uncaches them; vLLM 0.30.0 does not (pull request 43569 is open)",
         relies_on=(
+            "vllm.v1.core.kv_cache_manager:KVCacheManager.free",
             f"{_SCHEDULER}._preempt_request",
             f"{_SCHEDULER}._update_after_schedule",
             "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/worker/mamba_utils.py``: addresses of states are not overwritten before they are read.
 
-A state moves to another block where a request begins one. Addresses are written into pinned
-buffers, which are uploaded without waiting. vLLM uploads before it records the event that the next
-step waits for, vLLM-Ascend after it (``vllm_ascend/worker/model_runner_v1.py``, ``execute_model``):
-the next step may write first. Only workers import the module, which takes half a second: it is
-wrapped then.
+When a request begins a block, its state is copied to that block. The addresses are written into
+pinned buffers, which are uploaded without waiting. The next step waits for an event before it
+writes. vLLM uploads before it records that event. vLLM-Ascend uploads after it
+(``vllm_ascend/worker/model_runner_v1.py``, ``execute_model``), so the next step may write before
+the upload has read. Only workers import the upstream module, which takes half a second. The
+function is wrapped at that time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 def leave_buffers_to_the_upload(
     wrapped: Callable[[MambaCopyBuffers], None], _instance: None, copy_bufs: MambaCopyBuffers
 ) -> None:
-    """Have the next step write into buffers of its own. The allocator keeps those of this one."""
+    """Give the next step new buffers. The allocator keeps the others until they are read."""
     wrapped(copy_bufs)
     if copy_bufs.offset and copy_bufs.sizes.gpu.device.type == "npu":
         for buffer in (copy_bufs.src_ptrs, copy_bufs.dst_ptrs, copy_bufs.sizes):
@@ -45,8 +46,8 @@ PATCHES = (
         feature="state-copies",
         vllm=BEFORE_0_30,
         wrapper=leave_buffers_to_the_upload,
-        why="vLLM-Ascend uploads the addresses of states behind the event that the next step waits "
-        "for. That step may overwrite them first: states of other blocks are copied.",
+        why="vLLM-Ascend uploads the addresses of states after the event that the next step waits "
+        "for. That step may overwrite the addresses first. Then states of other blocks are copied.",
         retire_when="0.23 is not supported any more: vLLM-Ascend 0.30 uploads before "
         "`synchronize_input_prep` ends",
         ascend=("vllm_ascend.patch.worker.patch_mamba_utils:preprocess_mamba",),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py``: to each its own handshake.
+"""``vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py``: each has its own handshake.
 
-A worker's connector may have something to say to the scheduler side, once: its handshake. With
-several connectors, upstream sends that of the first which has one, and hands it to all. Here each
-scheduler side gets what its own workers say, as if it were the only connector. vLLM-Ascend's
-``AscendMultiConnector`` inherits these methods.
+A connector of a worker may send one message to its scheduler side, the handshake. With several
+connectors, upstream sends the handshake of the first connector that has one, and gives it to all.
+With this repair, each scheduler side gets the handshakes of its own workers, as if it were the only
+connector. vLLM-Ascend's ``AscendMultiConnector`` inherits these methods.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
     Handshakes = Mapping[Any, Any]
-    """By the rank of a worker, or by its pipeline and tensor rank."""
+    """Handshakes by the rank of a worker, or by its pipeline and tensor rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildHandshakes:
-    """What the connectors of one worker say, in their order; None of one that says nothing."""
+    """The handshakes of the connectors of one worker, in their order; None for no handshake."""
 
     children: tuple[Any, ...]
 
@@ -33,7 +33,7 @@ class ChildHandshakes:
 def collect_handshakes(
     wrapped: Callable[[], Any], multi_connector: MultiConnector
 ) -> ChildHandshakes | None:
-    """The handshakes of all connectors of this worker; None if there is none."""
+    """Collect the handshakes of all connectors of this worker; None if there is none."""
     children = tuple(each.get_handshake_metadata() for each in multi_connector._connectors)
     if all(each is None for each in children):
         return None
@@ -50,7 +50,7 @@ def hand_over(
 def hand_over_by_pipeline_rank(
     wrapped: Callable[[Handshakes], None], multi_connector: MultiConnector, metadata: Handshakes
 ) -> None:
-    """The same for workers that are named by their pipeline and tensor rank."""
+    """Give each connector its handshakes, by the pipeline and tensor rank of a worker."""
     _hand_over(wrapped, multi_connector, metadata, "set_xfer_handshake_metadata_pp_aware")
 
 
@@ -61,7 +61,7 @@ def _hand_over(
     name: str,
 ) -> None:
     if not all(isinstance(each, ChildHandshakes) for each in metadata.values()):
-        wrapped(metadata)  # Collected where this patch is not installed.
+        wrapped(metadata)  # Another process without this patch has collected them.
         return
     for number, connector in enumerate(multi_connector._connectors):
         own = {rank: each.children[number] for rank, each in metadata.items()}
@@ -73,7 +73,7 @@ _patch = partial(
     Patch,
     feature="multi-connector-handshakes",
     why="A MultiConnector gives the handshake of its first connector that has one to all of them. "
-    "Two connectors with handshakes do not start: one reads what the other has to say.",
+    "An engine with two such connectors does not start, because one reads the other's handshake.",
     retire_when="upstream's MultiConnector keeps the handshakes of its connectors apart",
     when_imported=True,
 )

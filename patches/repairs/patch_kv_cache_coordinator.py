@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm_ascend/patch/platform/patch_kv_cache_coordinator.py``: the interval that was configured.
 
-vLLM 0.30 takes its retention interval from its configuration and has no variable for it. The
-coordinator of vLLM-Ascend 0.30 looks for the variable, finds none, and caches every block of
-sliding-window and state groups, whatever ``--prefix-cache-retention-interval`` says.
+vLLM 0.30 takes its retention interval from its configuration, and has no variable for it. The
+coordinator of vLLM-Ascend 0.30 reads that variable, does not find it, and caches every block of
+sliding-window and state groups. So it ignores ``--prefix-cache-retention-interval``.
 
-Here an interval above 0 is obeyed: only a user can have set it. 0 is vLLM's default, and a user's 0
-looks the same. There vLLM-Ascend's dense caching stays: obeying 0 would take hits of siblings, next
-turns and edited prompts from users who have asked for nothing.
+With this repair, an interval above 0 is used, because only a user can have set it. The value 0 is
+vLLM's default, and looks like a user's 0. With 0, vLLM-Ascend still caches every block. Otherwise
+users who have set nothing would lose hits of siblings, next turns and edited prompts.
 
-Where lookups drop no block for drafts (EAGLE, MTP), a prompt is kept at both positions at which it
-can be resumed, by itself and by a longer one. vLLM keeps one of them; where that is a whole number
-of blocks, states are at the other alone.
+If lookups drop no block for drafts (EAGLE, MTP), the repair keeps both positions of a prompt at
+which a request can resume: for the same prompt, and for a longer one. vLLM keeps only one of them.
+If that one is a whole number of blocks, states exist only at the other one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def take_configured_interval(
     wrapped: Callable[..., None], coordinator: KVCacheCoordinator, *args: Any, **kwargs: Any
 ) -> None:
-    """Give the coordinator an interval of tokens of its configuration, checked as vLLM does."""
+    """Give the coordinator the configured interval in tokens, after vLLM's own check."""
     from vllm.v1.core.kv_cache_coordinator import _validate_prefix_cache_retention_interval
 
     wrapped(*args, **kwargs)
@@ -47,7 +47,7 @@ def take_configured_interval(
 def get_replay_boundaries(
     wrapped: Callable[[Request], tuple[int, ...]], request: Request
 ) -> tuple[int, ...]:
-    """Name where the same prompt resumes, and a longer one, too, where lookups drop no block."""
+    """Add the positions at which the same prompt and a longer prompt resume."""
     num_tokens = request.num_prompt_tokens
     return tuple(sorted({*wrapped(request), num_tokens - 1, num_tokens}))
 
@@ -67,8 +67,8 @@ PATCHES = (
         wrapper=take_configured_interval,
         undo=_replaced.take_back,
         why="vLLM-Ascend reads the retention interval from a variable that vLLM 0.30 does not "
-        "have, and overlooks one that is configured: prompts keep every block of their windows "
-        "that can be hit, and every state.",
+        "have, and ignores the configured one. Prompts keep every window block that can be hit, "
+        "and every state.",
         retire_when="vLLM-Ascend reads `prefix_cache_retention_interval` of the configuration",
         relies_on=(f"{_COORDINATOR}.find_longest_cache_hit",),
     ),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm_ascend/core/recompute_scheduler.py``: a hit that has its state.
 
-On a decode node, the recompute scheduler of vLLM-Ascend 0.23 takes what the groups without states
-hit: a prefill node sends the state. Requests that none has computed get no state. See
-``state_hits``. That of 0.30 asks vLLM's scheduler.
+On a decode node, the recompute scheduler of vLLM-Ascend 0.23 takes the hit of the groups without
+states, because a prefill node sends the state. But no node sends a state for a request that was not
+prefilled elsewhere. See ``state_hits``. The recompute scheduler of 0.30 asks vLLM's scheduler.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
 def take_hits_with_states(
     wrapped: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Repair the hits of a decode node. No connector of vLLM 0.23 says whether it brings states."""
+    """Repair the hits of a decode node. Connectors of vLLM 0.23 do not say if they load states."""
     wrapped(*args, **kwargs)
     if not scheduler.is_kv_producer:
         repair_hits(scheduler, brings_states=True)
@@ -34,9 +34,9 @@ PATCHES = (
         vllm=BEFORE_0_30,
         wrapper=take_hits_with_states,
         undo=replaced.take_back,
-        why="On a decode node, the recompute scheduler takes a hit without its state also for a "
-        "request that the connector brings nothing of: it goes on from a state that was never "
-        "computed, and answers wrong.",
+        why="On a decode node, the recompute scheduler takes a hit without its state, also if the "
+        "connector loads nothing for the request. The request then goes on from a state that was "
+        "never computed, and answers wrong.",
         retire_when="0.23 is not supported any more: vLLM-Ascend 0.30 asks vLLM's scheduler",
         relies_on=(
             f"{_SCHEDULER}.schedule",

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/core/sched/scheduler.py``: a failed load costs a recomputation, not the server.
 
-A KV connector names the blocks that it failed to load. Upstream looks them up in the one block
-table of each request, and fails where a request has several (vLLM 0.30 computes wrong tokens
-there). Here the requests that have read them are preempted: what they have loaded and computed
-since leaves the prefix cache, their outputs on their way are dropped, and when they are admitted
-again the connector's hits are not used, unless it has the attribute ``forgets_failed_loads``: it
-never offers again what could not be loaded.
+A KV connector names the blocks that it failed to load. Upstream looks for them in the only block
+table of each request, and fails if a request has several (vLLM 0.30 computes wrong tokens then).
 
-A worker may name requests instead of blocks: those in the attribute ``failed_recving`` of the
-``KVConnectorWorkerMetadata`` that it sends. They are reported as received nevertheless.
+With this repair, the requests that have read such blocks are preempted. The blocks that they have
+loaded and computed since leave the prefix cache, and their outputs in flight are dropped. When they
+are admitted again, the hits of the connector are not used. An exception is a connector with the
+attribute ``forgets_failed_loads``, which never offers again what could not be loaded.
 
-Only a scheduler that has a connector, and a model that is not all full attention in one group, is
-changed.
+A worker may name requests instead of blocks, in the attribute ``failed_recving`` of the
+``KVConnectorWorkerMetadata`` that it sends. It reports these requests as received, too.
+
+The repair changes only schedulers that have a connector and a model that is not all full attention
+in one group.
 """
 
 from __future__ import annotations
@@ -23,14 +24,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.groups.specs import is_all_full_attention
-from vllm_ascend_kvext.patches.retention.block_pool import RetainedPool
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
-from vllm_ascend_kvext.patches.upstream import set_external_hit_tokens, tokens_per_block
+from vllm_ascend_kvext.groups.kinds import is_all_full_attention
+from vllm_ascend_kvext.patches.upstream import set_external_hit_tokens, tokens_per_block, uncache
 from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 from vllm_ascend_kvext.prefix_cache.failed_blocks import Holder, reach_of
-from vllm_ascend_kvext.upstream_state import RequestState
+from vllm_ascend_kvext.upstream_state import PoolState, RequestState
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -44,23 +43,23 @@ if TYPE_CHECKING:
     """The block ids of a request, one list per group."""
 
 FAILED_RECVING = "failed_recving"
-"""Attribute of a connector's worker metadata: ids of requests whose loads failed."""
+"""The attribute of a connector's worker metadata with the ids of requests whose loads failed."""
 
 FORGETS_FAILED_LOADS = "forgets_failed_loads"
-"""Attribute of a connector: whether it never offers again what could not be loaded."""
+"""The attribute of a connector that says that it never offers a failed load again."""
 
 
 def recover_from_failed_loads(
     wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any
 ) -> None:
-    """Have a new scheduler recover from failed loads, if upstream's cannot."""
+    """Let a new scheduler recover from failed loads, if upstream's code cannot."""
     wrapped(*args, **kwargs)
     if scheduler.connector is not None and not is_all_full_attention(scheduler.kv_cache_config):
-        LoadRecovery(scheduler)  # Its methods are the scheduler's now.
+        LoadRecovery(scheduler)  # It replaces methods of the scheduler.
 
 
 def is_recovering(scheduler: Scheduler) -> bool:
-    """Whether a failed load costs this scheduler a recomputation only."""
+    """Whether a scheduler recovers from a failed load by a recomputation."""
     return _replaced.has_any_of(scheduler)
 
 
@@ -69,8 +68,9 @@ class _Step:
     """A planned step whose output has not been processed.
 
     Attributes:
-        hit_tokens: For each request that it admits, the tokens of its prefix-cache hit.
-        stale: Requests that it computes and that have been preempted for a failed load since.
+        output: The plan of the step.
+        hit_tokens: For each request that the step admits, the tokens of its prefix-cache hit.
+        stale: The requests of the step that have been preempted for a failed load since.
     """
 
     output: SchedulerOutput
@@ -81,7 +81,7 @@ class _Step:
 class LoadRecovery:
     """Recovers one scheduler from failed loads.
 
-    The scheduler, and its connector, get methods of this object in place of some of their own.
+    Methods of this object replace some methods of the scheduler and of its connector.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -92,7 +92,7 @@ class LoadRecovery:
         self._failed_request_ids: frozenset[str] = frozenset()
         self._preempted_ids: set[str] = set()
         connector = scheduler.connector
-        # Of several connectors, all have to.
+        # If there are several connectors, all of them must have the attribute.
         self._forgets_failed_loads = all(
             getattr(each, FORGETS_FAILED_LOADS, False)
             for each in getattr(connector, "_connectors", None) or (connector,)
@@ -151,9 +151,9 @@ class LoadRecovery:
         request: Request,
         num_computed_tokens: int,
     ) -> tuple[int | None, bool]:
-        """Ask the connector, and use its answer unless it may offer what has failed to load.
+        """Ask the connector, and use its answer unless it may offer a failed load again.
 
-        It is asked in any case: connectors forget there what they knew of an earlier admission.
+        The connector is asked in any case, because it forgets an earlier admission in this call.
         """
         state = RequestState.of(request)
         state.hit_tokens = num_computed_tokens
@@ -169,9 +169,9 @@ class LoadRecovery:
         scheduler_output: SchedulerOutput,
         model_runner_output: ModelRunnerOutput,
     ) -> dict[int, EngineCoreOutputs]:
-        """Process the output of a step without what it has computed for preempted requests."""
+        """Process the output of a step without the tokens of preempted requests."""
         while self._steps and self._steps[0].output is not scheduler_output:
-            self._steps.popleft()  # planned, but never executed
+            self._steps.popleft()  # The step was planned, but never executed.
         stale = self._steps[0].stale if self._steps else ()
         connector_output = model_runner_output.kv_connector_output
         self._failed_request_ids = _failed_request_ids(connector_output)
@@ -179,9 +179,10 @@ class LoadRecovery:
             if connector_output is None:
                 from vllm.v1.outputs import KVConnectorOutput
 
-                connector_output = model_runner_output.kv_connector_output = KVConnectorOutput()
-            # Upstream asks which requests to leave out if any block is invalid. The null block is
-            # no request's.
+                connector_output = KVConnectorOutput()
+                model_runner_output.kv_connector_output = connector_output
+            # If any block is invalid, upstream asks which requests to leave out. The null block
+            # belongs to no request.
             connector_output.invalid_block_ids = connector_output.invalid_block_ids | {
                 self._null_id
             }
@@ -197,10 +198,11 @@ class LoadRecovery:
         invalid_block_ids: set[int],
         num_scheduled_tokens: dict[str, int] | None = None,
     ) -> set[str]:
-        """Preempt what has read a failed load, or have it fail, as the policy says.
+        """Preempt the requests that have read a failed load, or fail them, as the policy says.
 
         Returns:
-            The requests to leave out of the step's output; with the policy ``fail``, those to end.
+            The requests to leave out of the step's output. With the policy ``fail``, these are the
+            requests to end.
         """
         scheduler = self.scheduler
         num_blocks = len(scheduler.kv_cache_manager.block_pool.blocks)
@@ -217,7 +219,7 @@ class LoadRecovery:
         if requests:
             self._log(requests, failed)
         for request in requests:
-            # What is freed below may be kept for others up to here.
+            # The blocks that are freed below may stay cached up to this token.
             request.num_computed_tokens = self._valid_tokens(request, block_ids)
         if scheduler.recompute_kv_load_failures:
             self._start_again(requests)
@@ -228,8 +230,8 @@ class LoadRecovery:
         block_pool = self.scheduler.kv_cache_manager.block_pool
         blocks = [block_pool.blocks[block_id] for block_id in block_ids]
         cached = [block for block in blocks if block.block_hash is not None]
-        if cached and retention_of(self._coordinator) is not None:
-            RetainedPool(block_pool).discard(cached)  # its books are told
+        if cached and PoolState.of(block_pool).on_uncached is not None:
+            uncache(block_pool, cached)
         elif cached:
             block_pool.evict_blocks({block.block_id for block in cached})
 
@@ -243,7 +245,7 @@ class LoadRecovery:
         running = [r for r in scheduler.running if r.request_id in ids]
         scheduler.running = [r for r in scheduler.running if r.request_id not in ids]
         timestamp = time.monotonic()
-        for request in reversed(running):  # each goes to the head of the queue
+        for request in reversed(running):  # Each request goes to the head of the queue.
             scheduler._preempt_request(request, timestamp)
             self._preempted_ids.add(request.request_id)
         if self._preempted_ids and self._take_schedule_back is None:
@@ -252,7 +254,7 @@ class LoadRecovery:
             RequestState.of(request).has_failed_load = True
             _forget_external_hits(request)
             if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-                # Its blocks are being written to. Upstream frees them once it is received.
+                # A load still writes into its blocks. Upstream frees them when it is received.
                 scheduler.failed_recving_kv_req_ids.add(request.request_id)
             elif request not in running:
                 scheduler.kv_cache_manager.free(request)
@@ -260,7 +262,7 @@ class LoadRecovery:
             _forget_steps_in_flight(request)
 
     def _holders(self) -> Iterator[Holder]:
-        """Who holds which blocks, or has held them since the oldest step in flight was planned."""
+        """The blocks that each request holds, or has held since the oldest step in flight."""
         managers = self._coordinator.single_type_managers
         for request_id in set[str]().union(*(manager.req_to_blocks for manager in managers)):
             request = self.scheduler.requests.get(request_id)
@@ -268,7 +270,8 @@ class LoadRecovery:
             yield self._holder(request_id, self._block_tables(request_id), hit_tokens)
         since_planned: dict[str, Holder] = {}
         for step in self._steps:
-            output, cached = step.output, step.output.scheduled_cached_reqs
+            output = step.output
+            cached = step.output.scheduled_cached_reqs
             tables: list[tuple[str, BlockTables | None]] = [
                 *((new.req_id, new.block_ids) for new in output.scheduled_new_reqs),
                 *zip(cached.req_ids, cached.new_block_ids, strict=True),
@@ -304,7 +307,7 @@ class LoadRecovery:
         return Holder(request_id, hit - {self._null_id}, own - {self._null_id})
 
     def _valid_tokens(self, request: Request, spoiled_ids: set[int]) -> int:
-        """So many tokens of a request lie before its first block that was spoiled."""
+        """The number of tokens of a request before its first spoiled block."""
         valid_tokens = RequestState.of(request).hit_tokens
         for manager, table in zip(
             self._coordinator.single_type_managers,
@@ -324,10 +327,12 @@ class LoadRecovery:
         logger = init_logger("vllm.ascend_kvext.repairs")
         ids = ", ".join(sorted(request.request_id for request in requests))
         what = f"{len(failed)} block(s)" if failed else "what it had found"
-        log, outcome = logger.error, "fail (kv_load_failure_policy=fail)"
+        log = logger.error
+        outcome = "fail (kv_load_failure_policy=fail)"
         if self.scheduler.recompute_kv_load_failures:
             without = "what has failed" if self._forgets_failed_loads else "its hits"
-            log, outcome = logger.warning, f"are computed again, without {without}"
+            log = logger.warning
+            outcome = f"are computed again, without {without}"
         log(
             "The KV connector failed to load %s. %d request(s) %s: %s",
             what,
@@ -342,7 +347,7 @@ _replaced = InstanceMethods()
 
 def _failed_request_ids(connector_output: Any) -> frozenset[str]:
     metadata = getattr(connector_output, "kv_connector_worker_meta", None)
-    # Several connectors behind one: theirs, in a tuple.
+    # The metadata of a MultiConnector has those of its connectors in a tuple.
     parts = (metadata, *(getattr(metadata, "metadata", None) or ()))
     return frozenset().union(*(getattr(part, FAILED_RECVING, None) or () for part in parts))
 
@@ -355,19 +360,22 @@ def _can_start_again(request: Request) -> bool:
 
 
 def _forget_external_hits(request: Request) -> None:
-    """Upstream, from vLLM 0.30 on, takes what a request found first for what it went on with."""
+    """Set the external hits of a request to 0.
+
+    Since vLLM 0.30, upstream counts the first hits of a request, even if it did not use them.
+    """
     found = request.prefill_stats
     if found is not None:
         set_external_hit_tokens(found, 0)
 
 
 def _forget_steps_in_flight(request: Request) -> None:
-    """None of them counts any more: their outputs are left out as a whole."""
+    """Forget the steps in flight of a request, whose outputs are dropped as a whole."""
     request.num_output_placeholders = 0
-    # The draft tokens that a synchronous engine brings after the step are of no use either.
+    # A synchronous engine would add draft tokens after the step. They are dropped, too.
     request.is_prefill_chunk = True
     request.spec_token_ids = []
-    request.async_tokens_to_discard = 0  # A reset of the prefix cache counts them before 0.30.
+    request.async_tokens_to_discard = 0  # Before 0.30, a reset of the prefix cache sets it.
 
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -383,11 +391,11 @@ PATCHES = (
         feature="failed-loads",
         wrapper=recover_from_failed_loads,
         undo=_replaced.take_back,
-        why="Where a model has several KV cache groups, a load that a KV connector reports as "
-        "failed ends the engine with every request in it (vLLM issue 45474). Where it has one of a "
+        why="If a model has several KV cache groups, a load that a KV connector reports as failed "
+        "ends the engine with every request in it (vLLM issue 45474). If it has one group with a "
         "sliding window, the request goes on from a token whose window is gone. vLLM 0.30 computes "
-        "a running request of several groups again in the blocks that it has, where its windows "
-        "have left gaps, and leaves in the prefix cache what was computed from the failed load.",
+        "a running request of several groups again in its own blocks, where its windows have left "
+        "gaps. It also leaves in the prefix cache what was computed from the failed load.",
         retire_when="vLLM >= 0.32, where a failed load is reported by request",
         relies_on=(
             f"{_SCHEDULER}.schedule",

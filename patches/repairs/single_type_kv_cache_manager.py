@@ -21,7 +21,7 @@ def miss_under_context_parallelism(
     *args: Any,
     **kwargs: Any,
 ) -> Hits:
-    """Find nothing where upstream asserts that context parallelism is off."""
+    """Return no hit under context parallelism, where upstream's assertion would fail."""
     missed = _missed(kwargs)
     return wrapped(*args, **kwargs) if missed is None else missed
 
@@ -32,14 +32,14 @@ def miss_with_length(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Hits, int]:
-    """The same, where a lookup says how long its hit is besides."""
+    """Return no hit and the length 0 under context parallelism, for lookups with a length."""
     missed = _missed(kwargs)
     return wrapped(*args, **kwargs) if missed is None else (missed, 0)
 
 
 def _missed(arguments: Mapping[str, Any]) -> Hits | None:
-    """No block for any group, under context parallelism; None without it."""
-    # Every coordinator names these arguments; without them there is no parallelism.
+    """A hit without blocks under context parallelism; None without context parallelism."""
+    # Every coordinator passes these arguments by name. If they are missing, there is one rank.
     num_ranks = arguments.get("dcp_world_size", 1) * arguments.get("pcp_world_size", 1)
     if num_ranks == 1:
         return None
@@ -65,8 +65,8 @@ PATCHES = (
         feature="context-parallel-windows",
         vllm=BEFORE_0_30,
         wrapper=miss_under_context_parallelism,
-        why="With decode or prefill context parallelism, which vLLM-Ascend serves for "
-        "sliding-window groups too, the first lookup ends the engine with an assertion.",
+        why="vLLM-Ascend serves sliding-window groups with decode or prefill context parallelism, "
+        "too. The first lookup then ends the engine with an assertion.",
         retire_when="upstream looks sliding windows up under context parallelism",
     ),
     Patch(
@@ -76,9 +76,9 @@ PATCHES = (
         feature="context-parallel-windows",
         vllm=SINCE_0_30,
         wrapper=miss_with_length,
-        why="vLLM's coordinators count the ranks of full attention only, or refuse the model. "
-        "vLLM-Ascend's looks windows up with all of them: the first lookup ends the engine with an "
-        "assertion.",
+        why="vLLM's coordinators count ranks for full attention only, or refuse the model. The "
+        "coordinator of vLLM-Ascend looks windows up with all ranks, and the first lookup ends the "
+        "engine with an assertion.",
         retire_when="vLLM-Ascend looks windows up without context parallelism, as vLLM does",
         ascend=(
             "vllm_ascend.patch.platform.patch_kv_cache_coordinator:"

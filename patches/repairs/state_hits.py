@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a request of a model with states hits, where a scheduler takes no look at the states.
+"""Repairs the hits of a scheduler whose own lookup ignores the states of a model.
 
-A scheduler with a KV connector may take what full attention hits, though no state is kept where
-that ends: the connector brings the state with the tokens behind the hit. A connector that brings no
-token brings no state either, and the request would go on from one that was never computed. There
-the hit of all groups is taken, as vLLM's own scheduler does. Since vLLM 0.30 a connector says
-whether it brings states at all (``supports_divergent_local_hybrid_hits``).
+A scheduler with a KV connector may take the hit of full attention although no state is kept at its
+end. The connector then loads the state with the tokens behind the hit. But a connector that loads
+no token loads no state either, and the request would go on from a state that was never computed. In
+that case the repair takes the hit of all groups, as vLLM's own scheduler does. Since vLLM 0.30, a
+connector says whether it loads states (``supports_divergent_local_hybrid_hits``).
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     Matched = tuple[int | None, bool]
-    """Tokens that a connector brings, None while it looks for them; whether it does so later."""
+    """The tokens that a connector can load, None while it still searches; whether it loads them
+    asynchronously."""
 
 replaced = InstanceMethods()
 
 
 def repair_hits(scheduler: Scheduler, brings_states: bool) -> None:
-    """Have a new scheduler whose lookup of its own ignores states hit what its request may use.
+    """Repair the hits of a new scheduler whose own lookup ignores states.
 
-    When the patch is taken back, it goes on with the hits of all groups.
+    After the patch is taken back, the scheduler goes on with the hits of all groups.
 
     Args:
-        scheduler: The lookup of its own is taken where ``has_mamba_layers`` is true, which it reads
-            for nothing else once it is constructed.
-        brings_states: Whether its connector may bring the state at the end of its tokens.
+        scheduler: The scheduler. It uses its own lookup if ``has_mamba_layers`` is true. Once it
+            is constructed, it reads that attribute for nothing else.
+        brings_states: Whether its connector may load the state at the end of its tokens.
     """
     from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
 
@@ -52,10 +53,10 @@ def repair_hits(scheduler: Scheduler, brings_states: bool) -> None:
 
 
 class StateHits:
-    """The lookups of one scheduler, whose manager and connector get methods of this object.
+    """The lookups of one scheduler. Methods of this object replace those of manager and connector.
 
-    A connector is asked once for each lookup: what it answers to the longer hit is kept for the
-    question of the scheduler, which follows.
+    The connector is asked once per lookup. Its answer for the longer hit is kept for the scheduler,
+    which asks the same question next.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -66,7 +67,7 @@ class StateHits:
         self.brings_states = False
 
     def get_computed_blocks(self, wrapped: Callable[[Request], Any], request: Request) -> Any:
-        """Take what full attention hits if the connector brings the state behind it."""
+        """Take the hit of full attention if the connector loads the state behind it."""
         if self.brings_states and (longer := self._hit_of_attention(request)) is not None:
             blocks, num_tokens, *boundary = longer
             self._asked = None
@@ -86,16 +87,19 @@ class StateHits:
         request: Request,
         num_computed_tokens: int,
     ) -> Matched:
-        """Answer what the connector has just answered to the same question."""
-        asked, self._asked = self._asked, None
+        """Return the kept answer of the connector to the same question, or ask it."""
+        asked = self._asked
+        self._asked = None
         if asked is not None and asked[:2] == (request.request_id, num_computed_tokens):
             return asked[2]
         return wrapped(request, num_computed_tokens)
 
     def _hit_of_attention(self, request: Request) -> tuple[Any, ...] | None:
-        """The hit of full attention, and what else a lookup of this vLLM returns.
+        """The hit of full attention, in the form of a lookup of this vLLM.
 
-        None if it is not longer than that of all groups, or another group has hit more.
+        Returns:
+            None if the hit is not longer than that of all groups, or if another group has a longer
+            hit.
         """
         manager = self._manager
         if not manager.enable_caching or request.skip_reading_prefix_cache:

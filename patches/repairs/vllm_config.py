@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/config/vllm.py``: steps shorter than a block of states are no reason not to start."""
+"""``vllm/config/vllm.py``: an engine starts although its steps are shorter than a state's block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def accept_steps_within_blocks(wrapped: Callable[[], None], vllm_config: VllmConfig) -> None:
-    """Check all but whether prefill steps may be as long as a block."""
+    """Check everything except whether prefill steps can be as long as a block."""
     scheduler_config = vllm_config.scheduler_config
     threshold_tokens = scheduler_config.long_prefill_token_threshold
     scheduler_config.long_prefill_token_threshold = 0  # To this check, 0 means no limit.
@@ -32,7 +32,7 @@ PATCHES = (
         wrapper=accept_steps_within_blocks,
         why="Upstream's steps do not end inside a block of states. An engine whose "
         "long_prefill_token_threshold is less than a block ends at its start, with an "
-        "AssertionError that says nothing.",
+        "AssertionError without a message.",
         retire_when="0.23 is not supported any more",
     ),
 )

@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import RequestUpTo
-from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30, Patch
-from vllm_ascend_kvext.prefix_cache.runs import runs_between
-from vllm_ascend_kvext.upstream_state import PoolState
+from vllm_ascend_kvext.patches.upstream import uncache
+from vllm_ascend_kvext.prefix_cache.runs import RequestUpTo, runs_between
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -57,197 +55,129 @@ class RetainedPool:
                 for index, block in states
             ]
 
-    def cache_full(self, request: Request, group: ManagedGroup, num_tokens: int) -> None:
-        manager = group.manager
-        if not group.is_upstreams:
-            manager.cache_blocks(request, num_tokens)
-            return
-        # Not by upstream's manager, which since vLLM 0.30 caches the block in which a prompt ends,
-        # too: without partial hits nothing can hit it.
-        first = manager.num_cached_block.get(request.request_id, 0)
-        stop = num_tokens // group.block_tokens
-        if first < stop:
-            self.cache(request, group, range(first, stop))
-            manager.num_cached_block[request.request_id] = stop
-
     def discard(self, blocks: list[KVCacheBlock]) -> None:
-        self.block_pool.evict_blocks({block.block_id for block in blocks})
-        free = [block for block in blocks if block.ref_cnt == 0]
-        _move_to_front(self.block_pool, free)
-        retained = PoolState.of(self.block_pool).retained
-        if retained is not None:
-            retained.note_uncached(free)
+        uncache(self.block_pool, blocks)
 
 
-def _move_to_front(block_pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
-    queue = block_pool.free_block_queue
-    for block in blocks:
-        queue.remove(block)
-    queue.prepend_n(blocks)
+class RetainingPool:
+    """Methods of one block pool whose cached blocks retention keeps the books of."""
+
+    def __init__(self, block_pool: BlockPool, retained: RetainedCache) -> None:
+        self._block_pool = block_pool
+        self._retained = retained
+
+    def cache_full_blocks(
+        self,
+        wrapped: Callable[..., None],
+        request: Request,
+        blocks: list[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: list[bool] | None = None,
+    ) -> None:
+        """Call upstream once per run of blocks, so that each event describes the blocks it names.
+
+        Upstream emits one event for a range with holes: its token ids then cover blocks that its
+        hashes leave out (vLLM issue 44451).
+        """
+        hashes_per_block = block_size // self._block_pool.hash_block_size
+        holes = [block.is_null for block in blocks[num_cached_blocks:num_full_blocks]]
+        if block_mask is not None:
+            holes = [hole or not kept for hole, kept in zip(holes, block_mask, strict=True)]
+        for run in runs_between(holes):
+            stop = num_cached_blocks + run.stop
+            wrapped(
+                request=RequestUpTo(request, stop * hashes_per_block),
+                blocks=blocks,
+                num_cached_blocks=num_cached_blocks + run.start,
+                num_full_blocks=stop,
+                block_size=block_size,
+                kv_cache_group_id=kv_cache_group_id,
+            )
+
+    def get_new_blocks(
+        self, wrapped: Callable[[int], list[KVCacheBlock]], num_blocks: int
+    ) -> list[KVCacheBlock]:
+        """Have the least useful checkpoints give way to what is allocated.
+
+        Upstream evicts block by block, in the order in which they were freed: a checkpoint goes
+        before the full-attention blocks that it unlocks, which nothing can hit then.
+        """
+        self._retained.make_room(num_blocks)
+        return wrapped(num_blocks)
+
+    def free_blocks(
+        self, wrapped: Callable[..., None], ordered_blocks: Iterable[KVCacheBlock]
+    ) -> None:
+        """Free what no checkpoint needs to where it is reallocated before what one does.
+
+        Upstream puts blocks without a hash to the front of the queue.
+        """
+        self._free_by_use(ordered_blocks, wrapped, wrapped)
+
+    def reset_prefix_cache(self, wrapped: Callable[[], bool]) -> bool:
+        """With the cache, forget its checkpoints."""
+        is_reset = wrapped()
+        if is_reset:
+            self._retained.clear()
+        return is_reset
+
+    def _free_by_use(
+        self,
+        ordered_blocks: Iterable[KVCacheBlock],
+        free_cached: Callable[[list[KVCacheBlock]], None],
+        free_useless: Callable[[list[KVCacheBlock]], None],
+    ) -> None:
+        retained = self._retained
+        blocks = ordered_blocks if isinstance(ordered_blocks, list) else list(ordered_blocks)
+        useless, cached, num_surplus = retained.split_freed(blocks)
+        if cached:
+            free_cached(cached)
+        if num_surplus:
+            retained.note_surplus(cached, num_surplus)
+        if useless:
+            free_useless(useless)
+            retained.note_uncached(useless)
 
 
-def cache_runs(
-    wrapped: Callable[..., None],
-    block_pool: BlockPool,
-    request: Request,
-    blocks: list[KVCacheBlock],
-    num_cached_blocks: int,
-    num_full_blocks: int,
-    block_size: int,
-    kv_cache_group_id: int,
-    block_mask: list[bool] | None = None,
-) -> None:
-    """Call upstream once per run of blocks, so that each event describes the blocks it names."""
-    if PoolState.of(block_pool).retained is None:
-        return wrapped(
-            request,
-            blocks,
-            num_cached_blocks,
-            num_full_blocks,
-            block_size,
-            kv_cache_group_id,
-            block_mask,
-        )
-    hashes_per_block = block_size // block_pool.hash_block_size
-    holes = [block.is_null for block in blocks[num_cached_blocks:num_full_blocks]]
-    if block_mask is not None:
-        holes = [hole or not kept for hole, kept in zip(holes, block_mask, strict=True)]
-    for run in runs_between(holes):
-        stop = num_cached_blocks + run.stop
-        wrapped(
-            request=RequestUpTo(request, stop * hashes_per_block),
-            blocks=blocks,
-            num_cached_blocks=num_cached_blocks + run.start,
-            num_full_blocks=stop,
-            block_size=block_size,
-            kv_cache_group_id=kv_cache_group_id,
-        )
+class RetainingPoolBefore030(RetainingPool):
+    """The same before vLLM 0.30, where blocks are freed in the order in which they are named."""
+
+    def free_blocks(
+        self,
+        wrapped: Callable[..., None],
+        ordered_blocks: Iterable[KVCacheBlock],
+        prepend: bool = False,
+    ) -> None:
+        """Free cached blocks to the back of the queue, all others to its front.
+
+        Blocks without a hash can never be hit; behind cached ones in the queue they push those
+        out.
+        """
+        self._free_by_use(ordered_blocks, wrapped, partial(wrapped, prepend=True))
 
 
-def free_useless_blocks_first(
-    wrapped: Callable[..., None],
-    block_pool: BlockPool,
-    ordered_blocks: Iterable[KVCacheBlock],
-    prepend: bool = False,
-) -> None:
-    """Free cached blocks to the back of the queue, all others to its front."""
-    retained = PoolState.of(block_pool).retained
-    if retained is None:
-        return wrapped(ordered_blocks, prepend)
-    _free_by_use(retained, ordered_blocks, wrapped, partial(wrapped, prepend=True))
+_POOL = "vllm.v1.core.block_pool:BlockPool"
+_QUEUE = "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue"
 
-
-def free_surplus_first(
-    wrapped: Callable[..., None],
-    block_pool: BlockPool,
-    ordered_blocks: Iterable[KVCacheBlock],
-) -> None:
-    """Free what no checkpoint needs to where it is reallocated before what one does."""
-    retained = PoolState.of(block_pool).retained
-    if retained is None:
-        return wrapped(ordered_blocks)
-    # Blocks without a hash go to the front by upstream's own doing.
-    _free_by_use(retained, ordered_blocks, wrapped, wrapped)
-
-
-def _free_by_use(
-    retained: RetainedCache,
-    ordered_blocks: Iterable[KVCacheBlock],
-    free_cached: Callable[[list[KVCacheBlock]], None],
-    free_useless: Callable[[list[KVCacheBlock]], None],
-) -> None:
-    blocks = ordered_blocks if isinstance(ordered_blocks, list) else list(ordered_blocks)
-    useless, cached, num_surplus = retained.split_freed(blocks)
-    if cached:
-        free_cached(cached)
-    if num_surplus:
-        retained.note_surplus(cached, num_surplus)
-    if useless:
-        free_useless(useless)
-        retained.note_uncached(useless)
-
-
-def make_room_first(
-    wrapped: Callable[..., list[KVCacheBlock]],
-    block_pool: BlockPool,
-    num_blocks: int,
-) -> list[KVCacheBlock]:
-    """Have the least useful checkpoints give way to what is allocated."""
-    retained = PoolState.of(block_pool).retained
-    if retained is not None:
-        retained.make_room(num_blocks)
-    return wrapped(num_blocks)
-
-
-def forget_checkpoints(wrapped: Callable[..., bool], block_pool: BlockPool) -> bool:
-    """With the cache, forget its checkpoints."""
-    is_reset = wrapped()
-    retained = PoolState.of(block_pool).retained
-    if is_reset and retained is not None:
-        retained.clear()
-    return is_reset
-
-
-_OF_FREEING = (
-    "vllm.v1.core.block_pool:BlockPool.evict_blocks",
-    "vllm.v1.core.block_pool:BlockPool.get_cached_block",
-    "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.append",
-    "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.remove",
+RELIES_ON = (
+    f"{_POOL}.cache_full_blocks",
+    f"{_POOL}.free_blocks",
+    f"{_POOL}.get_new_blocks",
+    f"{_POOL}.reset_prefix_cache",
+    f"{_POOL}.evict_blocks",
+    f"{_POOL}.get_cached_block",
+    f"{_QUEUE}.append",
+    f"{_QUEUE}.remove",
+    f"{_QUEUE}.popleft_n",
 )
 
-PATCHES = (
-    Patch(
-        id="KVX-101",
-        target="vllm.v1.core.block_pool:BlockPool.cache_full_blocks",
-        feature="retention",
-        wrapper=cache_runs,
-        why="Upstream emits one BlockStored event for a range with holes: its token ids then "
-        "cover blocks that its hashes leave out (vLLM issue 44451).",
-        retire_when="upstream emits one event per contiguous run",
-    ),
-    Patch(
-        id="KVX-102",
-        target="vllm.v1.core.block_pool:BlockPool.free_blocks",
-        feature="retention",
-        vllm=BEFORE_0_30,
-        wrapper=free_useless_blocks_first,
-        why="Blocks without a hash can never be hit; behind cached ones in the free queue they "
-        "push those out.",
-        retire_when="0.23 is not supported any more",
-        relies_on=_OF_FREEING,
-        ascend=(
-            "vllm_ascend.patch.platform.patch_kv_cache_utils:_ascend_free_blocks",
-            "vllm_ascend.patch.platform.patch_kv_cache_utils:_ascend_free_queue_append_n",
-            "vllm_ascend.patch.platform.patch_kv_cache_utils:_ascend_free_queue_prepend_n",
-        ),
-    ),
-    Patch(
-        id="KVX-105",
-        target="vllm.v1.core.block_pool:BlockPool.free_blocks",
-        feature="retention",
-        vllm=SINCE_0_30,
-        wrapper=free_surplus_first,
-        why="Upstream frees blocks that can be hit and no checkpoint needs behind those that one "
-        "needs.",
-        retire_when="KVX-103 is",
-        relies_on=_OF_FREEING,
-    ),
-    Patch(
-        id="KVX-103",
-        target="vllm.v1.core.block_pool:BlockPool.get_new_blocks",
-        feature="retention",
-        wrapper=make_room_first,
-        why="Upstream evicts block by block, in the order in which they were freed: a checkpoint "
-        "goes before the full-attention blocks that it unlocks, which nothing can hit then.",
-        retire_when="upstream evicts the blocks of a boundary together",
-        relies_on=("vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.popleft_n",),
-    ),
-    Patch(
-        id="KVX-104",
-        target="vllm.v1.core.block_pool:BlockPool.reset_prefix_cache",
-        feature="retention",
-        wrapper=forget_checkpoints,
-        why="What is known of the checkpoints goes with the cache.",
-        retire_when="KVX-103 is",
-    ),
+_ASCEND = "vllm_ascend.patch.platform.patch_kv_cache_utils"
+
+ASCEND_BEFORE_0_30 = (
+    f"{_ASCEND}:_ascend_free_blocks",
+    f"{_ASCEND}:_ascend_free_queue_append_n",
+    f"{_ASCEND}:_ascend_free_queue_prepend_n",
 )

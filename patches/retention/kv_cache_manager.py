@@ -1,71 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/core/kv_cache_manager.py``: retention begins with the manager, ends with a request."""
+"""``vllm/v1/core/kv_cache_manager.py``: retention ends with a request."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retain, retention_of
-from vllm_ascend_kvext.patching.declaration import SINCE_0_30, Patch
-from vllm_ascend_kvext.settings import Retention, parse_retention, parse_retention_interval
+from vllm_ascend_kvext.patches.retention import (
+    block_pool,
+    kv_cache_coordinator,
+    single_type_kv_cache_manager,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
+    from vllm_ascend_kvext.retention.checkpoint_retention import CheckpointRetention
 
-def start_retaining(
-    wrapped: Callable[..., None], manager: KVCacheManager, *args: Any, **kwargs: Any
-) -> None:
-    """Read the interval when a block manager is built; refuse it here if it is wrong.
 
-    Without the variable, a grid of adaptive retention is that of upstream's configuration.
+class RetainingManager:
+    """Methods of one block manager."""
+
+    def __init__(self, retention: CheckpointRetention) -> None:
+        self._retention = retention
+
+    def free(self, wrapped: Callable[[Request], Any], request: Request) -> Any:
+        """Settle what a finished or preempted request leaves in the prefix cache.
+
+        Upstream's replay boundary is that of the prompt: a request that is preempted while
+        decoding, or extended by a next turn, resumes far behind what it computed.
+        """
+        self._retention.release(request)
+        return wrapped(request)
+
+    def pop_blocks_for_free(self, wrapped: Callable[[Request], Any], request: Request) -> Any:
+        """Settle it where blocks are freed later: steps in flight write them (since vLLM 0.30)."""
+        return self.free(wrapped, request)
+
+
+def retaining_methods(
+    manager: KVCacheManager, retention: CheckpointRetention
+) -> Iterator[tuple[object, Callable[..., Any]]]:
+    """What takes the place of methods of a manager, and of what it is made of, with their owners.
+
+    Each has the name of the method whose place it takes.
     """
-    wrapped(*args, **kwargs)
-    interval = parse_retention_interval(os.environ)
-    is_adaptive = parse_retention(os.environ) is Retention.ADAPTIVE
-    if interval is not None or is_adaptive:
-        configured = manager.coordinator.retention_interval
-        retain(manager.coordinator, int(interval or configured or 0), is_adaptive)
+    coordinator = manager.coordinator
+    pool = coordinator.block_pool
+    is_since_0_30 = hasattr(manager, "pop_blocks_for_free")
+    of_pool = block_pool.RetainingPool if is_since_0_30 else block_pool.RetainingPoolBefore030
+    of_coordinator = (
+        kv_cache_coordinator.RetainingCoordinator
+        if is_since_0_30
+        else kv_cache_coordinator.RetainingCoordinatorBefore030
+    )
+    retaining_pool = of_pool(pool, retention.cache_state)
+    yield pool, retaining_pool.cache_full_blocks
+    yield pool, retaining_pool.get_new_blocks
+    yield pool, retaining_pool.free_blocks
+    yield pool, retaining_pool.reset_prefix_cache
+    retaining_coordinator = of_coordinator(coordinator, retention)
+    yield coordinator, retaining_coordinator.cache_blocks
+    yield coordinator, retaining_coordinator.remove_skipped_blocks
+    for group_manager in coordinator.single_type_managers:
+        group = single_type_kv_cache_manager.RetainingGroup(group_manager)
+        yield group_manager, group.pop_blocks_for_free if is_since_0_30 else group.free
+    retaining_manager = RetainingManager(retention)
+    yield manager, retaining_manager.free
+    if is_since_0_30:
+        yield manager, retaining_manager.pop_blocks_for_free
 
 
-def release_request(wrapped: Callable[..., Any], manager: KVCacheManager, request: Request) -> Any:
-    """Settle what a finished or preempted request leaves in the prefix cache."""
-    retention = retention_of(manager.coordinator)
-    if retention is not None:
-        retention.release(request)
-    return wrapped(request)
+_MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 
-
-PATCHES = (
-    Patch(
-        id="KVX-141",
-        target="vllm.v1.core.kv_cache_manager:KVCacheManager.__init__",
-        feature="retention",
-        wrapper=start_retaining,
-        why="The unit at which the prefix cache can hit is known once the coordinator exists; "
-        "upstream validates the interval against another number on Ascend.",
-        retire_when="upstream validates against the unit of its lookup",
-    ),
-    Patch(
-        id="KVX-142",
-        target="vllm.v1.core.kv_cache_manager:KVCacheManager.free",
-        feature="retention",
-        wrapper=release_request,
-        why="Upstream's replay boundary is that of the prompt: a request that is preempted while "
-        "decoding, or extended by a next turn, resumes far behind what it computed.",
-        retire_when="upstream keeps the boundary of the last computed token",
-    ),
-    Patch(
-        id="KVX-146",
-        target="vllm.v1.core.kv_cache_manager:KVCacheManager.pop_blocks_for_free",
-        feature="retention",
-        vllm=SINCE_0_30,
-        wrapper=release_request,
-        why="With a connector, blocks that steps in flight write are freed once those have ended; "
-        "the request ends before.",
-        retire_when="KVX-142 is",
-    ),
-)
+RELIES_ON = (f"{_MANAGER}.free",)
+RELIES_ON_SINCE_0_30 = (f"{_MANAGER}.pop_blocks_for_free",)

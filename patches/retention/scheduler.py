@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/core/sched/scheduler.py``: statistics of retention, and steps that leave states."""
+"""``vllm/v1/core/sched/scheduler.py``: statistics of retention, and steps that leave states.
+
+Only a scheduler whose blocks are retained is changed, in its own methods.
+"""
 
 from __future__ import annotations
 
@@ -7,74 +10,90 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.metrics.stats import attach_report
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
+from vllm_ascend_kvext.patches.upstream import step_start_tokens
 from vllm_ascend_kvext.patching.declaration import Patch
+from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
+from vllm_ascend_kvext.upstream_state import CoordinatorState
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
 
-
-def report_retention(
-    wrapped: Callable[..., SchedulerStats | None],
-    scheduler: Scheduler,
-    *args: Any,
-    **kwargs: Any,
-) -> SchedulerStats | None:
-    """Send along what retention has counted since the last step."""
-    stats = wrapped(*args, **kwargs)
-    if stats is not None:
-        retention = retention_of(scheduler.kv_cache_manager.coordinator)
-        report = None if retention is None else retention.stats.take()
-        if report:
-            attach_report(stats, report)
-    return stats
+    from vllm_ascend_kvext.retention.checkpoint_retention import CheckpointRetention
 
 
-def end_step_at_checkpoint(
-    wrapped: Callable[..., int],
-    scheduler: Scheduler,
-    request: Request,
-    num_new_tokens: int,
-    num_new_local_computed_tokens: int = 0,
-    num_external_computed_tokens: int = 0,
-) -> int:
-    """Shorten a prefill step so that it leaves the state of a boundary that was asked for."""
-    num_new_tokens = wrapped(
-        request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
-    )
-    retention = retention_of(scheduler.kv_cache_manager.coordinator)
-    if retention is None or num_new_tokens <= 1:
-        return num_new_tokens
-    computed_tokens = (
-        request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
-    )
-    stop_tokens = retention.next_stop_tokens(request, computed_tokens)
-    if stop_tokens is None:
-        return num_new_tokens
-    return min(num_new_tokens, stop_tokens - computed_tokens)
+def follow_retention(
+    wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any
+) -> None:
+    """Have a new scheduler report what retention counts, and end steps where it asks for it."""
+    wrapped(*args, **kwargs)
+    retention = CoordinatorState.of(scheduler.kv_cache_manager.coordinator).retention
+    if retention is not None:
+        methods = RetainingScheduler(retention)
+        _replaced.replace(scheduler, methods.make_stats)
+        _replaced.replace(scheduler, methods._mamba_block_aligned_split)
 
+
+class RetainingScheduler:
+    """Methods of one scheduler."""
+
+    def __init__(self, retention: CheckpointRetention) -> None:
+        self._retention = retention
+
+    def make_stats(
+        self, wrapped: Callable[..., SchedulerStats | None], *args: Any, **kwargs: Any
+    ) -> SchedulerStats | None:
+        """Send along what retention has counted since the last step."""
+        stats = wrapped(*args, **kwargs)
+        if stats is not None:
+            report = self._retention.stats.take()
+            if report:
+                attach_report(stats, report)
+        return stats
+
+    def _mamba_block_aligned_split(
+        self,
+        wrapped: Callable[..., int],
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """Shorten a prefill step so that it leaves the state of a boundary that was asked for."""
+        num_new_tokens = wrapped(
+            request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
+        )
+        if num_new_tokens <= 1:
+            return num_new_tokens
+        start_tokens = step_start_tokens(
+            request, num_new_local_computed_tokens, num_external_computed_tokens
+        )
+        stop_tokens = self._retention.next_stop_tokens(request, start_tokens)
+        if stop_tokens is None:
+            return num_new_tokens
+        return min(num_new_tokens, stop_tokens - start_tokens)
+
+
+_replaced = InstanceMethods()
+
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
 PATCHES = (
     Patch(
-        id="KVX-162",
-        target="vllm.v1.core.sched.scheduler:Scheduler.make_stats",
+        id="KVX-148",
+        target=f"{_SCHEDULER}.__init__",
         feature="retention",
-        wrapper=report_retention,
+        wrapper=follow_retention,
+        undo=_replaced.take_back,
         why="Upstream counts queries and hits, and not what became of the blocks that a lookup "
-        "missed.",
-        retire_when="upstream counts why a lookup ended where it did",
-    ),
-    Patch(
-        id="KVX-145",
-        target="vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split",
-        feature="retention",
-        wrapper=end_step_at_checkpoint,
-        why="A state exists only where a step ends, and upstream's prefill steps end anywhere: a "
-        "boundary that requests share has none.",
-        retire_when="upstream ends steps at shared prefixes",
+        "missed. And a state exists only where a step ends: upstream's prefill steps end anywhere, "
+        "so that a boundary that requests share has none.",
+        retire_when="upstream counts why a lookup ended where it did, and ends steps at shared "
+        "prefixes",
+        relies_on=(f"{_SCHEDULER}.make_stats", f"{_SCHEDULER}._mamba_block_aligned_split"),
         ascend=(
+            "vllm_ascend.patch.platform.patch_balance_schedule:BalanceScheduler.__init__",
             "vllm_ascend.patch.platform.patch_mamba_block_aligned_split:_mamba_block_aligned_split",
         ),
     ),

@@ -13,6 +13,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+import host_memory_index
 import key_rotation
 import page_transfer
 from blending import learned, steady
@@ -44,7 +45,7 @@ from support.upstream_version import IS_SINCE_0_30
 from transfer import geometry
 
 from vllm_ascend_kvext.store.entries import Entry
-from vllm_ascend_kvext.store.eviction import EvictionOrder, Worth
+from vllm_ascend_kvext.store.eviction import EvictionOrder, Priority
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 Run = Callable[..., str]
@@ -114,9 +115,9 @@ def test_a_host_tier_brings_hits() -> None:
     assert host > device + 0.1
 
 
-def _worth_of_end(_: EvictionOrder, entry: Entry, *__: int) -> Worth:
+def _priority_of_end(_: EvictionOrder, entry: Entry, *__: int) -> Priority:
     end_tokens = entry.piece.end_tokens
-    return Worth(False, end_tokens, entry.use, end_tokens, entry.piece.kind, entry.number)
+    return Priority(False, end_tokens, entry.use, end_tokens, entry.piece.kind, entry.number)
 
 
 class TestHoles:
@@ -126,7 +127,7 @@ class TestHoles:
         bench = Bench("full", "questions", 0.1, "second_touch")
         # Beginnings of prompts give way first: otherwise there is hardly a hole.
         monkeypatch.setattr(EvictionOrder, "_is_blocked", lambda *_: False)
-        monkeypatch.setattr(EvictionOrder, "_worth_of", _worth_of_end)
+        monkeypatch.setattr(EvictionOrder, "_priority_of", _priority_of_end)
         with installed(None):
             endless = bench.serve(HoleVariant.PREFIX, ENDLESS_BYTES)
             prefix, holes = (
@@ -190,6 +191,17 @@ def test_files_are_compared(tmp_path: Path) -> None:
         assert each.move("get", [1]) > 0 and each.move("get", range(2)) > 0
         assert bytes(memory) == kept
         each.close()
+
+
+def test_the_index_of_host_memory_has_a_key_for_each_unit() -> None:
+    of_16, of_128, *_ = host_memory_index.models()
+    rows = [host_memory_index.measure(model, 2_000, 1 << 30) for model in (of_16, of_128)]
+    small, large = (row for row in rows if row is not None)
+    assert (small.unit_tokens, large.unit_tokens) == (16, 128)
+    assert 2 < small.index_bytes_per_gib / large.index_bytes_per_gib < 8
+    # More than the keys themselves: 32 bytes for each unit of a GiB of rows.
+    keys_per_gib = (1 << 30) / (host_memory_index.MODELS["full"].token_bytes * 36 * 16)
+    assert small.index_bytes_per_gib > 32 * keys_per_gib
 
 
 def test_host_bytes_are_printed(run: Run) -> None:

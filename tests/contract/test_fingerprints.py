@@ -21,7 +21,6 @@ from vllm_ascend_kvext.commands.fingerprint import (
     read,
 )
 from vllm_ascend_kvext.compat import (
-    LMCACHE,
     VLLM,
     VLLM_ASCEND,
     Upstream,
@@ -64,17 +63,6 @@ def test_every_function_of_vllm_resolves_and_is_as_stored(vllm: SourceTree) -> N
 def test_vllm_ascend_is_as_stored(vllm_ascend: SourceTree) -> None:
     found, _ = read(vllm_ascend)
     assert compare(vllm_ascend, found, FingerprintStore.load()) == []
-    assert found
-
-
-def test_lmcache_is_as_stored() -> None:
-    """Where it is installed: `make test-lmcache`."""
-    trees = [tree for tree in installed_trees() if tree.distribution == LMCACHE]
-    if not trees:
-        pytest.skip("LMCache is not installed here")
-    found, missing = read(trees[0])
-    assert not missing
-    assert compare(trees[0], found, FingerprintStore.load()) == []
     assert found
 
 

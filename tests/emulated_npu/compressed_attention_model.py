@@ -18,8 +18,9 @@ CONFIG: Mapping[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
     "vocab_size": 512,
-    # The compressor takes 1,024 and more. Heads of attention and indexer, their sizes and the
-    # indexer's choice are those of the real models: the operators take no others.
+    # The compressor takes sizes of 1,024 and more. The heads of attention and of the indexer,
+    # their sizes and the number of keys that the indexer chooses are those of the real models,
+    # because the operators take no others.
     "hidden_size": 1024,
     "num_hidden_layers": 4,
     "compress_ratios": [0, 4, 128, 4],
@@ -69,7 +70,7 @@ CONFIG: Mapping[str, Any] = {
 
 
 def write_model(folder: Path) -> None:
-    """Write config and weights; the same with every call."""
+    """Write config and weights. Every call writes the same ones."""
     file = folder / "config.json"
     file.write_text(json.dumps(CONFIG))
     torch.manual_seed(0)
@@ -83,7 +84,7 @@ def write_model(folder: Path) -> None:
             is_about_one = "norm" in name or name.endswith("scale")
             tensor.normal_(float(is_about_one), SCALE / _smaller(name))
     model.save_pretrained(folder)
-    # transformers gives some of it names of its own.
+    # transformers writes other names than DeepSeek's checkpoints have.
     file.write_text(json.dumps(CONFIG))
     weights = load_file(folder / "model.safetensors")
     named = {_deepseeks_name(name): tensor for name, tensor in weights.items()}
@@ -97,6 +98,6 @@ def _deepseeks_name(name: str) -> str:
 
 def _smaller(name: str) -> int:
     if "gate_proj" in name and "compressor" in name:
-        return 4  # no window of one token
-    # These sum up over all streams, and what comes out goes through a sigmoid.
+        return 4  # a compressor has no window of one token
+    # These projections sum up over all streams, and a sigmoid follows.
     return 8 if name.endswith("fn") else 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """transformers' DeepSeek-V4 in float32, rounding where vllm-ascend rounds on an A2.
 
-That is where keys are stored: attention's in bfloat16, the indexer's, after a Hadamard transform,
-in 8-bit integers, as are its queries.
+vllm-ascend rounds keys where it stores them. The keys of attention become bfloat16. The keys and
+the queries of the indexer become 8-bit integers after a Hadamard transform.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ class Reference:
     """A model of transformers.
 
     Args:
-        has_yarn_everywhere: Whether layers without a compressor are turned by YaRN too. DeepSeek's
-            are not; vllm-ascend's are (``models/deepseek_v4.py``: one ``scaling_factor`` for all).
-        index_topk: Compressed keys that a token reads at most, instead of the config's.
+        has_yarn_everywhere: Whether layers without a compressor are rotated by YaRN too. DeepSeek
+            does not rotate these layers so; vllm-ascend does (``models/deepseek_v4.py``: one
+            ``scaling_factor`` for all layers).
+        index_topk: The largest number of compressed keys that a token reads; it replaces the
+                config's number.
     """
 
     def __init__(
@@ -56,7 +58,10 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, prompt: Sequence[int], reply: Sequence[int]) -> Tensor:
-        """Of every token at each step of a reply, shape ``[steps, vocabulary]``."""
+        """The log-probability of every token at each step of a reply.
+
+        The shape is ``[steps, vocabulary]``.
+        """
         logits = self._model(torch.tensor([[*prompt, *reply]]), use_cache=False).logits[0]
         return logits[len(prompt) - 1 : -1].log_softmax(-1)
 

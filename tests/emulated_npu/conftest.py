@@ -14,7 +14,7 @@ import random_models
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Where a model lies: of `random_models`, or with drafts."""
+    """The folder of a model of `random_models` or `draft_models`."""
 
     @cache
     def folder_of(model: str) -> Path:

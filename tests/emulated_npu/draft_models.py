@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with random weights whose draft tokens are right now and then.
+"""Models with random weights, some of whose draft tokens are right.
 
-Of 512 tokens a random draft would hit one in 512. Here embeddings are large beside what the layers
-add to them, in the model as in its draft layer: the last token alone already tells much of the next
-one, and both heads see it. The layers still decide often enough for a wrong page to be seen.
+The vocabulary has 512 tokens, so a random draft would be right once in 512 tokens. Here embeddings
+are large beside what the layers add to them, both in the model and in its draft layer. The last
+token alone therefore determines much of the next one, and both heads see it. The layers still
+decide often enough that a wrong page changes an answer.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 EMBEDDING_SCALE = 100.0
-"""On top of that of all weights."""
+"""The factor of the embeddings, in addition to the scale of all weights."""
 NUM_DRAFT_TOKENS = 2
-"""Per step: the second is the first one's, so the draft layer reads what it has written."""
+"""Draft tokens per step. The second follows the first, so the draft layer reads its own keys."""
 
 
 def write_with_mtp(folder: Path) -> None:
-    """DeepSeek-V3 with its own layer for the token after the next."""
+    """DeepSeek-V3 with its own draft layer, which predicts the token after the next."""
     config = random_models.latent_and_groups()
-    # transformers knows no draft layer: its weights follow, in a file of their own.
+    # transformers knows no draft layer. The weights of the layer are written to another file.
     config.num_nextn_predict_layers = 1
     weights = _write_with_large_embeddings(folder, config)
     last, layer = (f"model.layers.{config.num_hidden_layers - less}." for less in (1, 0))
@@ -38,7 +39,7 @@ def write_with_mtp(folder: Path) -> None:
     }
     hidden = config.hidden_size
     draft |= {f"{layer}{norm}.weight": torch.ones(hidden) for norm in ("enorm", "hnorm")}
-    draft[layer + "eh_proj.weight"] = _mostly_embedding(hidden) * 40  # its layer adds about 17
+    draft[layer + "eh_proj.weight"] = _mostly_embedding(hidden) * 40  # the layer adds about 17
     draft[layer + "shared_head.norm.weight"] = weights["model.norm.weight"]
     draft[layer + "shared_head.head.weight"] = weights["lm_head.weight"]
     draft[layer + "embed_tokens.weight"] = weights["model.embed_tokens.weight"]
@@ -94,9 +95,9 @@ def _write_with_large_embeddings(folder: Path, config: PreTrainedConfig) -> dict
 
 
 def _mostly_embedding(hidden_size: int) -> torch.Tensor:
-    """Of an embedding and a hidden state side by side the first, and a little of the other.
+    """A projection of an embedding and a hidden state side by side: mostly the embedding.
 
-    Its shape is [hidden_size, 2 * hidden_size].
+    Its shape is ``[hidden_size, 2 * hidden_size]``.
     """
     return torch.cat([torch.eye(hidden_size), torch.eye(hidden_size) * 0.05], 1)
 

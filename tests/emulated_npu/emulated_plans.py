@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests that serve on the emulated NPU have in common."""
+"""Constants and plans of the tests that serve on the emulated NPU."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from support.scenarios import processes
 IS_0_23 = metadata.version("vllm-ascend").startswith("0.23.")
 
 RUNNERS = {"V1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}
-"""Model runners of vLLM-Ascend, and the environment in which each is taken."""
+"""The environment that selects each model runner of vLLM-Ascend, by name of the runner."""
 if not IS_0_23:
     RUNNERS["V2"] = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 TOLERANCE = 1e-3
-"""Of a log-probability; float32 differs by less than a tenth of it."""
+"""Largest difference of a log-probability. Rounding in float32 makes less than a tenth of it."""
 WRONG = 0.1
 
 GROUPS = {
@@ -29,10 +29,10 @@ GROUPS = {
     "full attention, EAGLE": 1,
     "latent attention, MTP": 1,
 }
-"""KV cache groups, by model of `random_models` and `draft_models`."""
+"""Number of KV cache groups, by model of `random_models` and `draft_models`."""
 FULL_POOL_BLOCKS = {1: 120, 2: 240, 4: 400, 6: 700}
 CROWDED_BLOCKS = {1: 24, 2: 44, 4: 64, 6: 130}
-"""By the number of KV cache groups: too few for the storm."""
+"""Blocks by the number of KV cache groups. They are too few for the scenario ``storm``."""
 
 connector = partial(processes.connector, host_memory_gib=0.25, store_policy="all")
 """See `processes.connector`."""
@@ -40,7 +40,7 @@ small_connector = partial(connector, host_memory_gib=1 / 256)
 
 SLEEPING = {
     "enable_sleep_mode": True,
-    "additional_config": {"weight_nz_mode": 0},  # vLLM-Ascend wakes up with no other.
+    "additional_config": {"weight_nz_mode": 0},  # vLLM-Ascend can wake up with this value only.
 }
 """Arguments of an engine that can sleep."""
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher of the AscendC kernel for the emulated NPU: built, found by the package, counted.
+"""Builds the launcher of the AscendC kernel for the emulated NPU, and counts its launches.
 
-CMake file, launcher and kernel of ``csrc/ascend`` are the real ones, the latter compiled for the
-host against the shim. ``kernel_runtime.cpp`` is what they have of CANN.
+CMake file, launcher and kernel are the real ones of ``csrc/ascend``. The kernel is compiled for
+the host against the shim. ``kernel_runtime.cpp`` provides the functions of CANN that they call.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 HERE = Path(__file__).parent
 KERNELS = "libkvext_ascend_kernels.so"
 COUNTS = ("launches", "ended", "written bytes", "mappings")
-"""In the order of ``emulated_launches_counts``."""
+"""Names of the counts, in the order of ``emulated_launches_counts``."""
 
 
 def build(folder: Path) -> Path:
-    """Build the libraries in an empty folder; where they lie then."""
+    """Build the libraries in an empty folder, and return the folder that holds them."""
     from support.transfer.stand_in_cann import install, write_cann
 
     runtime = f'#include "include/acl/acl.h"\n#include "{HERE / "kernel_runtime.cpp"}"\n'
@@ -34,10 +34,10 @@ def build(folder: Path) -> Path:
 
 
 class KernelLaunches:
-    """What was launched in this process by the libraries in a folder, and whether loads copy."""
+    """Counts what the libraries in a folder launched in this process; can turn loads off."""
 
     def __init__(self, folder: Path) -> None:
-        """Let the package find the launcher, as where it was built with the kernel."""
+        """Have the package find the launcher, as in a build with the kernel."""
         import vllm_ascend_kvext
 
         assert "torch_npu" in sys.modules, "the emulated NPU comes first: the kernels link it"
@@ -45,11 +45,11 @@ class KernelLaunches:
         self._library = ctypes.CDLL(str(folder / KERNELS))
 
     def counts(self) -> dict[str, int]:
-        """By the names in `COUNTS`."""
+        """The counts, by the names in `COUNTS`."""
         counts = (ctypes.c_int64 * len(COUNTS))()
         self._library.emulated_launches_counts(counts)
         return dict(zip(COUNTS, counts, strict=True))
 
     def skip_loads(self, is_skipping: bool) -> None:
-        """Have kernels that load copy nothing, or copy again."""
+        """Have kernels that load copy nothing (true), or copy as usual (false)."""
         self._library.emulated_launches_skip_loads(ctypes.c_int32(is_skipping))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps copies, kernels and host memory apart, and how to take each of it away.
+"""The protections that keep copies, kernels and host memory apart, and how to remove each.
 
-Here are the fences, events and references between the model and transfers of its pages of which
-some seeds show that they are gone; of others unit tests show it. That copies have a stream of their
-own is not here: without it nothing could be wrong, only slow.
+This module has the fences, events and references between the model and transfers of its pages
+whose absence some seeds of late streams detect. Unit tests detect the absence of other protections.
+The stream of the copies is not among them: without it transfers would be slow, but not wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ run_job = JobRunner.run
 
 
 def _run_stores_at_once(self: JobRunner, job: Any, recorded: Any) -> Any:
-    # An event that was never recorded is passed.
+    # A wait for an event that was never recorded returns at once.
     return run_job(self, job, npu().Event() if isinstance(job, StoreJob) else recorded)
 
 
@@ -36,8 +36,9 @@ def _begin_stores_with_loads(self: WorkerSide, jobs: Any) -> None:
 
 
 def _no_references(owner: str) -> None:
-    """References that one function takes are not; as many are not released."""
-    take, release = BlockReferences.take, BlockReferences.release
+    """Have one function take no references, and skip as many releases."""
+    take = BlockReferences.take
+    release = BlockReferences.release
     skipped: Counter[int] = Counter()
 
     def take_some(self: BlockReferences, blocks: Any) -> None:
@@ -57,23 +58,24 @@ def _no_references(owner: str) -> None:
                 left.append(block)
         release(self, left)
 
-    BlockReferences.take, BlockReferences.release = take_some, release_some
+    BlockReferences.take = take_some
+    BlockReferences.release = release_some
 
 
 PROTECTIONS: dict[str, Callable[[], None]] = {
     # A store waits for the kernels before it: ``wait_event`` in `AscendFence.run`.
     "stores wait": partial(setattr, JobRunner, "run", _run_stores_at_once),
-    # Pointer arrays live until the stream has read them.
+    # Pointer arrays stay in memory until the stream has read them.
     "arrays held": partial(setattr, InFlight, "hold", lambda self, what: None),
     # Stores of a step begin when its kernels are enqueued: `WorkerSide.end_of_forward`.
     "stores behind the forward": partial(
         setattr, WorkerSide, "begin_step", _begin_stores_with_loads
     ),
-    # A copy of segments ends before staging is filled again. Of objects that are there, too.
+    # A copy of segments ends before staging is filled again, also if the objects exist already.
     "segments wait": partial(
         setattr, DeviceTokenPages, "_wait", property(lambda self: lambda: None)
     ),
-    # Pages of a store, and of a segment; windows of a segment until it is stored.
+    # Pages of a store and of a segment are referenced; windows of a segment until it is stored.
     "pages of stores": partial(_no_references, "Stores._store"),
     "pages of segments": partial(_no_references, "SegmentStores.note_step"),
     "windows of segments": partial(_no_references, "SegmentStores._hold_windows"),

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve prompts on the emulated NPU in orders of kernels and copies that seeds choose.
 
-Each seed runs in a copy of one engine's process. Every answer is compared with that of a device
-that is never late.
+Each seed runs in a copy of one engine's process. Every answer is compared with the answer of a
+device that is never late.
 
     python late_streams.py REPORT MODEL --first 0 --seeds 20 [--kind KIND] [--without NAME ...]
 
-A seed decides all of it: what is asked and when, which batched copies fail, in which order the
+A seed decides which requests are sent and when, which batched copies fail, in which order the
 streams of the device run, and how far the transfer thread gets while the model's thread goes on.
-So a seed that fails can be replayed alone. ``--without`` then takes protections of the connector
-away, one at a time (`late_protections.PROTECTIONS`), and says which seed is the first to show it.
+So a seed that fails can be replayed alone. ``--without`` then removes protections of the connector,
+one at a time (`late_protections.PROTECTIONS`), and reports the first seed that fails without each.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from support.scenarios.engine import STORED, Prompt, answer_of, random_tokens, s
 
 BLOCK_TOKENS = 128
 STAGED_TOKENS = (16, 64, 1024)
-"""Of segments, by seed: less than a segment, or all of them."""
+"""Sizes of the staging of segments, one by seed: less than a segment, or all segments."""
 HOST_MEMORY_GIB = 1.5 / 1024
-"""Room for about half of what is asked."""
+"""Host memory holds about half of the tokens that the requests have."""
 TOLERANCE = 1e-3
-"""Of a log-probability; float32 differs by 1e-5, a wrong page by 0.1 and more."""
+"""Largest difference of a log-probability. Rounding makes 1e-5, a wrong page 0.1 and more."""
 REPLY_TOKENS = 5
 TURNS_TOKENS = (254, 382, 510)
-"""Answers go on in the next block, for which there may be no room."""
+"""Prompt lengths. The answers continue in the next block, for which there may be no room."""
 NUM_CONVERSATIONS = 5
 DOCUMENTS_TOKENS = (150, 190, 230)
 ORDERS = ((0, 1), (1, 0), (2, 0))
 WAVES = 2
 HANGS_S = 120
-"""A seed that takes so long."""
+"""A seed that takes longer than this is reported as one that hangs."""
 MAX_WITHOUT_S = 600
 FORK = multiprocessing.get_context("fork")
 
@@ -71,10 +71,12 @@ class Kind(NamedTuple):
     """A kind of models.
 
     Attributes:
-        pool_blocks: Two of the requests below fit. vLLM takes no fewer for so long a context.
+        pool_blocks: Blocks of the pool, in which two of the requests below fit. vLLM takes no
+            fewer for a context of this length.
         has_segments: Whether documents are stored, and reused elsewhere.
-        sleeps: With experts vLLM-Ascend 0.23.0 does not wake up as it was.
-        engine: For ``LLM``, on top of `ENGINE`.
+        sleeps: Whether the engine sleeps. vLLM-Ascend 0.23.0 does not wake up correctly with a
+            model that has experts.
+        engine: Arguments of ``LLM`` in addition to `ENGINE`.
     """
 
     pool_blocks: int
@@ -98,10 +100,10 @@ class Asked(NamedTuple):
     """A request, and the step of the wave before which it is sent.
 
     Attributes:
-        is_document: Whether it is to be stored as a segment, and answers nothing.
-        abort_step: When it is aborted; 0 if it is not.
-        ends_early: Whether it ends with a token, which nobody knows while its next step is
-            enqueued.
+        is_document: Whether the request is stored as a segment and answers nothing.
+        abort_step: The step before which it is aborted; 0 if it is not.
+        ends_early: Whether a stop token ends it. The scheduler does not know this token yet while
+            it enqueues the next step.
     """
 
     prompt: Prompt
@@ -112,11 +114,11 @@ class Asked(NamedTuple):
 
 
 class DifferenceError(AssertionError):
-    """An answer is not that of a device that is never late."""
+    """An answer differs from the answer of a device that is never late."""
 
 
 class LateEngine(scenarios.Engine):
-    """An engine that is asked in waves."""
+    """An engine that gets requests in waves."""
 
     def __init__(self, model: str, kind: Kind) -> None:
         engine = ENGINE | connector(
@@ -142,29 +144,31 @@ class LateEngine(scenarios.Engine):
         self.references: dict[tuple[int, ...], Answer] = {}
         forget_measurements()
         self.gate = transfer_gate.TransferGate(self.worker_side)
-        self.worker_side._runner.fence._stream()  # Draws depend on how many streams there were.
+        self.worker_side._runner.fence._stream()  # Draws depend on the number of streams.
 
     def _in_order(self, rng: random.Random, order: Sequence[int]) -> Prompt:
-        tokens, segments = random_tokens(rng, 20), []
+        tokens = random_tokens(rng, 20)
+        segments = []
         for index in order:
             segments.append([len(tokens), len(tokens) + DOCUMENTS_TOKENS[index]])
             tokens = tokens + self.documents[index].token_ids
         return Prompt(tokens + random_tokens(rng, 15), segments)
 
     def make_references(self) -> None:
-        """What a device answers that is never late, and without anything that was stored."""
+        """The answer of a device that is never late, computed without stored KV."""
         for conversation in self.conversations:
             for num_tokens in TURNS_TOKENS:
                 self._add_reference(Prompt(conversation[:num_tokens]))
-        for blended in self.blended if self.kind.has_segments else ():
-            self._add_reference(blended)
+        if self.kind.has_segments:
+            for blended in self.blended:
+                self._add_reference(blended)
         self._forget_all()
 
     def _add_reference(self, prompt: Prompt) -> None:
         """Segments that are reused change nothing in this model.
 
-        The keys of its only layer behind another depend on the window before them, and what is
-        reused begins a window behind the beginning of a segment.
+        Only one layer follows another one. The keys of this layer depend on the window before
+        them, and reuse begins one window after the beginning of a segment.
         """
         self._forget_all()
         ((_, self.references[tuple(prompt.token_ids)]),) = self.wave([Asked(prompt)])
@@ -174,14 +178,14 @@ class LateEngine(scenarios.Engine):
         self.reset(is_host_too=True)
 
     def finish(self) -> None:
-        """Step until nothing is under way."""
+        """Run steps until no request and no transfer is under way."""
         while self.side.has_transfers or self.scheduler.has_requests():
             self.engine.step()
 
     def wave(self, wave: Sequence[Asked], sleep_step: int = 0) -> list[tuple[Asked, Answer]]:
-        """Send requests, each at its step; the answers of those that were not aborted.
+        """Send each request at its step; return the answers of requests that were not aborted.
 
-        From ``sleep_step`` on, unless it is 0, the engine sleeps and wakes up once.
+        The engine sleeps and wakes up once, at ``sleep_step`` or later, unless that is 0.
         """
         waiting = sorted(wave, key=lambda asked: asked.step)
         sent: dict[str, Asked] = {}
@@ -215,16 +219,16 @@ class LateEngine(scenarios.Engine):
         ]
 
     def _may_sleep(self) -> bool:
-        """Upstream raises while a request loads."""
+        """Whether the engine may be put to sleep. Upstream raises while a request loads."""
         return not self.side._loads.num_under_way
 
     def sleep_and_wake_up(self) -> None:
-        """Take the memory of weights and pages away, and bring it back. Requests stay."""
+        """Free the memory of weights and pages, and allocate it again. Requests stay."""
         import torch
 
         self.counted["sleeps"] += 1
         self.counted["sleeps with copies"] += self.side.has_transfers
-        torch.npu.current_stream().synchronize()  # Upstream waits for no kernel.
+        torch.npu.current_stream().synchronize()  # Upstream does not wait for kernels.
         self.core.sleep(level=1, mode="keep")
         thread = self.worker_side._thread
         if thread._num_running or thread._loads or thread._stores:
@@ -243,10 +247,10 @@ class LateEngine(scenarios.Engine):
         self.engine.add_request(number, prompt.inputs, sampling)
 
     def check(self, asked: Asked, answer: Answer) -> float:
-        """The largest difference of a log-probability from the reference.
+        """Return the largest difference of a log-probability from the reference.
 
         Raises:
-            DifferenceError: It is no rounding.
+            DifferenceError: The difference is larger than rounding explains.
         """
         expected = self.references[tuple(asked.prompt.token_ids)]
         largest = logprob_error(answer, expected)
@@ -259,13 +263,14 @@ class LateEngine(scenarios.Engine):
         return largest
 
     def run_seed(self, seed: int) -> dict[str, Any]:
-        """Serve some waves as a seed has it."""
+        """Serve some waves as a seed decides."""
         from torch_npu import emulation
 
         rng = random.Random(seed)
         self._forget_all()
         pool = self.scheduler.kv_cache_manager.block_pool
-        # In the order of a new engine: which page follows which is to be the seed's alone.
+        # The free pages are in the order of a new engine, so that only the seed decides which page
+        # follows which.
         pool.free_block_queue = type(pool.free_block_queue)(pool.blocks[1:])
         self._choose_options(rng)
         for tensor in self.worker_side._runner.pools.tensors:
@@ -335,7 +340,7 @@ class LateEngine(scenarios.Engine):
         return wave
 
     def _between_waves(self, rng: random.Random) -> None:
-        """Forget what is on the device, and some of what is in host memory."""
+        """Drop all cached pages of the device, and some entries of host memory."""
         if rng.random() < 0.3:
             return
         if rng.random() < 0.6:
@@ -351,7 +356,7 @@ class LateEngine(scenarios.Engine):
 
 
 def forget_measurements() -> None:
-    """How fast copies and steps were would decide what is loaded."""
+    """Have fixed costs of copies and steps; measured ones would decide what is loaded."""
     from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 
     for name in ("note_copies", "note_load", "note_step"):
@@ -380,9 +385,9 @@ def run_seeds(engine: LateEngine, seeds: Iterable[int], max_s: float) -> dict[st
 
 
 def run_alone(run: Callable[[], dict[str, Any]], max_s: int = HANGS_S) -> dict[str, Any]:
-    """What a function returns in a copy of this process; under ``failed`` why it did not.
+    """Return what a function returns in a copy of this process, or its error under ``failed``.
 
-    Nothing that it does outlives it: what the engine has learned is the same for each seed.
+    Changes that the function makes end with the copy, so the engine is the same for each seed.
     """
     receiver, sender = FORK.Pipe(duplex=False)
 
@@ -408,7 +413,7 @@ def run_alone(run: Callable[[], dict[str, Any]], max_s: int = HANGS_S) -> dict[s
 
 
 def run_without(engine: LateEngine, name: str, seeds: Iterable[int]) -> Any:
-    """The seed that fails without a protection, and why; empty if none does."""
+    """Return the first seed that fails without a protection, and why; nothing if none fails."""
 
     def run() -> dict[str, Any]:
         late_protections.take_away(name)
@@ -431,7 +436,7 @@ def main() -> None:
     engine = LateEngine(options.model, KINDS[options.kind])
     engine.make_references()
     gc.collect()
-    gc.freeze()  # Copies of this process share what is here.
+    gc.freeze()  # Copies of this process share these objects.
     seeds = range(options.first, options.first + options.seeds)
     report = run_seeds(engine, seeds, options.seconds)
     print(f"{len(report['seeds'])} seeds equal; failed: {report['failed']}", flush=True)
@@ -441,7 +446,7 @@ def main() -> None:
         report["without"][name] = failed
         print(f"without {name!r}: {failed or 'never red'}", flush=True)
     options.report.write_text(json.dumps(report))
-    os._exit(0)  # What failed may have left what a shutdown waits for.
+    os._exit(0)  # A shutdown could wait for something that a failure has left.
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models with random weights on disk, one of each kind of attention.
 
-Weights have a scale of 0.2, norms lie near one: at the usual 0.02 every log-probability is nearly
-the same, and a wrong page is not seen. Heads have sizes that the device's operators take.
+Weights have a scale of 0.2, and norms are near one. At the usual scale of 0.02 all
+log-probabilities are nearly the same, and a wrong page would not be detected. Heads have sizes that
+the device's operators take.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ LATENT = COMMON | {
 
 
 def full_attention(**other: int) -> PreTrainedConfig:
-    """Every layer sees all tokens; queries and keys are normed; two heads share a key."""
+    """Full attention in all layers. Queries and keys are normed, and two heads share a key."""
     return Qwen3Config(**HEADS | other, num_hidden_layers=4)
 
 
 def windows(window_tokens: int = WINDOW_TOKENS) -> PreTrainedConfig:
-    """Five layers with a window, one without; Gemma's norms."""
+    """Five layers with a window and one without, with Gemma's norms."""
     return Gemma3TextConfig(
         **HEADS,
         num_hidden_layers=6,
@@ -67,7 +68,7 @@ def windows(window_tokens: int = WINDOW_TOKENS) -> PreTrainedConfig:
 
 
 def sinks_and_experts() -> PreTrainedConfig:
-    """Sinks in all layers, a window in every other; experts with biases; YaRN."""
+    """Sinks in all layers, a window in every second layer, experts with biases, and YaRN."""
     return GptOssConfig(
         **HEADS | {"intermediate_size": 128},
         num_hidden_layers=4,
@@ -87,12 +88,12 @@ def sinks_and_experts() -> PreTrainedConfig:
 
 
 def latent() -> PreTrainedConfig:
-    """Latent attention, experts chosen by softmax from all."""
+    """Latent attention. Experts are chosen by softmax among all experts."""
     return DeepseekV2Config(**LATENT, topk_method="greedy", n_group=1, topk_group=1)
 
 
 def latent_and_best_groups() -> PreTrainedConfig:
-    """Latent attention, experts chosen by softmax, out of the groups with the best experts."""
+    """Latent attention. Experts are chosen by softmax in the groups with the best experts."""
     return DeepseekV2Config(
         **LATENT,
         topk_method="group_limited_greedy",
@@ -103,7 +104,7 @@ def latent_and_best_groups() -> PreTrainedConfig:
 
 
 def latent_and_groups() -> PreTrainedConfig:
-    """Latent attention, experts chosen by sigmoid and a bias, out of the best groups of experts."""
+    """Latent attention. Experts are chosen by sigmoid and a bias in the best groups of experts."""
     return DeepseekV3Config(
         **LATENT,
         n_group=4,
@@ -117,7 +118,7 @@ def latent_and_groups() -> PreTrainedConfig:
 
 
 def one_window_and_one_full() -> PreTrainedConfig:
-    """The smallest of two KV cache groups; pages leave its window soon."""
+    """The smallest model with two KV cache groups. Its pages leave the window soon."""
     return Gemma3TextConfig(
         **HEADS | {"num_key_value_heads": 1, "intermediate_size": 128},
         num_hidden_layers=2,
@@ -128,10 +129,10 @@ def one_window_and_one_full() -> PreTrainedConfig:
 
 
 def states() -> PreTrainedConfig:
-    """Three layers with states (gated delta rule) and one with full attention; experts.
+    """Three layers with states (gated delta rule), one with full attention, and experts.
 
-    vLLM-Ascend starts only where a state has as many bytes as the keys of a whole number of blocks
-    of 128 tokens: here of one.
+    vLLM-Ascend starts only if a state has as many bytes as the keys of a whole number of blocks of
+    128 tokens. Here it has as many as one block.
     """
     return Qwen3NextConfig(
         **HEADS,
@@ -160,13 +161,13 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
 CONFIGS = MODELS | {
     "one window": one_window_and_one_full,
     "windows of 120 tokens": partial(windows, 120),
-    # A token has 256 bytes of keys.
+    # The keys of a token have 256 bytes.
     "one head of keys": partial(full_attention, num_key_value_heads=1),
 }
 
 
 def write(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
-    """Writes the model to ``folder``, and returns it in float32, with the same weights."""
+    """Writes the model to ``folder``, and returns it in float32 with the same weights."""
     torch.manual_seed(0)
     with torch.device("cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -176,6 +177,7 @@ def write(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
                 tensor.add_(torch.randn_like(tensor) * 0.05)
             elif tensor.is_floating_point():
                 tensor.normal_(std=1.0 if name.endswith("sinks") else 0.2)
-    # The form of a checkpoint: transformers can hold weights in another one in memory.
+    # The files have the form of a checkpoint. transformers can hold weights in another form in
+    # memory.
     model.save_pretrained(folder)
     return model

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask prompts that begin alike of a model with states, and compare with no prefix caching.
+"""Send prompts with the same beginnings to a model with states; compare with no prefix caching.
 
     python state_hits.py REPORT MODEL LINE [--connector NAME] [--prompts 200] [--at-once 4]
 
-A prompt may hit what full attention has cached of another one, where no state was kept: see
-`LINES` for the schedulers that take it.
+A prompt may hit KV of full attention that another prompt has cached where no state was kept.
+`LINES` has the schedulers that take such a hit.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ LINES: dict[str, dict[str, Any]] = {
         if IS_0_23
         else {"scheduler_config": {"recompute_scheduler_enable": True}}
     },
-    # Upstream starts it with several ranks only, which have nothing to do with hits.
+    # Upstream starts this scheduler only with several ranks. They do not matter for hits.
     "load-balancing": {
         "scheduler_cls": "vllm_ascend.core.dyntra_lb_scheduler.AsyncDyntraLBScheduler"
     },
 }
-"""Arguments of an engine, by scheduler."""
+"""Arguments of the engine, by name of the scheduler."""
 DECODE_NODES = ("recompute", "load-balancing")
 REPLY_TOKENS = 4
 WRONG = 1e-3
-"""Of a log-probability; float32 differs by 1e-5."""
+"""A difference of a log-probability that is an error. Rounding in float32 makes 1e-5."""
 NUM_BRANCHES = 4
 
 
 def prompts(number: int) -> list[Tokens]:
-    """Prompts in families: each has the beginning of another one of its family."""
+    """Prompts in families. Each prompt begins like another one of its family."""
     rng = random.Random(4)
     found: list[Tokens] = []
     while len(found) < number:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device ``npu``: its memory, what it refuses, and that it computes as a CPU does."""
+"""The device ``npu``: its memory, the calls that it refuses, and results equal to a CPU's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_npu.kernels import kernel, like
 
 @pytest.fixture(params=[None, 0, 3], ids=["synchronous", "seed 0", "seed 3"], autouse=True)
 def schedule(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test, on a synchronous device and on a late one."""
+    """Run every test on a synchronous device and on a late one."""
     emulation.set_seed(request.param)
     yield
     emulation.set_seed(None)
@@ -86,7 +86,7 @@ def test_pinned_memory_is_known_by_its_address() -> None:
     assert not torch.zeros(4).is_pinned() and torch.zeros(4).pin_memory().is_pinned()
     with pytest.raises(RuntimeError, match="CPU tensors can be pinned"):
         torch.empty(4, device="npu", pin_memory=True)
-    # As torch_npu: what is filled at once is the device's, and the wish is ignored.
+    # A tensor that is filled at once is the device's, and pin_memory is ignored, as in torch_npu.
     for make, value in ((torch.zeros, 0), (torch.ones, 1)):
         filled = make(4, 2, dtype=torch.int32, device="npu", pin_memory=True)
         assert filled.device.type == "npu" and filled.cpu().unique().tolist() == [value]
@@ -179,7 +179,9 @@ def test_a_kernels_body_gets_the_values_of_the_call_and_the_memory_of_its_run() 
         return page[: int(lengths.sum())] * 2
 
     launch = kernel("npu_y", body, lambda call: [((3,), call.page.dtype)], on_host=["lengths"])
-    page, lengths, names = on_npu(4), torch.tensor([1, 2]), ["a"]
+    page = on_npu(4)
+    lengths = torch.tensor([1, 2])
+    names = ["a"]
     page.add_(1)
     result = launch(page, lengths, names)
     lengths.zero_()

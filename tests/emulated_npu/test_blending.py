@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blended requests on the emulated NPU answer what plain torch says of their segments.
+"""Blended requests on the emulated NPU answer as plain torch computes from their segments.
 
-Keys are turned by the angles of vLLM-Ascend's own rotary classes.
+Keys are rotated by the angles of vLLM-Ascend's own rotary classes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ WINDOWS_TOKENS = {
     "windows of 120 tokens": 120,
     "sinks, windows, experts": 128,
 }
-"""Of models that blend: shorter than most of the documents."""
-MODELS = tuple(WINDOWS_TOKENS)[: 1 if IS_SAMPLE else None]
+"""Windows of the models that blend. They are shorter than most documents."""
+MODELS = tuple(WINDOWS_TOKENS)[:1] if IS_SAMPLE else tuple(WINDOWS_TOKENS)
 EXACT = ("exact: long heads", "exact: in place")
 CONTROLS = ("wrong: not rotated", "wrong: swapped", "wrong: zeroed keys")
 
@@ -50,7 +50,10 @@ def blended(
 def serve_each(
     tmp_path_factory: pytest.TempPathFactory, plans: Mapping[str, Plan], environ: Mapping[str, str]
 ) -> Reports:
-    """Each in its own process: its first engine decides whether vLLM-Ascend expects experts."""
+    """Serve each model in its own process.
+
+    The first engine of a process decides whether vLLM-Ascend expects experts.
+    """
     reports = Reports()
     for model, plan in plans.items():
         reports |= processes.serve(tmp_path_factory, {model: plan}, environ, NPU)
@@ -64,7 +67,8 @@ def test_blended_answers_are_those_of_the_oracle(
     served = blended[model]
     oracle = Oracle(folder_of(model), served.report["facts"]["sinks"], MAX_TOKENS)
     window_tokens = WINDOWS_TOKENS[model]
-    errors, untouched = [], []
+    errors = []
+    untouched = []
     for answer in served.answers(f"heads {HEAD_TOKENS}"):
         if answer.params is None:  # No segment is longer than the window.
             continue
@@ -81,7 +85,7 @@ def test_blended_answers_are_those_of_the_oracle(
 
 
 def wrong_errors(oracle: Oracle, served: Served, window_tokens: int = 0) -> list[float]:
-    """Of what was loaded wrong on purpose."""
+    """Controls: KV that was loaded wrong on purpose changes answers."""
     answers = [answer for label in CONTROLS for answer in served.answers(label)]
     assert len(answers) == len(CONTROLS)
     return [
@@ -99,7 +103,8 @@ def test_what_is_in_place_is_exact(
             label: ([answer.prompt for answer in blended[model].answers(label)], 8)
             for label in EXACT
         }
-        engine, options = POOL | NO_PREFIX_CACHING, {"prompts": prompts}
+        engine = POOL | NO_PREFIX_CACHING
+        options = {"prompts": prompts}
         plans[model] = Plan(folder_of(model), ["plain"], "blending", engine, options)
     plain = serve_each(tmp_path_factory, plans, PLUGIN_OFF)
     for model in MODELS:

@@ -24,16 +24,22 @@ ENGINE = {
 }
 CACHING = {"enable_prefix_caching": True}
 SMALL_BLOCKS = {"block_size": 32, "num_gpu_blocks_override": 3000}
-"""Prefix hits of vllm-ascend are multiples of 4,096 tokens then, not of 16,384."""
+"""With these blocks, prefix hits of vllm-ascend are multiples of 4,096 instead of 16,384 tokens."""
 
 REFERENCE_TOLERANCE = 0.02
-"""Where float32 differs in its last bits, bfloat16 rounds otherwise; logits are 6 on average."""
+"""Largest difference from the reference. Logits are 6 on average.
+
+Where float32 differs in its last bits, bfloat16 may round to another number.
+"""
 CHOICE_TOLERANCE = 0.3
-"""The same where 8-bit scores of compressed keys are nearly equal, and others are chosen."""
+"""Largest difference where the indexer chooses.
+
+Other keys are chosen where 8-bit scores of compressed keys are nearly equal.
+"""
 TOLERANCE = 2e-3
-"""Of the same model, in steps of another size."""
+"""Largest difference between two runs of a model with steps of different sizes."""
 CONTROL = 0.5
-"""What is wrong differs by more."""
+"""Smallest difference of a wrong answer."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +63,7 @@ SETTINGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> LazyReports:
-    """By setting, each in a process of its own."""
+    """Reports by setting. Each setting has its own process."""
     plans = {
         name: Plan(model, scenarios, "compressed_attention", ENGINE | engine)
         for name, (scenarios, engine) in SETTINGS.items()
@@ -75,7 +81,7 @@ def reference_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 
 def difference_to(reference: Reference, served: Served, length: int) -> float:
-    """Of what was answered to a prompt, at each step's best five."""
+    """Largest difference of a prompt's answer, over the five best tokens of each step."""
     (answer,) = served.answers(f"answer to {length}")
     return answers.oracle_error(reference.logprobs(answer.prompt, answer.reply), answer)
 
@@ -90,7 +96,7 @@ def test_answers_are_those_of_transformers_while_all_compressed_keys_are_read(
 def test_answers_are_those_of_transformers_where_the_indexer_chooses(
     served: LazyReports, reference_of: Callable[..., Reference]
 ) -> None:
-    """2,400 tokens have 600 keys of which 512 are read."""
+    """2,400 tokens have 600 compressed keys, and 512 of them are read."""
     assert difference_to(reference_of(), served["alone"], 2400) < CHOICE_TOLERANCE
     reading_all = reference_of(index_topk=1 << 20)
     assert difference_to(reading_all, served["alone"], 2400) > 4 * CHOICE_TOLERANCE
@@ -99,7 +105,7 @@ def test_answers_are_those_of_transformers_where_the_indexer_chooses(
 def test_vllm_ascend_turns_layers_without_compressor_by_yarn_as_deepseek_does_not(
     served: LazyReports, reference_of: Callable[..., Reference]
 ) -> None:
-    """When upstream mends this, the other tests have to ask for a reference without it."""
+    """When upstream fixes this, the other tests must use a reference without it."""
     deepseek = reference_of(has_yarn_everywhere=False)
     assert difference_to(deepseek, served["alone"], 700) > CONTROL
 
@@ -123,7 +129,8 @@ def test_loads_that_move_nothing_give_other_answers(served: LazyReports) -> None
 
 
 def test_a_hole_is_computed_and_what_lies_behind_it_is_loaded(served: LazyReports) -> None:
-    found, alone = served["connector"], served["alone"]
+    found = served["connector"]
+    alone = served["alone"]
     found.check_equal(alone, ["hole"], TOLERANCE)
     assert 0 < found.report["facts"]["hole"] < 1408
     assert found.counted("hole", "tokens behind holes") > 0
@@ -138,7 +145,8 @@ def test_a_chunk_takes_the_bytes_in_host_memory_that_were_planned(served: LazyRe
 
 
 def test_the_device_hits_what_it_computed(served: LazyReports) -> None:
-    found, alone = served["small blocks"], served["small blocks, alone"]
+    found = served["small blocks"]
+    alone = served["small blocks, alone"]
     found.check_equal(alone, ["long again"], CHOICE_TOLERANCE)
     for label in ("long again", "long again, spoiled"):
         assert found.hit_tokens(label) == [4096]

@@ -47,7 +47,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def scaled(module: torch.nn.Module) -> torch.nn.Module:
-    """With weights of scale 0.2."""
+    """Set the weights of a module to random numbers of scale 0.2."""
     for parameter in itertools.chain(module.parameters(), module.buffers()):
         if parameter.is_floating_point():
             parameter.data = parameter.data.new_empty(parameter.shape).normal_() * 0.2
@@ -65,9 +65,11 @@ def no_gradients() -> Iterator[None]:
 def test_hyper_connections_collapse_and_mix_as_the_reference_does(iterations: int) -> None:
     module = scaled(reference.DeepseekV4HyperConnection(CONFIG))
     module.hc_sinkhorn_iters = iterations
-    streams, answer = torch.randn(1, 9, 4, HIDDEN), torch.randn(1, 9, HIDDEN)
+    streams = torch.randn(1, 9, 4, HIDDEN)
+    answer = torch.randn(1, 9, HIDDEN)
     post, comb, collapsed = module(streams)
-    weights, sizes = (module.fn, module.scale, module.base), (4, iterations)
+    weights = (module.fn, module.scale, module.base)
+    sizes = (4, iterations)
     epsilons = CONFIG.rms_norm_eps, CONFIG.hc_eps
     found = hyper_connections.hc_pre(streams[0], *weights, *sizes, *epsilons)
     for one, other in zip(found, (collapsed[0], post[0], comb[0]), strict=True):
@@ -79,7 +81,7 @@ def test_hyper_connections_collapse_and_mix_as_the_reference_does(iterations: in
 
 
 def keys_of(module: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    """The reference's keys of one prompt, shape ``[keys, head_size]``."""
+    """The keys of one prompt that the reference computes, shape ``[keys, head_size]``."""
     positions = torch.arange(len(hidden_states))[None]
     if hasattr(module, "indexer"):
         module.indexer.forward = lambda *_: torch.zeros(1, len(hidden_states), 1).long()
@@ -93,15 +95,17 @@ def test_a_compressor_fed_in_steps_returns_the_keys_of_the_whole_prompt(
 ) -> None:
     rng = random.Random(ratio + block_size)
     kind = reference.DeepseekV4CSACompressor if ratio == 4 else reference.DeepseekV4HCACompressor
-    module, coff = scaled(kind(CONFIG)), 2 if ratio == 4 else 1
-    width, lengths = coff * CONFIG.head_dim, (3 * ratio + 2, 2 * ratio, ratio - 1)
+    module = scaled(kind(CONFIG))
+    coff = 2 if ratio == 4 else 1
+    width = coff * CONFIG.head_dim
+    lengths = (3 * ratio + 2, 2 * ratio, ratio - 1)
     prompts = [torch.randn(length, HIDDEN) for length in lengths]
     expected = [keys_of(module, prompt) for prompt in prompts]
     pages = iter(rng.sample(range(1, 1000), 900))
     table = torch.tensor(
         [[next(pages) for _ in range(-(-max(lengths) // block_size))] for _ in prompts]
     )
-    state = torch.randn(1000, block_size, 2 * width) * 50  # what others have left there
+    state = torch.randn(1000, block_size, 2 * width) * 50  # numbers that earlier requests have left
     angles = torch.arange(4096)[:, None] * module.rotary_emb.compress_inv_freq
     cos, sin = (function(angles).repeat_interleave(2, -1) for function in (torch.cos, torch.sin))
     cache = torch.full((40, 16, CONFIG.head_dim), 7.0)
@@ -113,7 +117,8 @@ def test_a_compressor_fed_in_steps_returns_the_keys_of_the_whole_prompt(
             for n, p in zip(done, prompts, strict=True)
         ]
         x = torch.cat([p[n : n + more] for p, n, more in zip(prompts, done, step, strict=True)])
-        bounds, start = torch.tensor([0, *itertools.accumulate(step)]), torch.tensor(done)
+        bounds = torch.tensor([0, *itertools.accumulate(step)])
+        start = torch.tensor(done)
         if not len(x):
             continue
         rows = min(len(x), len(x) // ratio + len(prompts))
@@ -124,10 +129,23 @@ def test_a_compressor_fed_in_steps_returns_the_keys_of_the_whole_prompt(
         shapes = compressor.compressor_metadata_outputs(call)
         assert [(tuple(t.shape), t.dtype) for t in (one_cos, one_sin, slots)] == shapes
         keys = compressor.compressor(
-            *(x, module.kv_proj.weight, module.gate_proj.weight, state),
-            *(module.position_bias, module.kv_norm.weight),
+            x,
+            module.kv_proj.weight,
+            module.gate_proj.weight,
+            state,
+            module.position_bias,
+            module.kv_norm.weight,
             *(one.view(rows, -1) for one in (one_sin, one_cos)),
-            *(table, bounds, None, start, 64, ratio, coff, CONFIG.rms_norm_eps, 2, 1),
+            table,
+            bounds,
+            None,
+            start,
+            64,
+            ratio,
+            coff,
+            CONFIG.rms_norm_eps,
+            2,
+            1,
         )
         paged_cache.scatter_nd_update(cache, slots, keys)
         done = [n + more for n, more in zip(done, step, strict=True)]
@@ -150,7 +168,8 @@ def test_states_of_page_0_are_not_stored() -> None:
 
 def test_keys_of_several_requests_get_their_slots_and_the_rest_gets_none() -> None:
     cos = torch.arange(2048 * 4, dtype=torch.float32).view(2048, 4)
-    bounds, start = torch.tensor([0, 131, 151, 158]), torch.tensor([0, 125, 640])
+    bounds = torch.tensor([0, 131, 151, 158])
+    start = torch.tensor([0, 125, 640])
     table = torch.tensor([[10, 11], [20, 21], [30, 31]])
     one, other, slots = compressor.compressor_metadata(
         cos, -cos, bounds, start, table, 128, compressor.BLOCK_AND_OFFSET, 4, 42, 3
@@ -166,10 +185,14 @@ def test_keys_of_several_requests_get_their_slots_and_the_rest_gets_none() -> No
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_attention_reads_the_window_the_chosen_keys_and_the_sink(ratio: int) -> None:
-    heads, size, window = 8, 32, 16
-    lengths, steps = (300, 9, 130), (140, 1, 130)
+    heads = 8
+    size = 32
+    window = 16
+    lengths = (300, 9, 130)
+    steps = (140, 1, 130)
     bounds = torch.tensor([0, *itertools.accumulate(steps)])
-    q, sinks = torch.randn(sum(steps), heads, size), torch.randn(heads)
+    q = torch.randn(sum(steps), heads, size)
+    sinks = torch.randn(heads)
     swa = torch.randn(200, 16, 1, size)
     table = torch.randperm(199)[: 3 * 20].view(3, 20) + 1
     compressed = torch.randn(60, 16, 1, size) if ratio else None
@@ -194,7 +217,9 @@ def test_attention_reads_the_window_the_chosen_keys_and_the_sink(ratio: int) -> 
             chosen = picks if chosen is None else torch.cat((chosen, picks))
         mask = torch.where(torch.cat((seen, may), 1), 0.0, float("-inf"))[None, None]
         module = torch.nn.Module()
-        module.num_key_value_groups, module.sinks, module.training = heads, sinks, False
+        module.num_key_value_groups = heads
+        module.sinks = sinks
+        module.training = False
         both = torch.cat((keys, more))[None, None]
         query = q[bounds[request] : bounds[request + 1]].transpose(0, 1)[None]
         expected.append(
@@ -220,14 +245,15 @@ def test_attention_reads_the_window_the_chosen_keys_and_the_sink(ratio: int) -> 
 
 
 def test_the_indexer_chooses_the_best_keys_whose_windows_have_ended() -> None:
-    lengths, steps, count = (900, 130, 3), (70, 1, 3), 64
+    lengths = (900, 130, 3)
+    steps = (70, 1, 3)
+    count = 64
     bounds = list(itertools.accumulate(steps))
     query = torch.randint(-127, 128, (sum(steps), 64, 128), dtype=torch.int8)
-    weights, query_scale = torch.randn(sum(steps), 64).half(), torch.rand(sum(steps), 64).half()
-    key, key_scale = (
-        torch.randint(-127, 128, (40, 16, 1, 128), dtype=torch.int8),
-        torch.rand(40, 16, 1).half(),
-    )
+    weights = torch.randn(sum(steps), 64).half()
+    query_scale = torch.rand(sum(steps), 64).half()
+    key = torch.randint(-127, 128, (40, 16, 1, 128), dtype=torch.int8)
+    key_scale = torch.rand(40, 16, 1).half()
     table = torch.randperm(39).view(3, 13)
     table = torch.nn.functional.pad(table, (0, 3)) + 1
     table[0, 13:] = torch.tensor([1, 2, 3])
@@ -263,12 +289,11 @@ def test_the_indexer_chooses_the_best_keys_whose_windows_have_ended() -> None:
 
 
 def test_a_token_goes_to_the_experts_of_its_id_or_to_those_that_score_best() -> None:
-    by_id, by_score = (
-        scaled(reference.DeepseekV4HashRouter(CONFIG)),
-        scaled(reference.DeepseekV4TopKRouter(CONFIG)),
-    )
+    by_id = scaled(reference.DeepseekV4HashRouter(CONFIG))
+    by_score = scaled(reference.DeepseekV4TopKRouter(CONFIG))
     by_id.tid2eid = torch.stack([torch.randperm(16)[:4] for _ in range(64)])
-    ids, hidden = torch.randint(64, (1, 30)), torch.randn(1, 30, HIDDEN)
+    ids = torch.randint(64, (1, 30))
+    hidden = torch.randn(1, 30, HIDDEN)
     for module, extra in ((by_id, (ids,)), (by_score, ())):
         logits, weights, chosen = module(hidden, *extra)
         found = experts.moe_gating_top_k_hash(
@@ -280,7 +305,8 @@ def test_a_token_goes_to_the_experts_of_its_id_or_to_those_that_score_best() -> 
             group_select_mode=1,
             norm_type=2,
         )
-        dense, other = torch.zeros(30, 16), torch.zeros(30, 16)
+        dense = torch.zeros(30, 16)
+        other = torch.zeros(30, 16)
         dense.scatter_(1, chosen, weights)
         other.scatter_(1, found[1].long(), found[0])
         close(other, dense)
@@ -289,7 +315,8 @@ def test_a_token_goes_to_the_experts_of_its_id_or_to_those_that_score_best() -> 
 def test_a_part_of_each_head_is_turned_in_place_and_back() -> None:
     x = torch.randn(7, 3, 96)
     angles = torch.rand(7, 16)
-    cos, sin = angles.cos().repeat_interleave(2, -1), angles.sin().repeat_interleave(2, -1)
+    cos = angles.cos().repeat_interleave(2, -1)
+    sin = angles.sin().repeat_interleave(2, -1)
     expected = reference.apply_rotary_pos_emb(
         x[None], angles.cos()[None], angles.sin()[None], unsqueeze_dim=2
     )[0]

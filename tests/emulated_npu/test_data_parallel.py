@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two data-parallel ranks of vLLM-Ascend's balance scheduler answer as one engine without anything.
+"""Two data-parallel ranks of vLLM-Ascend's balance scheduler answer as one plain engine does.
 
-The ranks are engines in processes of their own. They take every step of the experts together, and
-tell each other how many requests run; each has its own host memory. The reference is one engine
-without this package and without prefix caching.
+The ranks are engines in two processes. They make every step of the experts together, and exchange
+how many requests run. Each has its own host memory. The reference is one engine without this
+package and without prefix caching.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ BALANCED = {
 }
 SYNCHRONOUS = BALANCED | {"async_scheduling": False}
 ASYNCHRONOUS = BALANCED | {"async_scheduling": True, "distributed_executor_backend": "mp"}
-"""With workers in processes of their own, as by default."""
+"""Arguments of engines whose workers have their own processes, as by default."""
 SCENARIOS = ("turns", "holes", "crowd", "failures", "skipped")
 
 
 class Case(NamedTuple):
-    """What is served on two ranks: a model of `random_models`, engines, and what they are asked."""
+    """A case on two ranks: a model of `random_models`, the engines, and their requests."""
 
     model: str
     engine: Mapping[str, Any]
@@ -52,7 +52,7 @@ CASES = {
 }
 WITH_HOLES = ("windows", "latents")
 LOADED = ("warm", "second turn", "crowd again")
-"""What has to be in host memory of both ranks, and nowhere else."""
+"""Scenarios whose KV must be in the host memory of both ranks and not on a device."""
 SKIPPED = "skipped loads"
 
 
@@ -60,7 +60,7 @@ SKIPPED = "skipped loads"
 def served(
     folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> LazyReports:
-    """By case, and by ``reference, MODEL``."""
+    """Reports by case, and by ``reference, MODEL``."""
     served = []
     for name, case in CASES.items():
         folder = partial(folder_of, case.model)
@@ -76,14 +76,14 @@ def with_reference(served: LazyReports, name: str) -> tuple[Served, Served]:
 
 
 def errors(found: Served, reference: Served, label: str) -> dict[int, float]:
-    """By rank, the largest difference of a log-probability from the reference's."""
+    """Largest difference of a log-probability from the reference, by rank."""
     ranks = found.report["asked"][label]["ranks"]
     of_answers = list(zip(ranks, found.logprob_errors(label, reference), strict=True))
     return {rank: max(error for each, error in of_answers if each == rank) for rank in set(ranks)}
 
 
 def counted(found: Served, label: str, name: str) -> list[int]:
-    """By rank."""
+    """A count of each rank."""
     return [rank.get(name, 0) for rank in found.report["asked"][label]["counted"]]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make demo-ascend` prints."""
+"""The output of `make demo-ascend`."""
 
 from __future__ import annotations
 

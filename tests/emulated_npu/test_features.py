@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes back from host memory on the emulated NPU is what is computed without the package.
+"""KV from host memory on the emulated NPU gives the answers of an engine without the package.
 
-Each model is served by vLLM-Ascend without package, prefix caching and drafts, and with adaptive
-retention and KvextConnector; with draft tokens its own proposer and rejection sampler run. Beside
-what must be equal stand controls: what must differ. Sleep with requests and transfers under way is
-among the late streams: see ``late_streams.py``.
+Each model is served by vLLM-Ascend twice: without package, prefix caching and drafts; and with
+adaptive retention and KvextConnector. With draft tokens vLLM-Ascend's own proposer and rejection
+sampler run. Some answers must be equal; answers of controls must differ. ``late_streams.py`` tests
+sleep with requests and transfers under way.
 """
 
 from __future__ import annotations
@@ -42,30 +42,34 @@ from support.scenarios.processes import (
 )
 
 NO_HOLES = {"states", *draft_models.WRITERS}
-"""Models in which no holes are left: where a chunk is missing, all behind it is computed. A state
-needs all tokens before it; for drafts see docs/offload.md."""
+"""Models without holes: all tokens behind a missing chunk are computed.
+
+A state needs all tokens before it. docs/offload.md says why for drafts.
+"""
 WITH_TAILS = {"windows", "sinks, windows, experts", "states"}
-"""Models with groups of which host memory holds what a boundary needs: windows, states."""
+"""Models with groups (windows, states) of which host memory holds only pages for a boundary."""
 DENSE = ("full attention", "windows", "latent attention, experts")
 MODELS = ("windows",) if IS_SAMPLE else tuple(GROUPS)
 ENGINES: dict[str, dict[str, Any]] = {
-    # vLLM has no prefix caching here unless it is asked for; and with the workload's 128 tokens a
-    # step, prompts would wait for each answer: their parts are whole blocks of 128 tokens.
+    # vLLM caches no prefixes of such a model unless an argument says so. Parts of prompts are whole
+    # blocks of 128 tokens, so with the workload's 128 tokens per step, prompts would wait for each
+    # answer.
     "states": {"enable_prefix_caching": True, "max_num_batched_tokens": 512},
 }
-"""By model, what its engines need beside what all have."""
+"""Arguments of engines that only some models need, by model."""
 
 
 def check_features(found: Served, model: str) -> None:
-    """Counts of what the names of the scenarios say."""
+    """Check the counts that the scenarios' names stand for."""
     assert found.report["num_groups"] == GROUPS[model]
     assert sum(found.hit_tokens("warm")) > 0 and sum(found.hit_tokens("second turn")) > 0
     holes = [f"hole: {name}" for name in HOLES_TOKENS]
     for name in ("hole tokens", "tokens behind holes"):
         assert (found.counted_in_all(name, holes) > 0) is (model not in NO_HOLES)
     if model in NO_HOLES:
-        # The first prompt of the round meets its own chunks only. States are at few boundaries.
-        for name in ["in the middle"] if model == "states" else HOLES_TOKENS:
+        # The first prompt of the round finds only its own chunks. States exist at few boundaries.
+        names = ["in the middle"] if model == "states" else HOLES_TOKENS
+        for name in names:
             assert found.hit_tokens(f"hole: {name}")[0] == HOLES_TOKENS[name][0][0]
     assert found.report["batched copies"]["calls"] > 0
     if model in draft_models.WRITERS:
@@ -96,7 +100,7 @@ def check_holes(found: Served, model: str) -> None:
 
 
 def check_sleep(found: Served, model: str) -> None:
-    """Memory and weights went away; host memory was emptied, and is used again."""
+    """Memory and weights were freed. Host memory was emptied and is used again."""
     facts = found.report["facts"]
     assert facts["asleep bytes"] < facts["awake bytes"] / 2 and facts["has no weights"]
     for event in ("a sleep", "new weights"):
@@ -113,9 +117,9 @@ class Case(NamedTuple):
     """Engines, one for each of some models.
 
     Attributes:
-        check: Asserts that the engine did what it is for.
-        pool_blocks: By the number of KV cache groups.
-        shares_process: With others of the same environment.
+        check: Asserts that the engine used the feature of the case.
+        pool_blocks: Blocks of the pool, by the number of KV cache groups.
+        shares_process: Whether cases with the same environment run in one process.
     """
 
     models: Sequence[str]
@@ -133,27 +137,40 @@ TWO_DEVICES = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 CASES = {
     "kvext": Case(MODELS, ALL, ADAPTIVE, check_features, connector(), shares_process=True),
     "crowded": Case(
-        *(MODELS, ("storm", "eviction"), ADAPTIVE, check_crowd),
-        *(small_connector(), CROWDED_BLOCKS),
+        MODELS,
+        ("storm", "eviction"),
+        ADAPTIVE,
+        check_crowd,
+        small_connector(),
+        CROWDED_BLOCKS,
         shares_process=True,
     ),
-    # States on two devices are left out: their cell would ask for holes.
+    # The model with states is not among these, as its cell on two devices would have holes.
     "tensor parallel 2": Case(
-        *(DENSE, ("turns", "document", "holes"), ADAPTIVE, check_holes),
+        DENSE,
+        ("turns", "document", "holes"),
+        ADAPTIVE,
+        check_holes,
         connector() | TWO_DEVICES,
     ),
     "retention by interval": Case(
         (*DENSE, "states"), ("turns", "document"), {INTERVAL: "256"}, check_hits
     ),
     "vLLM's prefix caching": Case(("states",), ("turns", "document"), PLUGIN_OFF, check_hits),
-    # None with experts: vLLM-Ascend 0.23.0 wakes up with their weights transposed, for a trainer
-    # that loads others.
+    # Models with experts are not among these. vLLM-Ascend 0.23.0 wakes up with their weights
+    # transposed, for a trainer that loads new weights.
     "sleep and wake": Case(
-        *(("full attention", "windows"), ("sleeps",), ADAPTIVE, check_sleep),
+        ("full attention", "windows"),
+        ("sleeps",),
+        ADAPTIVE,
+        check_sleep,
         SLEEPING | connector(),
     ),
     "drafts": Case(
-        *(tuple(draft_models.WRITERS), WITH_DRAFTS, PLUGIN_OFF, check_drafts),
+        tuple(draft_models.WRITERS),
+        WITH_DRAFTS,
+        PLUGIN_OFF,
+        check_drafts,
         NO_PREFIX_CACHING,
     ),
 }
@@ -190,10 +207,11 @@ def is_wrong_on_purpose(model: str, name: str, label: str) -> bool:
 def served(
     folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> LazyReports:
-    """By name and model, and by ``reference`` and model."""
+    """Reports by case and model, and by ``reference`` and model."""
     processes: dict[object, tuple[Mapping[str, str], dict[str, Plan]]] = {}
     for model in MODELS:
-        folder, of_model = folder_of(model), ENGINES.get(model, {})
+        folder = folder_of(model)
+        of_model = ENGINES.get(model, {})
         names = [name for other, name in CELLS if other == model]
         asked = dict.fromkeys(each for name in names for each in scenarios_of(model, name))
         reference = of_model | pool_of(model) | NO_PREFIX_CACHING
@@ -215,7 +233,8 @@ def served(
 def test_answers_are_those_without_the_package(
     served: LazyReports, record_property: Any, model: str, name: str
 ) -> None:
-    found, reference = served[f"{name}, {model}"], served[f"reference, {model}"]
+    found = served[f"{name}, {model}"]
+    reference = served[f"reference, {model}"]
     controls = [label for label in found.labels if is_wrong_on_purpose(model, name, label)]
     right = [label for label in found.labels if label not in controls]
     largest = found.check_equal(reference, right, TOLERANCE)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that the AscendC kernel moves in a served model, beside those that batched DMA moves.
+"""A served model with pages that the AscendC kernel moves and pages that batched DMA moves.
 
-The choice between both, the launcher and the kernel's source are the real ones, on streams that are
-on time and late. A block of 128 tokens is a run, so that all runs of these models are larger than
-`page_transfer.MIN_MEAN_RUN_BYTES_FOR_DMA`: the workload lowers and raises it, so that transfers go
-by turns. What one way has stored the other one loads.
+The choice between both, the launcher and the kernel's source are the real ones. Streams are on time
+or late. A block of 128 tokens is a run, so all runs of these models are larger than
+`page_transfer.MIN_MEAN_RUN_BYTES_FOR_DMA`. The workload lowers and raises this limit, so that
+transfers use the two ways in turn. One way loads what the other way has stored.
 
-Tokens of segments lie anywhere in their pages: there the real size decides.
+Tokens of segments may be anywhere in their pages. For them the real limit decides.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ pytestmark = pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cma
 KERNEL = {"VLLM_ASCEND_KVEXT_ASCEND_KERNEL": "1"}
 IN_TURNS = {"store": ["kernel", "dma"], "load": ["kernel", "kernel", "dma"]}
 WAYS = tuple(f"{way} {name}" for way in ("kernel", "dma") for name in ("store", "load"))
-MODELS = ("full attention", "windows")[: 1 if IS_SAMPLE else None]
+MODELS = ("full attention",) if IS_SAMPLE else ("full attention", "windows")
 SCENARIOS = ("skipped", "turns", "late")
 SKIPPED = "kernels copy nothing"
-"""The label of the control."""
+"""Label of the control."""
 
 Serve = Callable[..., Served]
 Reports = Callable[[str], tuple[Served, Served]]
@@ -48,14 +48,15 @@ Reports = Callable[[str], tuple[Served, Served]]
 
 @pytest.fixture(scope="module")
 def serve(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Serve:
-    """An engine with the kernel; the other arguments are options of its plan."""
+    """Serve an engine with the kernel. The other arguments are options of its plan."""
     libraries = str(kernel_launcher.build(tmp_path_factory.mktemp("launcher")))
 
     def serve(
         model: str, scenarios: tuple[str, ...], module: str = "kernel_or_dma", **options: Any
     ) -> Served:
         if module == "kernel_or_dma":
-            engine, environ = connector() | pool_of(model), KERNEL | ADAPTIVE
+            engine = connector() | pool_of(model)
+            environ = KERNEL | ADAPTIVE
         else:
             environ = KERNEL
             engine = processes.blending(separator=SEPARATOR, learn=False) | POOL
@@ -70,7 +71,7 @@ def serve(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
 def reports(
     serve: Serve, folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Reports:
-    """Of an engine with kernel and DMA, and of one without the package."""
+    """Reports of an engine with kernel and DMA, and of an engine without the package."""
 
     @cache
     def reports(model: str) -> tuple[Served, Served]:
@@ -99,7 +100,8 @@ def test_answers_are_those_without_the_package(
 @pytest.mark.parametrize("model", MODELS)
 def test_both_ways_are_taken_and_no_third(reports: Reports, model: str) -> None:
     found, _ = reports(model)
-    counted, kernels = found.report["ways"]["counted"], found.report["kernels"]
+    counted = found.report["ways"]["counted"]
+    kernels = found.report["kernels"]
     assert all(counted[way] > 0 for way in WAYS), counted
     launches = counted["kernel store"] + counted["kernel load"]
     assert kernels["launches"] == kernels["ended"] == launches
@@ -120,7 +122,7 @@ def test_kernels_are_late_as_the_seeds_say(reports: Reports, model: str) -> None
 
 @pytest.mark.skipif(IS_SAMPLE, reason="not in the sample")
 def test_kernels_that_do_not_wait_for_the_model_are_seen(serve: Serve, reports: Reports) -> None:
-    """Stores alone: what they read has not been written yet."""
+    """Check stores only: they read pages that have not been written yet."""
     model = "full attention"
     turns_of = {"store": ["kernel"], "load": ["kernel"]}
     found = serve(model, ("late",), turns_of=turns_of, without="stores wait")
@@ -134,8 +136,9 @@ def test_kernels_that_do_not_wait_for_the_model_are_seen(serve: Serve, reports: 
 def test_small_runs_of_segments_go_by_the_kernel(
     serve: Serve, folder_of: Callable[[str], Path], record_property: Any
 ) -> None:
-    """From and to the pages: the memory in which keys are rotated is mapped as well."""
-    model, how = "one head of keys", {"module": "kernel_segments", "heads": [HEAD_TOKENS]}
+    """Check loads and stores. The memory in which keys are rotated is mapped as well."""
+    model = "one head of keys"
+    how = {"module": "kernel_segments", "heads": [HEAD_TOKENS]}
     served = serve(model, ("orders", "controls"), **how)
     skipping = serve(model, ("orders",), **how, skips_loads=True)
     oracle = Oracle(folder_of(model), served.report["facts"]["sinks"], MAX_TOKENS)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels and copies that are late, in orders that seeds choose, change no answer.
+"""Late kernels and copies, in orders that seeds choose, change no answer.
 
-Stores, loads, holes, segments, preemption, aborts and failed copies, in one engine; see
-``late_streams.py``, which replays a seed, and runs any number of them.
+One engine has stores, loads, holes, segments, preemption, aborts and failed copies.
+``late_streams.py`` replays a seed, and runs any number of seeds.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ SHOWN = {
     "segments wait": 20,
     "no transfers in sleep": 20,
 }
-"""Protections of which so many seeds show that they are gone.
+"""Protections, and the number of seeds after which the absence of each is detected.
 
-Of others unit tests show it: of the fence, of tails, of pins, of held windows. That loads wait and
-arrive was seen here, too, by few of some hundred seeds.
+Unit tests detect the absence of the fence, of tails, of pins and of held windows. A few of some
+hundred seeds also detected loads that do not wait or do not arrive.
 """
 
 TAKEN_AWAY = ("stores wait",) if IS_SAMPLE else tuple(SHOWN)
@@ -42,7 +42,7 @@ MODELS = {
     "latents": "latent attention, experts",
     "states": "states",
 }
-"""By kind."""
+"""Models of `random_models`, by kind."""
 NUM_SEEDS_OF_OTHERS = 40
 
 Run = Callable[..., dict[str, Any]]
@@ -94,15 +94,21 @@ def test_states_are_wrong_without_the_repair_of_their_copies(run: Run) -> None:
 def test_seeds_meet_what_they_are_for(report: dict[str, Any]) -> None:
     counted = report["counted"]
     for name in (
-        *("batched copies", "failed copies", "connector", "hole tokens", "segment tokens"),
-        *("preemptions", "aborts", "sleeps with copies"),
+        "batched copies",
+        "failed copies",
+        "connector",
+        "hole tokens",
+        "segment tokens",
+        "preemptions",
+        "aborts",
+        "sleeps with copies",
     ):
         assert counted.get(name, 0) > 0, name
 
 
 @pytest.fixture(scope="module")
 def alone(run: Run) -> dict[str, Any]:
-    """One seed in a process of its own, and then some without each of the protections."""
+    """Run one seed in its own process, and then some seeds without each of the protections."""
     num_seeds = str(max(SHOWN[name] for name in TAKEN_AWAY))
     options = ("--without-seeds", num_seeds, "--without", *TAKEN_AWAY)
     return run("--first", str(REPLAYED_SEED), "--seeds", "1", *options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vllm-ascend's own worker serves models on the emulated NPU as transformers computes them."""
+"""vllm-ascend's own worker on the emulated NPU answers as transformers does."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from support.scenarios.answers import Answer
 from support.scenarios.processes import NPU, LazyReports, Plan
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-VISIBLE = 1e-2  # what a cache with wrong values has to change at least
+VISIBLE = 1e-2  # least change by a cache with wrong values
 ENGINE = {
     "max_model_len": 4096,
-    "max_num_batched_tokens": 512,  # less than a prompt: prefill in chunks, beside decode
+    "max_num_batched_tokens": 512,  # less than a prompt, so that prefill has chunks beside decode
     "num_gpu_blocks_override": 200,
     "enable_prefix_caching": True,
 }
@@ -32,10 +32,12 @@ MODULES = {
     "V2": "vllm_ascend.worker.v2.model_runner",
 }
 TOGETHER = ("full attention", "windows")
-"""Models that share a process: vLLM-Ascend 0.23.0 prepares one for the experts of its first."""
-CASES = [(model, "V1") for model in (("windows",) if IS_SAMPLE else random_models.MODELS)]
+"""Models that share a process. vLLM-Ascend 0.23.0 prepares a process for its first model's
+experts."""
+_OF_V1 = ("windows",) if IS_SAMPLE else tuple(random_models.MODELS)
+CASES = [(model, "V1") for model in _OF_V1]
 CASES += [("full attention", runner) for runner in RUNNERS if runner != "V1"]
-"""Models and runners. What other models need of the second runner was not tried."""
+"""Models and runners. Other models were not tried with the second runner."""
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +83,8 @@ def test_a_model_is_served_as_transformers_computes_it(
 def largest_difference(reference: PreTrainedModel, found: Sequence[Answer]) -> float:
     """Largest difference of a log-probability, over the five best tokens of every step.
 
-    The reference gets the tokens that were served, so that all steps can be compared. A step whose
-    token is not the reference's best counts with what the best has more.
+    The reference gets the served tokens, so that all steps can be compared. If the token of a step
+    is not the reference's best, the step's difference is how far the best is above it.
     """
     largest = 0.0
     for answer in found:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators compute what an independent reference does, where no served model decides it.
+"""Operators compute the same as an independent reference, where no served model shows it.
 
-What a model of `random_models` reaches is compared with transformers by `test_models`. Here are
-padding, parts that such short prompts do not have, and what is refused. Bodies get CPU tensors.
+`test_models` compares with transformers what a model of `random_models` reaches. The tests here
+cover padding, parts that such short prompts do not have, and calls that are refused. Bodies get CPU
+tensors.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ from torch_npu.operators import (
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 BLOCK_TOKENS = 16
-HEADS, KV_HEADS, SIZE = 4, 2, 64
-CHANNELS, WIDTH, BLOCKS = 12, 4, 7
+HEADS = 4
+KV_HEADS = 2
+SIZE = 64
+CHANNELS = 12
+WIDTH = 4
+BLOCKS = 7
 CAUSAL = {"sparse_mode": 3, "atten_mask": torch.ones(2048, 2048, dtype=torch.int8).triu(1)}
 
 
@@ -63,7 +68,8 @@ def test_parts_of_sequences_are_collected_from_their_pages(is_wrong: bool) -> No
     for blocks, sequence in zip(table, tokens, strict=True):
         for place, token in enumerate(sequence):
             cache[blocks[place // BLOCK_TOKENS], place % BLOCK_TOKENS] = token
-    lengths, starts = torch.tensor([18, 30]), torch.tensor([32, 16])
+    lengths = torch.tensor([18, 30])
+    starts = torch.tensor([32, 16])
     key, value = torch.empty(48, 1, 8), torch.empty(48, 1, 8)
     if is_wrong:
         table[1, 2] = 2
@@ -97,9 +103,10 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **option
 
 def test_parts_of_the_keys_join_to_all_of_them() -> None:
     query, key, value = (torch.randn(9, HEADS, SIZE) for _ in range(3))
-    ends = [(0, 9), (0, 4), (4, 9), (3, 3)]  # all of them, and parts; the last has no keys
+    ends = [(0, 9), (0, 4), (4, 9), (3, 3)]  # all keys, and parts of them; the last part is empty
     found = [attend(query, key[first:end], value[first:end]) for first, end in ends]
-    outputs, sums = [one.flatten(0, 1) for one, _ in found], [one.flatten() for _, one in found]
+    outputs = [one.flatten(0, 1) for one, _ in found]
+    sums = [one.flatten() for _, one in found]
     joined, total = latent_attention.npu_attention_update(sums[1:], outputs[1:], 1)
     assert total is not None and equal(joined, outputs[0]) and equal(total, sums[0])
     other, _ = latent_attention.npu_attention_update(sums[1:2], outputs[1:2], 0)
@@ -115,7 +122,8 @@ def test_heads_come_first_where_the_layout_says_so() -> None:
 
 
 def test_heads_are_multiplied_with_their_own_matrices() -> None:
-    heads, weights = torch.randn(5, HEADS, 32), torch.randn(HEADS, 32, 16)
+    heads = torch.randn(5, HEADS, 32)
+    weights = torch.randn(HEADS, 32, 16)
     expected = torch.einsum("mbk,bkn->mbn", heads, weights)
     found = matrices.npu_transpose_batchmatmul(heads, weights, perm_x1=(1, 0, 2))
     assert equal(found, expected, 1e-4)
@@ -124,7 +132,8 @@ def test_heads_are_multiplied_with_their_own_matrices() -> None:
 @pytest.mark.parametrize(("has_k", "has_p"), [(True, True), (True, False), (False, True)])
 def test_the_best_logits_are_left(has_k: bool, has_p: bool) -> None:
     logits = torch.randn(4, 50)
-    k, p = torch.tensor([1, 5, 50, 20]), torch.tensor([0.9, 0.5, 0.3, 1.0])
+    k = torch.tensor([1, 5, 50, 20])
+    p = torch.tensor([0.9, 0.5, 0.3, 1.0])
     expected = torch.full_like(logits, float("-inf"))
     for row in range(4):
         best = logits[row].argsort(descending=True)[: int(k[row]) if has_k else 50]
@@ -153,7 +162,7 @@ def convolve(
 
 @pytest.mark.parametrize("is_cut", [False, True], ids=["states go on", "states are lost"])
 def test_parts_of_sequences_are_convolved_as_the_whole(is_cut: bool) -> None:
-    """Three prompts in two steps, beside a step of decoding each; blocks in any order."""
+    """Three prompts in two steps, then one decode step for each. Blocks have any order."""
     weight = torch.randn(WIDTH, CHANNELS)
     whole = [torch.randn(length, CHANNELS) for length in (9, 40, 3)]
     expected = [
@@ -162,15 +171,15 @@ def test_parts_of_sequences_are_convolved_as_the_whole(is_cut: bool) -> None:
         )[0].t()
         for one in whole
     ]
-    states = torch.full((BLOCKS, WIDTH - 1, CHANNELS), float("nan"))  # what nobody may read
+    states = torch.full((BLOCKS, WIDTH - 1, CHANNELS), float("nan"))  # must not be read
     blocks = torch.tensor([5, 2, 6])
     found: list[list[torch.Tensor]] = [[], [], []]
-    ends = [(0, 0, 0), (5, 38, 1), (8, 39, 2), (9, 40, 3)]  # two steps of prompts, one of decoding
+    ends = [(0, 0, 0), (5, 38, 1), (8, 39, 2), (9, 40, 3)]  # two prompt steps and a decode step
     for step, (first, end) in enumerate(itertools.pairwise(ends)):
         parts = [one[a:b] for one, a, b in zip(whole, first, end, strict=True)]
         is_continued = torch.tensor([step > 0 and not is_cut] * 3) if step < 2 else None
         lengths = tuple(map(len, parts))
-        # A table of blocks, as vLLM-Ascend gives it: the first of each counts.
+        # vLLM-Ascend passes a table of blocks, and the first of each row counts.
         table = blocks.unsqueeze(1).repeat(1, 2)
         output = convolve(torch.cat(parts), weight, states, lengths, table, is_continued)
         for mine, part in zip(found, output.split(lengths), strict=True):
@@ -184,18 +193,24 @@ def test_parts_of_sequences_are_convolved_as_the_whole(is_cut: bool) -> None:
 def test_padding_is_not_convolved() -> None:
     states = torch.randn(BLOCKS, WIDTH - 1, CHANNELS)
     before = states.clone()
-    x, weight = torch.randn(2, CHANNELS), torch.randn(WIDTH, CHANNELS)
+    x = torch.randn(2, CHANNELS)
+    weight = torch.randn(WIDTH, CHANNELS)
     output = convolve(x, weight, states, (1, 1), torch.tensor([3, -1]), None)
     assert output[1].isnan().all() and not output[0].isnan().any()
     assert torch.equal(states[-1], before[-1]) and not torch.equal(states[3], before[3])
 
 
 def decode(lengths: list[int], blocks: list[int], states: torch.Tensor) -> torch.Tensor:
-    """A step of decoding; ``states`` has shape ``[blocks, heads, size, size]``."""
+    """Run a decode step. ``states`` has shape ``[blocks, heads, size, size]``."""
     query, key = torch.randn(2, 2, 2, 8)
-    value, beta, g = torch.randn(2, HEADS, 8), torch.rand(2, HEADS), -torch.rand(2, HEADS)
+    value = torch.randn(2, HEADS, 8)
+    beta = torch.rand(2, HEADS)
+    g = -torch.rand(2, HEADS)
     return gated_delta_rule.npu_recurrent_gated_delta_rule(
-        *(query, key, value, states),
+        query,
+        key,
+        value,
+        states,
         beta=beta,
         g=g,
         actual_seq_lengths=torch.tensor(lengths),
@@ -222,7 +237,7 @@ def test_padding_is_not_decoded() -> None:
         (lambda: attend(*torch.ones(3, 2, 4, 8), sparse_mode=3), "needs a 2048 x 2048 atten_mask"),
         (lambda: attend(*torch.ones(3, 2, 4, 8), input_layout="SBH"), "input_layout SBH"),
         (lambda: attend(*torch.ones(3, 2, 4, 8), pse_shift=torch.ones(1)), "'pse_shift'"),
-        # What drafts need of states.
+        # Drafts would need these states.
         (lambda: decode([0, 2], [1, 2], torch.ones(BLOCKS, HEADS, 8, 8)), "2 tokens of a sequence"),
     ],
 )

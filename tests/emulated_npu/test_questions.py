@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions are compared with segments on the emulated NPU, at vLLM-Ascend's attention."""
+"""Questions are compared with segments on the emulated NPU, in vLLM-Ascend's attention."""
 
 from __future__ import annotations
 
@@ -50,8 +50,12 @@ def test_scores_are_those_of_an_oracle(served: Reports, folder_of: Callable[[str
 
 
 def test_what_the_question_chooses_is_computed(served: Reports) -> None:
-    """All of it, and the answer is a plain one; some, and it is neither that nor that of heads."""
-    blends, cold = served["blends"], served["cold"].answers("cold")
+    """With all tokens computed an answer is the plain one; with some it is another one.
+
+    An answer with some tokens also differs from the one with only heads computed.
+    """
+    blends = served["blends"]
+    cold = served["cold"].answers("cold")
     solo = blends.answers("solo")
     assert len(cold) == len(solo) == len(ORDERS)
     assert max(errors(blends.answers("everything"), cold)) <= TOLERANCE

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every ``vllm serve`` line of the documentation starts vLLM-Ascend's engine, and it answers.
 
-And what docs/tested_on_ascend.md says of schedulers and of recomputing is refused.
+Combinations of schedulers and recomputing that docs/tested_on_ascend.md excludes are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from support.scenarios.processes import NPU
 from support.serve_lines import ServeLine, Started, serve_lines, start
 
 LINES = [line for line in serve_lines() if line.connector != "LMCacheMPConnector"]
-"""LMCache is not installed in this environment."""
+"""The lines of the documentation, except lines for LMCache, which is not installed here."""
 WITH_CONNECTOR = next(line for line in LINES if line.connector)
 MODELS = ("one window", "states")
 STARTS = [
@@ -28,7 +28,7 @@ STARTS = [
 
 
 def line_with(option: dict[str, object], role: str = "kv_both") -> ServeLine:
-    """With an additional option of vLLM-Ascend."""
+    """Start with an additional option of vLLM-Ascend."""
     transfer = {
         "kv_connector": "KvextConnector",
         "kv_role": role,
@@ -101,7 +101,7 @@ def test_what_does_not_work_is_refused(name: str, start_line: Callable[..., Star
 def test_the_repair_allows_it_for_connectors_of_others(
     start_line: Callable[..., Started],
 ) -> None:
-    """The repair recovers what any connector reports."""
+    """The repair recovers failed loads that any connector reports."""
     arguments = (word.replace("Kvext", "Example") for word in WITH_CONNECTOR.arguments)
     line = replace(WITH_CONNECTOR, arguments=tuple(arguments))
     started = start_line(line, "states", "config")

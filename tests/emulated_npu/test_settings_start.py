@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every documented variable and option starts vLLM-Ascend, which answers as it does alone.
+"""Every documented variable and option starts vLLM-Ascend with the answers of vLLM-Ascend alone.
 
 See ``tests/engine/test_settings_start.py``. `make test` runs this file on every release.
 """

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KvextConnector beside vLLM-Ascend's own Mooncake connector, in either order, in either role.
+"""KvextConnector beside vLLM-Ascend's own Mooncake connector, in both orders and both roles.
 
-Both have handshakes: workers tell the scheduler side what their pages look like, or where they can
-be reached. Below ``AscendMultiConnector`` each has to get its own. Nothing is sent to another node:
-requests are computed here, and come back from host memory.
+Both connectors have handshakes. The workers of one tell the scheduler side what their pages look
+like, and the workers of the other where they can be reached. Below ``AscendMultiConnector`` each
+connector must get its own handshake. Nothing is sent to another node: KV is computed here, and is
+loaded from host memory.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class Case(NamedTuple):
     """An engine with two connectors.
 
     Attributes:
-        place: Where KvextConnector stands: ``before`` or ``behind`` the other.
-        role: Of the node.
+        place: Order of the connectors: KvextConnector is ``before`` or ``behind`` the other one.
+        role: Role of the node.
     """
 
     place: str
@@ -65,7 +66,7 @@ def engine_of(case: Case) -> dict[str, Any]:
     return {
         "kv_transfer_config": several,
         "enable_prefix_caching": True,
-        # In this process vLLM's logger of a MultiConnector cannot read what connectors report.
+        # vLLM's logger of a MultiConnector cannot read in this process what connectors report.
         "disable_log_stats": True,
         **pool_of(case.model),
         **(workers if case.num_devices > 1 else {}),
@@ -73,7 +74,7 @@ def engine_of(case: Case) -> dict[str, Any]:
 
 
 def scenarios_of(case: Case) -> Sequence[str]:
-    """Workers in processes of their own cannot be damaged from here."""
+    """Scenarios of a case. The test cannot damage KV of workers in other processes."""
     return ("turns", "damage") if case.num_devices == 1 else ("turns",)
 
 
@@ -81,7 +82,7 @@ def scenarios_of(case: Case) -> Sequence[str]:
 def served(
     folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> LazyReports:
-    """By case, and by ``reference, MODEL``."""
+    """Reports by case, and by ``reference, MODEL``."""
     started: list[tuple[Mapping[str, str], dict[str, Plan]]] = []
     for model in dict.fromkeys(case.model for case in CASES.values()):
         engine = pool_of(model) | NO_PREFIX_CACHING
@@ -98,7 +99,8 @@ def test_answers_are_those_without_connectors(
     served: LazyReports, record_property: Any, name: str
 ) -> None:
     case = CASES[name]
-    found, reference = served[name], served[f"reference, {case.model}"]
+    found = served[name]
+    reference = served[f"reference, {case.model}"]
     damaged = [label for label in found.labels if label.startswith(("zeroed", "swapped"))]
     right = [label for label in found.labels if label not in damaged]
     largest = found.check_equal(reference, right, TOLERANCE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V4 on the emulated NPU: an engine hits, row unit by row unit, what another has put."""
+"""DeepSeek-V4 on the emulated NPU: an engine hits single row units that another one has put."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folder(num_devices: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serve(
     num_devices: int, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Mapping[str, Any]], Served]:
-    """An engine in a process of its own, with or without the tier."""
+    """Serve an engine in its own process, with or without the tier."""
     model = tmp_path_factory.mktemp("model")
     write_model(model)
 
@@ -58,7 +58,7 @@ def sharing(num_devices: int, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def engines(serve: Callable[[Mapping[str, Any]], Served], sharing: dict[str, Any]) -> list[Served]:
-    """One without anything, and two that share."""
+    """Engines: one without the tier, and two that share it."""
     return [serve(options) for options in ({}, sharing, sharing)]
 
 
@@ -86,7 +86,7 @@ def test_wrong_bytes_would_change_answers(
     sharing: dict[str, Any],
     folder: Path,
 ) -> None:
-    """A control: zeros with a trailer that is right for them."""
+    """As a control, objects get zeros and a trailer that is right for zeros."""
     for path in objects(folder):
         forge(folder, path, bytes(path.stat().st_size - SEAL_BYTES))
     served = serve(sharing)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that begin alike are answered as without prefix caching, on every scheduler.
+"""Prompts with the same beginnings get the answers of no prefix caching, on every scheduler.
 
-With a model with states and a KV connector, some schedulers of vLLM-Ascend take hits that lack
-their state. A test named ``test_stock_...`` shows it. ``KVEXT_CASES=all`` asks 200 prompts, and
-takes 20 seeds of late streams.
+If a model has states and a KV connector is used, some schedulers of vLLM-Ascend take hits without a
+state. A test named ``test_stock_...`` shows it. ``KVEXT_CASES=all`` sends 200 prompts and runs 20
+seeds of late streams.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_SEEDS = 20 if IS_LONG else 5
 REPAIR = "state-hits"
 CONNECTORS = ("NullConnector", "KvextConnector")
 BROKEN = "recompute" if IS_0_23 else "balance"
-"""The scheduler that is wrong without the repair."""
+"""A scheduler that answers wrong without the repair."""
 SCHEDULERS = {
     "balance": "BalanceScheduler",
     "recompute": "RecomputeScheduler",
@@ -40,7 +40,7 @@ Run = Callable[..., dict[str, Any]]
 def report_of(
     folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., dict[str, Any]]:
-    """What a script of this folder reports of a model with states."""
+    """Run a script of this folder on a model with states, and return its report."""
 
     def report_of(script: str, *options: str, disabled: str = "") -> dict[str, Any]:
         report = tmp_path_factory.mktemp("report") / "report.json"
@@ -59,7 +59,7 @@ def report_of(
 
 @pytest.fixture(scope="module")
 def run(report_of: Callable[..., dict[str, Any]]) -> Run:
-    """What an engine answers, by scheduler and connector."""
+    """Answers of an engine, by scheduler and connector."""
 
     @cache
     def run(line: str, connector: str, disabled: str = "", at_once: int = 1) -> dict[str, Any]:
@@ -90,7 +90,8 @@ def test_answers_are_those_without_prefix_caching(run: Run, line: str, connector
     IS_0_23, reason="its scheduler is for decode nodes, which split prompts otherwise"
 )
 def test_the_repair_hits_what_vllms_own_scheduler_hits(run: Run) -> None:
-    found, own = run(BROKEN, "NullConnector"), run("vLLM's", "NullConnector")
+    found = run(BROKEN, "NullConnector")
+    own = run("vLLM's", "NullConnector")
     assert sum(found["hit_tokens"]) > 0
     assert found["hit_tokens"] == own["hit_tokens"]
 
@@ -100,7 +101,7 @@ def test_the_repair_hits_what_vllms_own_scheduler_hits(run: Run) -> None:
 def test_late_streams_change_no_answer_of_the_balance_scheduler(
     report_of: Callable[..., dict[str, Any]], disabled: str
 ) -> None:
-    """But without the repair: see ``late_streams.py``."""
+    """Without the repair they do: see ``late_streams.py``."""
     options = ("--kind", "balanced states", "--seeds", str(NUM_SEEDS))
     assert bool(report_of("late_streams.py", *options, disabled=disabled)["failed"]) is bool(
         disabled

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States that are cached by steps that end inside blocks, and what is computed behind them.
+"""States that steps cache inside blocks, and the answers computed from these states.
 
-Steps are 80 tokens long, less than a block of 128; or a connector reads KV, with which vLLM-Ascend
-0.30 ends steps anywhere. Answers are those without prefix caching.
+Steps have 80 tokens, which is less than a block of 128; or a connector reads KV, and vLLM-Ascend
+0.30 then ends steps anywhere. Answers must be the answers without prefix caching.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def served(
 def test_what_follows_a_cached_state_is_right(
     served: LazyReports, record_property: Any, name: str
 ) -> None:
-    found, reference = served[name], served["reference"]
+    found = served[name]
+    reference = served["reference"]
     record_property("largest error", found.check_equal(reference, found.labels, TOLERANCE))
     assert sum(hit > 0 for hit in found.hit_tokens("branches")) >= 3
     found.check_nothing_is_left()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States beside a KV connector on vLLM-Ascend 0.30.0rc2: what is hit, and whether it is right.
+"""States beside a KV connector on vLLM-Ascend 0.30.0rc2: the hits, and whether they are right.
 
-Stock answers wrong where steps end within blocks (``aligned-steps``). A default install hits
-at least what stock hits and answers right, and answers as an engine without prefix cache.
+Stock vLLM-Ascend answers wrong where steps end within blocks (``aligned-steps``). A default install
+hits at least as many tokens as stock where stock answers right. It answers as an engine without
+prefix caching does.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 CELLS = [(beside, 512) for beside in ("no connector", "kv_both", "ours, never")]
 CELLS += [(beside, 500) for beside in BESIDE]
-"""With the tokens of a step: none ends within a block, or some do.
+"""Connectors and tokens per step. No step of 512 tokens ends within a block; some of 500 do.
 
-The longer ones come first: vLLM-Ascend has room for those of the first engine of a process.
+Cells with longer steps come first, because vLLM-Ascend reserves memory for the steps of the first
+engine of a process.
 """
 
 
@@ -61,7 +63,7 @@ def served(
     for beside, step_tokens in CELLS:
         for label in ("stock", "default"):
             if label == "stock" and beside == "ours, never":
-                continue  # Without this package there is none.
+                continue  # Stock does not have this connector.
             of_process = processes.setdefault((label, beside), {})
             of_process[f"{label}, {beside}, {step_tokens}"] = plan(step_tokens, BESIDE[beside])
     processes["stock", ""] = {"reference": plan(512, NO_PREFIX_CACHING)}

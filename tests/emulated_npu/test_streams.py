@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Late streams: what the host and events put in order is, and what they do not is seen.
+"""Late streams keep the order that host and events give, and show a missing order.
 
-A *hazard* is a program that is wrong on a device, because nothing orders two of its accesses. Each
-is run under many seeds: some have to give what the programmer meant, or it would not be a hazard
-but plainly wrong, and some must not. Beside it is the mended program, which no seed may break.
+A *hazard* is a program that is wrong on a device because nothing orders two of its accesses. Each
+hazard is run under many seeds. Some seeds must give the intended result, because otherwise the
+program would always be wrong, and some seeds must give another one. Each hazard has a corrected
+program, which must be right under every seed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def synchronous_again() -> Iterator[None]:
 
 
 def under_seeds(program: Callable[[], bool]) -> set[object]:
-    """What comes out under any seed: whether it was right, or the type of what was raised."""
+    """The results under all seeds: whether each was right, or the type of the error."""
     outcomes: set[object] = set()
     for seed in SEEDS:
         emulation.set_seed(seed)
@@ -48,7 +49,7 @@ def is_all(tensor: torch.Tensor, value: float) -> bool:
 
 
 def batch(sources: torch.Tensor, targets: torch.Tensor, direction: int) -> list[torch.Tensor]:
-    """Enqueues a batched copy in two parts, and returns the arrays that the device will read."""
+    """Enqueue a batched copy in two parts; return the arrays that the device will read."""
     half = sources.nbytes // 2
     arrays = [
         torch.tensor([one.data_ptr(), one.data_ptr() + half]) for one in (sources, targets)
@@ -61,7 +62,7 @@ def batch(sources: torch.Tensor, targets: torch.Tensor, direction: int) -> list[
 
 
 def two_streams(is_ordered: bool) -> bool:
-    """Only an event orders them."""
+    """Only an event orders two streams."""
     other = torch.npu.Stream()
     page = torch.zeros(NUMBERS, device="npu")
     copy = torch.zeros(NUMBERS, device="npu")
@@ -76,8 +77,9 @@ def two_streams(is_ordered: bool) -> bool:
 
 
 def event_recorded_before_the_wait(is_before: bool) -> bool:
-    """An event stands for what it recorded last before the wait."""
-    other, event = torch.npu.Stream(), torch.npu.Event()
+    """A wait is for the last record of an event before it."""
+    other = torch.npu.Stream()
+    event = torch.npu.Event()
     page = torch.zeros(NUMBERS, device="npu")
     event.record()
     if not is_before:
@@ -138,7 +140,7 @@ def memory_is_not_given_away_before_its_own_stream_is_done_with_it() -> bool:
 
 
 def arrays_of_a_batched_copy(are_held: bool) -> bool:
-    """They are read when it runs."""
+    """The pointer arrays are read when the copy runs."""
     host = torch.ones(NUMBERS, pin_memory=True)
     page = torch.zeros(NUMBERS, device="npu")
     arrays = batch(host, page, block_copies.TO_DEVICE)
@@ -150,7 +152,7 @@ def arrays_of_a_batched_copy(are_held: bool) -> bool:
 
 
 def pinned_memory_that_a_batched_copy_reads(is_kept: bool) -> bool:
-    """It is the caller's to keep."""
+    """The caller must keep the host memory."""
     host = torch.ones(NUMBERS, pin_memory=True)
     page = torch.zeros(NUMBERS, device="npu")
     arrays = batch(host, page, block_copies.TO_DEVICE)
@@ -178,11 +180,11 @@ HAZARDS: tuple[Callable[[bool], bool], ...] = (
     arrays_of_a_batched_copy,
     pinned_memory_that_a_batched_copy_reads,
 )
-"""Programs that are mended by what their argument says."""
+"""Programs whose argument says whether they are corrected."""
 RAISED: dict[Callable[[bool], bool], object] = {
     arrays_of_a_batched_copy: "npu: swap_blocks_batch on stream 0 failed when it ran"
 }
-"""What seeds show of those whose faults are no wrong numbers."""
+"""Results of programs whose errors are not wrong numbers."""
 RIGHT: tuple[Callable[[], bool], ...] = (
     pageable_memory_is_read_at_the_call,
     memory_is_not_given_away_before_its_own_stream_is_done_with_it,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM-Ascend 0.30.0rc2 does not keep to the interval at which vLLM caches windows.
+"""vLLM-Ascend 0.30.0rc2 ignores the interval at which vLLM caches windows.
 
 Its coordinator reads an environment variable that vLLM 0.30 no longer has
-(``patch/platform/patch_kv_cache_coordinator.py``, line 138), so it caches at every boundary that a
-hit can end at. vLLM's own reads the configuration. So does it with this package, where that says
-more than 0, the default.
+(``patch/platform/patch_kv_cache_coordinator.py``, line 138). So it caches at every boundary where a
+hit can end. vLLM's own coordinator reads the configuration. With this package vLLM-Ascend's
+coordinator reads the configuration, too, if the configured interval is not the default of 0.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ def served(
 @pytest.mark.parametrize(
     ("model", "found", "expected"),
     [
-        # Five groups of windows of 200 tokens, in blocks of 128: at four multiples and the end.
+        # Five groups of windows of 200 tokens, in blocks of 128. Windows are cached at four
+        # multiples and at the end.
         ("windows", {128: [156] * 5}, {128: [10] * 5}),
-        # Windows of 128 tokens in blocks of 32, states of compressors; hits are of 4,096 tokens.
+        # Windows of 128 tokens in blocks of 32, and states of compressors. Hits have 4,096 tokens.
         (
             "DeepSeek-V4",
             {32: [16, 16], 2: [16], 8: [64]},
@@ -74,7 +75,7 @@ def test_windows_are_cached_as_configured_by_default_and_not_by_stock(
 
 
 def blocks_by_size(groups: list[list]) -> dict[int, list[int]]:
-    """Of groups of windows, those of one block size together."""
+    """Cached blocks of groups of windows, summed by block size."""
     found: dict[int, list[int]] = {}
     for spec, block_tokens, num_blocks in groups:
         if "SlidingWindow" in spec:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has the transfer thread of a worker go on only when a seed says so.
+"""Lets the transfer thread of a worker continue only when a seed says so.
 
-While the gate is closed one thread runs at a time. The transfer thread stops before it takes a
-job, and where it waits for copies that it has enqueued. It goes on by one such step, or some,
-between the calls that a step of the engine makes, and when the model's thread waits for it. So what
-happens is the same whenever a seed is run.
+While the gate is closed, one thread runs at a time. The transfer thread stops before it takes a job
+and where it waits for copies that it has enqueued. Between the calls of an engine's step, and while
+the model's thread waits for it, the transfer thread continues to the next such place, once or
+several times. So a seed gives the same run every time.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from typing import Any
 from vllm_ascend_kvext.connector.worker.transfer_thread import TransferThread
 
 PACES = ((0, 0, 1, 2, 6), (0, 0, 0, 1), (0,) * 11 + (1,))
-"""How many steps the thread makes between two calls: one of the numbers of a seed's pace. With the
-last pace a copy takes several steps of the engine."""
+"""Paces of seeds. The thread makes between two calls as many steps as one number of the pace says.
+
+With the last pace a copy takes several steps of the engine.
+"""
 _HANGS_S = 120
 
 
 class _GatedCondition(threading.Condition):
-    """`TransferThread._changed`."""
+    """Replaces `TransferThread._changed`."""
 
     def __init__(self, gate: TransferGate) -> None:
         super().__init__()
@@ -46,10 +48,10 @@ class _GatedCondition(threading.Condition):
 
 
 class TransferGate:
-    """The gate of one worker, whose side of the connector gets another thread.
+    """The gate of one worker. It replaces the transfer thread of the worker's connector.
 
-    Until it is closed, and once it is open again, threads run as they are. Steps, copies and
-    failures are counted from when it is closed.
+    While the gate is open, threads run freely. Steps, copies and failures are counted from the time
+    when the gate was closed.
     """
 
     def __init__(self, worker_side: Any) -> None:
@@ -81,27 +83,28 @@ class TransferGate:
         block_copies._emulator = SimpleNamespace(enqueue_copies=self._enqueue)
 
     def close(self, rng: random.Random) -> None:
-        """From now on the thread, which has not begun, goes on as ``rng`` says."""
+        """Have the thread, which has not begun, continue as ``rng`` says from now on."""
         self.counted.clear()
         self._rng = rng
         self._pace = rng.choice(PACES)
         self.is_closed = True
 
     def open(self) -> None:
-        """Let threads run as they are."""
+        """Let threads run freely."""
         self.is_closed = False
         self._failing = ()
         self._may_go_on.release()
 
     def fail(self, numbers: Collection[int]) -> None:
-        """Let batched copies fail behind these many others.
+        """Have the batched copies with some numbers fail. Copies are counted from this call on.
 
-        Those of an even number are refused at once; others are enqueued first.
+        A copy with an even number is refused at once. A copy with an odd number is enqueued first.
         """
-        self._num_copies, self._failing = 0, numbers
+        self._num_copies = 0
+        self._failing = numbers
 
     def _enqueue(self, *arrays: Any) -> None:
-        """Have the device make batched copies, or refuse them."""
+        """Make a batched copy, or refuse it."""
         self._num_copies += 1
         self.counted["batched copies"] += 1
         is_refused = self._num_copies in self._failing
@@ -115,14 +118,14 @@ class TransferGate:
         return threading.current_thread() is self._thread._thread
 
     def stop_here(self) -> bool:
-        """In the transfer thread: return, with True, when it may go on."""
+        """Wait in the transfer thread until it may continue. Return true."""
         self._is_stopped.release()
         return self._may_go_on.acquire()
 
     def go_on(self) -> bool:
-        """In the model's: let the other make one step, and return when it is made.
+        """Let the transfer thread make one step, and wait for its end in the model's thread.
 
-        False if there is none to make.
+        Return false if there is no step to make.
         """
         thread = self._thread
         if not (thread._loads or thread._stores or thread._num_running):
@@ -139,7 +142,10 @@ class TransferGate:
             raise RuntimeError("the transfer thread does not come to a place where it stops")
 
     def _after_steps(self, owner: Any, name: str) -> Callable[..., Any]:
-        """A method of an object behind some steps of the thread; the class may change it later."""
+        """Have a method of an object run after some steps of the thread.
+
+        The class's method is looked up at each call, so it may change later.
+        """
 
         def go_on_and_call(*args: Any, **more: Any) -> Any:
             if self.is_closed and not self.is_in_thread():

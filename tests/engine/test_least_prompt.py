@@ -15,7 +15,7 @@ from support.scheduler.layouts import Attention, Group
 from support.scheduler.options import Drafter, EngineOptions
 from support.scheduler.workload import RequestPlan
 
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import log_least_prompt
+from vllm_ascend_kvext.patches.hit_geometry import log_least_prompt
 
 LAYOUTS = {
     "full": (Layout((full(16),)), 17),

@@ -19,6 +19,7 @@ import pytest
 from pytest_mock import MockerFixture
 from support import family
 from support.installed import retention_installed
+from support.retention import inspection
 from support.retention.checkpoints import adaptive_retention, cache_state_of
 from support.retention.reachability import (
     Difference,
@@ -35,6 +36,7 @@ from support.retention.small_layouts import (
     some_eagle_sets,
     unit_of,
 )
+from support.retention.started import retention_of
 from support.sample import LENGTH_STRIDE
 from support.scheduler.block_manager import BlockManager, Layout, full, mamba, window
 from support.scheduler.layouts import MAMBA, MAMBA_WINDOW, Attention, Group
@@ -46,7 +48,6 @@ from support.scheduler.workload import RequestPlan, Workload
 from support.upstream_version import IS_SINCE_0_30
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT
 
 NUM_BLOCKS = 800
@@ -428,16 +429,16 @@ def test_a_prefix_recovers_from_blocks_that_a_connector_uncached(is_running: boo
         reader = world.request(prompt)
         if is_running:
             assert world.prefill(reader, 64) > 0
-        first = min(cache_state.describe(), key=lambda node: node["boundary_tokens"])
+        first = min(inspection.describe(cache_state), key=lambda node: node["boundary_tokens"])
         world.pool.evict_blocks({first["runs"][0][0]})
         if is_running:
             world.finish(reader)
         assert serve_in_chunks(world, prompt) == 0
         for _ in range(3):
-            world.pool.evict_blocks(set(cache_state.surplus()))
+            world.pool.evict_blocks(set(inspection.surplus(cache_state)))
             assert serve_in_chunks(world, prompt) == 196
         uncached = [block for block in world.pool.blocks[1:] if block.block_hash is None]
-        assert not any(cache_state.num_needs(block.block_id) for block in uncached)
+        assert not any(inspection.num_needs(cache_state, block.block_id) for block in uncached)
 
 
 def test_a_long_path_of_checkpoints_is_dropped_with_its_engine() -> None:

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.installed import retention_installed
 from support.retention.checkpoints import adaptive_retention
+from support.retention.started import retention_of
 from support.scheduler.block_manager import BlockManager, Layout, full, window
 from support.scheduler.releases import look_up
 from vllm.v1.request import Request
-
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 
 NUM_BLOCKS = 60
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from support import family
 from support.installed import retention_installed
+from support.retention import inspection
 from support.retention.checkpoints import (
     CheckpointsAccountForCache,
     adaptive_retention,
@@ -209,7 +210,7 @@ def uncache_a_needed_block(engine: SchedulerEngine, step: Step) -> None:
     """Take a block from a checkpoint behind its back."""
     cache_state = cache_state_of(engine.scheduler.kv_cache_manager)
     for block_id in reversed(step.free_queue):
-        if cache_state.num_needs(block_id):
+        if inspection.num_needs(cache_state, block_id):
             engine.block_pool.evict_blocks({block_id})
             return
 
@@ -220,7 +221,7 @@ def spoil_the_order(engine: SchedulerEngine, step: Step) -> None:
     queue = engine.block_pool.free_block_queue
     for block_id in step.free_queue:
         block = engine.block_pool.blocks[block_id]
-        if block.block_hash is not None and not cache_state.num_needs(block_id):
+        if block.block_hash is not None and not inspection.num_needs(cache_state, block_id):
             queue.remove(block)
             queue.append(block)
             return

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, count, pairwise, product
 from types import FunctionType, MethodType
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from support.connector.engines import engine_of, fail_next, make_holes, plan_of
@@ -21,13 +21,16 @@ from support.connector.offload_run import check_nothing_is_left, run_offloading,
 from support.connector.offload_workloads import EngineKind, random_offload, tokens
 from support.connector.paged_layouts import FULL, GEMMA, GPT_OSS, STATE_LAYOUTS, PagedLayout
 from support.connector.simulated_engine import SimulatedEngine
+from support.upstream_version import IS_SINCE_0_30
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
 from vllm_ascend_kvext.connector.scheduler import loads
+from vllm_ascend_kvext.holes.hole_queue import HoleQueue
 from vllm_ascend_kvext.patches.connector import scheduler as patched_scheduler
 from vllm_ascend_kvext.patches.connector.hole_rows import correct_hits
+from vllm_ascend_kvext.patches.connector.scheduler import side_of
 from vllm_ascend_kvext.patches.connector.step_parts import StepParts
 from vllm_ascend_kvext.patches.segments import learned_requests
 from vllm_ascend_kvext.patching.instance_methods import _Layer
@@ -180,7 +183,9 @@ def test_the_function_is_vllms_in_the_step_after_the_workers_know_the_end_of_the
         serve(engine, plan_of("first", PROMPT))
         make_holes(engine, (64, 192))
         engine.add_request(plan_of("second", PROMPT, max_tokens=9))
-        planned, row_ids, told = watch_planning(engine), [], []
+        planned = watch_planning(engine)
+        row_ids: list[list[str]] = []
+        told: list[list[str]] = []
         while engine.scheduler.requests:
             step = engine.step()
             row_ids.append(
@@ -218,10 +223,11 @@ def test_another_function_is_there_while_segments_are_learned(is_async: bool) ->
 # Nothing comes out differently than with another function around every step.
 
 
+_take_new_holes = HoleQueue.take_new_holes
+
+
 class StandingParts(StepParts):
     """Around every step, and hits are corrected behind it."""
-
-    late: ClassVar[list[Callable[[], None]]] = []
 
     def add(self, part: Any) -> None:
         super().add(part)
@@ -231,9 +237,8 @@ class StandingParts(StepParts):
         for part in reversed(self._parts):
             wrapped = partial(part.schedule, wrapped)
         output = wrapped(*args, **kwargs)
-        for correct in self.late:
-            correct()
-        self.late.clear()
+        for new in _take_new_holes(side_of(self._scheduler).holes):
+            correct_hits(self._scheduler, not IS_SINCE_0_30, new)
         return output
 
 
@@ -241,12 +246,9 @@ class StandingParts(StepParts):
 def standing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From the call on, engines are made with `StandingParts`."""
 
-    def correct_later(*args: Any) -> None:
-        StandingParts.late.append(partial(correct_hits, *args))
-
     def stand() -> None:
         monkeypatch.setattr(patched_scheduler, "StepParts", StandingParts)
-        monkeypatch.setattr(patched_scheduler, "correct_hits", correct_later)
+        monkeypatch.setattr(HoleQueue, "take_new_holes", lambda holes: [])
 
     return stand
 
@@ -260,6 +262,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     def begin(engine: SimulatedEngine) -> None:
         shake_hands(engine)
+        engine.clock = lambda: 0.0  # How long a request waits, and what is paid, is the same.
         engine.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
 
     def note(engine: SimulatedEngine, output: Any, results: dict[int, Any]) -> Any:

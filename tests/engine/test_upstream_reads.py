@@ -12,8 +12,8 @@ from support.scheduler import block_manager, layouts
 from support.scheduler.block_manager import BlockManager
 from support.scheduler.layouts import Attention, Group, Layout
 
+from vllm_ascend_kvext.groups.kinds import kind_of
 from vllm_ascend_kvext.groups.model import GroupKind
-from vllm_ascend_kvext.groups.spec_attributes import kind_of
 from vllm_ascend_kvext.patches.upstream import (
     cache_unit_tokens,
     hit_unit_tokens,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 CSRC = Path(__file__).parents[2] / "csrc"
+FUZZ = Path(__file__).parents[1] / "native" / "fuzz" / "fuzz.cpp"
 SECONDS = "5"
 
 
@@ -23,9 +24,10 @@ def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = subprocess.run(
         [
             *(compiler, "-std=c++17", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror"),
-            *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-I", CSRC / "include"),
+            *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+            *("-I", CSRC, "-I", CSRC / "include"),
             *sorted((CSRC / "cpu").glob("*.cpp")),
-            *(CSRC / "fuzz" / "fuzz.cpp", "-o", program),
+            *(FUZZ, "-o", program),
         ],
         capture_output=True,
         text=True,

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several test suites and benchmarks share."""
+"""Code of several test suites and benchmarks."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts that run in a copy of this project, whatever is installed."""
+"""Runs scripts in a copy of this project, whatever is installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).parents[2]
 
-# An editable install answers imports before the path is looked at.
+# An editable install finds modules before the path is searched.
 WITHOUT_EDITABLE_INSTALL = """
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable_")]
@@ -18,7 +18,7 @@ sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswit
 
 
 def copy_checkout(folder: Path) -> Path:
-    """A copy of the package's sources, which hold no compiled module; nothing is written here."""
+    """Copy the sources of the package, without a compiled module. The checkout stays unchanged."""
     for name in ("vllm_ascend_kvext", "patches"):
         ignored = shutil.ignore_patterns("__pycache__", "*.so")
         shutil.copytree(CHECKOUT / name, folder / name, ignore=ignored)

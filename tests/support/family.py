@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose block managers a test process has: vLLM's own, or those that vLLM-Ascend replaces them by.
+"""Selects the block managers of a test process: vLLM's own, or those of vLLM-Ascend.
 
-vLLM-Ascend's patches stay for the whole life of a process, so that the family is chosen for all of
-its tests: ``KVEXT_MANAGERS=ascend``, beside ``KVEXT_ASCEND_SOURCES``. Cases are the same; layouts
-are those of the family (`support.scheduler.layouts`). Imports nothing of vLLM before `activate` is
-called.
+vLLM-Ascend's patches stay for the whole life of a process. So the family is chosen for all tests of
+a process, with ``KVEXT_MANAGERS=ascend`` and ``KVEXT_ASCEND_SOURCES``. The cases are the same; the
+layouts are those of the family (`support.scheduler.layouts`). The module imports nothing of vLLM
+before `activate` is called.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def activate() -> None:
     ascend_sources.activate(folder)
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 
-    register_all_kvcache_specs(None)  # as an engine core does; it reads no configuration
+    register_all_kvcache_specs(None)  # An engine core does so; it reads no configuration.
 
 
 @contextmanager
 def no_free_list_diagnostics() -> Iterator[None]:
-    """vLLM-Ascend drops double frees and the like with a warning; a test must not cause any."""
+    """Check that no double free happens, which vLLM-Ascend only reports with a warning."""
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("vllm")  # vLLM-Ascend logs through vLLM's loggers
+    logger = logging.getLogger("vllm")  # vLLM-Ascend logs through vLLM's loggers.
     logger.addHandler(handler)
     try:
         yield

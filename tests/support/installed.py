@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features of ours, installed in this process for a while."""
+"""Installs features of this package in this process, inside a block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_ascend_kvext.settings import Mode, Settings
 
 @functools.cache
 def _plans() -> tuple[FeaturePlan, ...]:
-    """Made once: checking all fingerprints takes longer than many a test."""
+    """The plans of all features. They are made once, because the check of fingerprints is slow."""
     return survey(Settings(mode=Mode.STRICT)).plans
 
 
@@ -38,7 +38,7 @@ def revert_feature(feature: str) -> None:
 
 @contextmanager
 def installed(*features: str) -> Iterator[None]:
-    """These features, and those that they require, are in effect; nothing is afterwards.
+    """Install these features and those that they require, inside the block.
 
     They are installed in the order in which a user gets them.
     """
@@ -55,17 +55,17 @@ def installed(*features: str) -> Iterator[None]:
 
 @contextmanager
 def repairs_installed() -> Iterator[None]:
-    """As in a process in which nothing is configured."""
+    """Install the features of a process without settings, inside the block."""
     with installed(*(repair.name for repair in REPAIRS)):
         yield
 
 
 @contextmanager
 def retention_installed() -> Iterator[None]:
-    """Whether anything is retained depends on the interval when a block manager is built.
+    """Install retention and the repairs, as in an engine that asks for retention.
 
-    The repairs are in effect as well, as they are wherever retention is asked for. Upstream finds
-    the interval's variable as it does in an engine: vLLM-Ascend's coordinators look for it.
+    The interval when a block manager is built decides whether anything is retained. Upstream finds
+    the interval's variable as in an engine, because vLLM-Ascend's coordinators read it.
     """
     from vllm import envs
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mooncake Store's own servers, from its wheel: a master, and a client that holds the memory."""
+"""Runs Mooncake Store's own servers from its wheel: a master, and a client with memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from vllm_ascend_kvext.shared_tier.mooncake import MooncakeTier
 
 _DEADLINE_S = 20.0
 CLIENT_TTL_S = 4
-"""So long a client without a sign of life keeps its memory in the master's books."""
+"""The time after which the master forgets the memory of a silent client."""
 
 
 def require() -> Path:
-    """The folder of Mooncake's programs; without them, or what they load, the tests skip."""
+    """The folder of Mooncake's programs. If they or their libraries are missing, tests skip."""
     with contextlib.suppress(ImportError, OSError):
-        # Another module of the name is of no use.
+        # Another module may have the same name.
         from mooncake import store
 
         return Path(store.__file__).parent
@@ -34,10 +34,12 @@ def require() -> Path:
 
 
 class Servers:
-    """A master and an owner of memory, each of which can be stopped, killed and started again."""
+    """A master and a client with memory. Each can be stopped, killed and started again."""
 
     def __init__(self, folder: Path, pool: str = "128 MB", *flags: str) -> None:
-        self._programs, self._folder, self._pool = require(), folder, pool
+        self._programs = require()
+        self._folder = folder
+        self._pool = pool
         self._flags = (f"--client_ttl={CLIENT_TTL_S}", *flags)
         self._master_port, self._metrics_port, self._owner_port = (_free_port() for _ in range(3))
         self._numbers = itertools.count()
@@ -65,7 +67,7 @@ class Servers:
         return self.owner
 
     def until_there_is_memory(self) -> None:
-        """Until the master knows one segment, and no other of somebody who is gone."""
+        """Wait until the master knows exactly one segment, and none of an ended client."""
         deadline_s = time.monotonic() + _DEADLINE_S
         while len(self._ask("get_all_segments").split()) != 1:
             assert time.monotonic() < deadline_s, self.logs()
@@ -105,7 +107,7 @@ class Servers:
 
 
 def raw_client(servers: Servers) -> object:
-    """A client of Mooncake's own, by which tests see and damage what is stored."""
+    """A client of Mooncake with which tests read and damage objects."""
     return MooncakeTier(servers.url, 0)._store
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries the starts of `support.settings_starts` out, on a CPU or on the emulated NPU."""
+"""Carries out the starts of `support.settings_starts`, on a CPU or on the emulated NPU."""
 
 from __future__ import annotations
 

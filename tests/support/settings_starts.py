@@ -23,7 +23,6 @@ from vllm_ascend_kvext.settings import (
     BUNDLE_VARIABLE,
     DISABLE_VARIABLE,
     FAST_PREFIX_CACHE_VARIABLE,
-    LMCACHE_KEYS_VARIABLE,
     MODE_VARIABLE,
     RETENTION_INTERVAL_VARIABLE,
     RETENTION_VARIABLE,
@@ -35,33 +34,32 @@ KEYS = [option.key for option in OPTIONS]
 SEGMENT_KEYS = [option.key for option in SEGMENT_OPTIONS]
 UNSET = "unset"
 NUMBER = "N"
-"""Of the pages: any integer above 0."""
+"""The word of the pages for any integer above 0."""
 
 OTHER = "not the default"
-"""Some value, of a name whose values are no words of the pages."""
+"""Stands for some other value of a name whose values are not listed on the pages."""
 
 MAX_TOKEN_ID = 499
-"""Of the prompts: separators are none of their tokens."""
+"""The largest token id of the prompts. Separators have larger ids."""
 
 INTERVAL_TOKENS = 256
 FULL_LAYER = 5
-"""Of the model of either platform: Gemma 3 with six layers."""
+"""The full-attention layer of the models, Gemma 3 with six layers."""
 
 LEFT_OUT = {
     ("host_memory_gib", UNSET): "the default of 8 GiB is more than a machine of tests may have",
 }
-"""By name and value: what no start has, and why."""
+"""The reason why no start has a value, by name and value."""
 
 NOT_SHOWN = {
     ASCEND_KERNEL_VARIABLE: "1: there is no AscendC to build the kernel with; copies are made by "
     "DMA. test_ascend_kernel.py and test_kernel_or_dma.py run the kernel's code",
-    LMCACHE_KEYS_VARIABLE: "the engine starts; what it does needs LMCache: test_lmcache_engine.py",
     "shared_tier": "file:///...; mooncake://... needs a master: "
     "test_shared_tier_mooncake_engine.py",
     "separator": "token ids; a text needs a tokenizer: test_segment_tokens.py",
     "sink": "token ids; a text needs a tokenizer: test_segment_tokens.py",
 }
-"""By name: what of it these starts say nothing about, because the pair lacks what it needs."""
+"""Values that these starts do not cover, as the pair lacks a requirement, by name."""
 
 
 class Start(NamedTuple):
@@ -88,7 +86,8 @@ def starts(folder: Path) -> dict[str, Start]:
     """
     host_memory = {"host_memory_gib": 0.125}
     (retention,) = [feature for feature in FEATURES if feature.name == "retention"]
-    # What retention is built on, and what a connector needs of vLLM 0.23 with a hybrid model.
+    # The features that retention needs, and those that a connector needs with a hybrid model on
+    # vLLM 0.23.
     needed = {*retention.requires, "connector", "failed-loads"}
     return {
         "nothing set": Start(
@@ -142,7 +141,6 @@ def starts(folder: Path) -> dict[str, Start]:
                 FAST_PREFIX_CACHE_VARIABLE: "1",
                 BUNDLE_VARIABLE: "0",
                 ASCEND_KERNEL_VARIABLE: "1",
-                LMCACHE_KEYS_VARIABLE: "1",
                 "PYTHONHASHSEED": "0",  # A shared tier asks for one.
             },
             {
@@ -162,7 +160,6 @@ def starts(folder: Path) -> dict[str, Start]:
                 FAST_PREFIX_CACHE_VARIABLE: "0",
                 BUNDLE_VARIABLE: "1",
                 ASCEND_KERNEL_VARIABLE: "0",
-                LMCACHE_KEYS_VARIABLE: "0",
             },
             {
                 "words of defaults": {
@@ -177,7 +174,6 @@ def starts(folder: Path) -> dict[str, Start]:
             {
                 DISABLE_VARIABLE: ",".join(each.name for each in DEFAULTS),
                 FAST_PREFIX_CACHE_VARIABLE: "auto",
-                LMCACHE_KEYS_VARIABLE: "auto",
             },
             {"no connector": None},
         ),
@@ -185,9 +181,9 @@ def starts(folder: Path) -> dict[str, Start]:
 
 
 def documented(page: str) -> dict[str, set[str]]:
-    """The names of the page of settings, each with the values that it says something about.
+    """The names on the page of settings, each with the values that the page describes.
 
-    What is left unset is a value of each of them. Where the page names no word besides, `OTHER` is.
+    `UNSET` is a value of every name. If the page has no other word for a name, `OTHER` is a value.
     """
     found = {}
     for name, default, text in re.findall(
@@ -215,7 +211,7 @@ def started(table: Iterable[Start]) -> dict[str, set[str]]:
     found: defaultdict[str, set[str]] = defaultdict(set)
     for start in table:
         if start.environ.get(MODE_VARIABLE) == "off":
-            found[MODE_VARIABLE].add("off")  # No other variable is looked at.
+            found[MODE_VARIABLE].add("off")  # In this mode no other variable is read.
             continue
         for name in VARIABLE_NAMES:
             found[name] |= {*start.environ.get(name, UNSET).split(",")}
@@ -250,7 +246,7 @@ def _note_values(
 def lacking(
     asked: Mapping[str, Iterable[str]], found: Callable[[str], Iterable[str]]
 ) -> list[tuple[str, str]]:
-    """What is asked for, as name and value, and is neither found nor left out for a reason."""
+    """The documented names and values that no start has and that are not left out for a reason."""
     return [
         (name, value)
         for name, values in asked.items()

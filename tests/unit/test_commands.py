@@ -19,7 +19,7 @@ from small_vllm import ENGINE, TARGET, World
 import vllm_ascend_kvext
 from vllm_ascend_kvext import compat
 from vllm_ascend_kvext.__main__ import main
-from vllm_ascend_kvext.commands import fingerprint, upstream_changes
+from vllm_ascend_kvext.commands import fingerprint, ledger, upstream_changes
 from vllm_ascend_kvext.features import FEATURES
 from vllm_ascend_kvext.patching.fingerprint import source_of
 from vllm_ascend_kvext.patching.store import FingerprintStore
@@ -92,6 +92,21 @@ class TestStatus:
         assert main(["status"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) <= len(FEATURES) + 3
+
+
+class TestLedger:
+    def test_what_is_free_is_listed_by_range(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["ledger"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith("KVX-1xx  retention; repairs: ")
+        assert lines[-1].startswith("  free: KVX-505 to 599")
+
+    def test_neither_a_used_nor_a_retired_id_is_listed(self) -> None:
+        lines = ledger.render(["KVX-101", "KVX-104"], ["KVX-102"])
+        assert lines[:2] == [
+            "KVX-1xx  retention; repairs: 2 in use, 1 retired",
+            "  free: KVX-103, KVX-105 to 199",
+        ]
 
 
 class TestFingerprint:

@@ -3,21 +3,52 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from packaging.specifiers import SpecifierSet
 
 from vllm_ascend_kvext.activation import FEATURES
-from vllm_ascend_kvext.compat import SUPPORTED, VLLM, VLLM_ASCEND, version_in
+from vllm_ascend_kvext.compat import VLLM, VLLM_ASCEND, version_in
 from vllm_ascend_kvext.patches import PATCHES
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.ids import RETIRED_IDS, free_ids, misused_ids
 from vllm_ascend_kvext.patching.store import FingerprintStore
+from vllm_ascend_kvext.supported import SUPPORTED
+
+CHECKOUT = Path(__file__).parents[2]
 
 every_patch = pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.id)
 
 
-def test_ids_are_unique() -> None:
-    ids = [patch.id for patch in PATCHES]
-    assert len(ids) == len(set(ids)) > 0
+def test_an_id_is_unique_in_a_range_and_never_comes_back() -> None:
+    assert len(PATCHES) > 0
+    assert not misused_ids([patch.id for patch in PATCHES], RETIRED_IDS)
+
+
+def test_an_id_that_two_patches_have_or_that_is_retired_or_malformed_is_found() -> None:
+    ids = ["KVX-101", "KVX-102", "KVX-101", "KVX-601", "KVX-12"]
+    assert misused_ids(ids, {"KVX-102"}) == [
+        "KVX-102 is retired, and must not come back",
+        "KVX-101 has two patches",
+        "KVX-601 is in no range",
+        "KVX-12 is in no range",
+    ]
+
+
+def test_a_patch_that_is_deleted_leaves_its_id_among_the_retired() -> None:
+    """The changelog names the id of every patch, so that none is forgotten."""
+    named = set(re.findall(r"KVX-[0-9]{3}", (CHECKOUT / "CHANGELOG.md").read_text()))
+    ids = {patch.id for patch in PATCHES}
+    assert ids - named == set(), "name new patches in the changelog, in the list of those added"
+    assert named - ids - set(RETIRED_IDS) == set(), "put the id into RETIRED_IDS"
+
+
+def test_free_ids_are_those_that_no_patch_has_or_had() -> None:
+    taken = ["KVX-101", "KVX-103", "KVX-104", "KVX-199", "KVX-201"]
+    assert free_ids(1, taken) == [("KVX-102", "KVX-102"), ("KVX-105", "KVX-198")]
+    assert free_ids(3, taken) == [("KVX-301", "KVX-399")]
 
 
 def test_every_feature_has_patches_and_every_patch_a_feature() -> None:
@@ -69,9 +100,7 @@ def test_every_function_of_vllm_ascend_exists_in_a_release(patch: Patch) -> None
 
 
 def test_nothing_is_stored_that_no_patch_counts_on() -> None:
-    wanted = {
-        name for patch in PATCHES for name in patch.fingerprinted + patch.ascend + patch.lmcache
-    }
+    wanted = {name for patch in PATCHES for name in patch.fingerprinted + patch.ascend}
     stored = {
         name
         for versions in FingerprintStore.load().distributions.values()

@@ -18,7 +18,6 @@ from vllm_ascend_kvext.settings import (
     BUNDLE_VARIABLE,
     DISABLE_VARIABLE,
     FAST_PREFIX_CACHE_VARIABLE,
-    LMCACHE_KEYS_VARIABLE,
     MODE_VARIABLE,
     RETENTION_INTERVAL_VARIABLE,
     RETENTION_VARIABLE,
@@ -69,12 +68,6 @@ TABLE: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
     ),
     BUNDLE_VARIABLE: ("is_bundled", "1", {"0": False, "1": True, " ": True}, ("2", "true")),
     ASCEND_KERNEL_VARIABLE: ("uses_ascend_kernel", "0", {"1": True, "0": False}, ("2", "yes")),
-    LMCACHE_KEYS_VARIABLE: (
-        "lmcache_keys",
-        "auto",
-        {"1": Switch.ON, "0": Switch.OFF, "auto": Switch.AUTO},
-        ("2", "on"),
-    ),
 }
 
 ASK_FOR_FEATURES = (RETENTION_VARIABLE, RETENTION_INTERVAL_VARIABLE, FAST_PREFIX_CACHE_VARIABLE)

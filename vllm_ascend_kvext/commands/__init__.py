@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of ``python -m vllm_ascend_kvext``: each adds its arguments and runs."""
+"""The commands of ``python -m vllm_ascend_kvext``. Each module adds its arguments and runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def render_rows(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with columns as wide as their widest cell; no lines for no rows."""
+    """Lines whose columns are as wide as their widest cell. No rows make no lines."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

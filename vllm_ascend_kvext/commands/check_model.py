@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask a model whether its segments may be reused by blending. Once, before it serves.
+"""Check whether the segments of a model may be reused by blending. Run it once, before serving.
 
     python -m vllm_ascend_kvext check-model MODEL [arguments of vllm serve]
 
-Starts vLLM with the connector, lets the model compute prompts of random tokens with and without
-reuse, and compares the answers; see docs/blending.md. Give it the arguments that the model is
-served with, --kv-transfer-config among them: without one, the connector's options have their
-defaults. The exit status is 1 if segments may not be reused.
+The command starts vLLM with the connector. The model computes prompts of random tokens with and
+without reuse, and the command compares the answers; see docs/blending.md. Pass the arguments that
+the model is served with, also --kv-transfer-config. Without that, the connector's options have
+their defaults. The exit status is 1 if segments may not be reused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _NUM_LOGPROBS = 20
-"""Answer tokens whose log-probabilities are compared."""
+"""The number of answer tokens whose log-probabilities are compared."""
 
 _SEGMENT_OPTIONS = {"selector": "heads", "context": False, "learn": False}
 """The options of segments that hold whatever the arguments say: what is asked stays what is
@@ -87,7 +87,7 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Engine:
-    """An engine that has no other clients; an ``AskedEngine``."""
+    """An ``AskedEngine``: an engine that has no other clients."""
 
     def __init__(self, llm: LLM) -> None:
         from vllm_ascend_kvext.patches.connector.scheduler import side_of
@@ -115,7 +115,8 @@ class _Engine:
     def ask(self, questions: Sequence[GateQuestion]) -> list[GateReply]:
         from vllm import SamplingParams
 
-        prompts, sampling = [], []
+        prompts = []
+        sampling = []
         for question in questions:
             named: dict[str, Any] = {}
             if question.stores:

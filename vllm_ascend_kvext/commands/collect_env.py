@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Print what a bug report needs.
 
-Standard library only, and every probe is guarded: what cannot be found out becomes a value of the
-report, which always prints. Values are shown of variables known to hold no secret.
+The command uses the standard library only. An error of a probe becomes a value of the report, so
+the report always prints. It shows the values of those variables only that hold no secret.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SHOWN_PREFIX = "VLLM_ASCEND_"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It has none."""
+    """The command has no arguments."""
 
 
 def run(_arguments: argparse.Namespace) -> int:
@@ -60,7 +60,7 @@ def run(_arguments: argparse.Namespace) -> int:
 def _guarded(probe: Callable[[], object]) -> object:
     try:
         return probe()
-    except Exception as error:  # whatever is broken here is what the report is for
+    except Exception as error:  # The report is there to show what is broken.
         return f"{type(error).__name__}: {error}"
 
 

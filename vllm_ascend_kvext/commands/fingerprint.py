@@ -4,7 +4,7 @@
 A source fingerprint is a hash of a function's syntax tree; a patch is installed only where the
 functions that it counts on have the stored ones. It has nothing to do with the layout fingerprint
 in the names of LMCache's objects, nor with the plan digest in the log.
-Reads files, without --sources what is installed; imports none of vLLM, vLLM-Ascend and LMCache.
+Reads files, without --sources what is installed; imports neither vLLM nor vLLM-Ascend.
 Of a release that is not stored, every function is listed that patches count on in the newest stored
 one: absent, different from all stored versions, or as in one of them. With --against, what differs
 is shown line by line, without docstrings; then the functions that this package only calls, and the
@@ -25,7 +25,7 @@ from pathlib import Path
 from vllm_ascend_kvext import compat
 from vllm_ascend_kvext.commands import render_rows
 from vllm_ascend_kvext.commands.upstream_changes import changed_imports, diff, lost_names
-from vllm_ascend_kvext.compat import LMCACHE, VLLM, VLLM_ASCEND
+from vllm_ascend_kvext.compat import VLLM, VLLM_ASCEND
 from vllm_ascend_kvext.errors import FingerprintError
 from vllm_ascend_kvext.patches import PATCHES
 from vllm_ascend_kvext.patching.declaration import Patch
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a site-packages folder or an unpacked wheel; needs --distribution and --version",
     )
-    parser.add_argument("--distribution", choices=(VLLM, VLLM_ASCEND, LMCACHE))
+    parser.add_argument("--distribution", choices=(VLLM, VLLM_ASCEND))
     parser.add_argument("--version", help="the version that DIR holds, for example 0.23.0")
     parser.add_argument(
         "--against",
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     trees = [SourceTree(*given)] if all(given) else installed_trees()
     if not trees:
-        print("None of vLLM, vLLM-Ascend and LMCache is installed.", file=sys.stderr)
+        print("Neither vLLM nor vLLM-Ascend is installed.", file=sys.stderr)
         return 1
     store = FingerprintStore.load(arguments.store)
     differences: list[str] = []
@@ -97,7 +97,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SourceTree:
-    """Sources of one distribution: the folder that holds its top-level package."""
+    """The sources of one distribution.
+
+    Attributes:
+        root: The folder that holds its top-level package.
+    """
 
     root: Path
     distribution: str
@@ -108,13 +112,12 @@ class SourceTree:
 
 
 def installed_trees() -> list[SourceTree]:
-    """What imports of ``vllm``, ``vllm_ascend`` and ``lmcache`` would find."""
+    """What imports of ``vllm`` and ``vllm_ascend`` would find."""
     upstream = compat.detect(os.environ)
     trees = []
     for package, distribution, version in (
         ("vllm", VLLM, upstream.vllm),
         ("vllm_ascend", VLLM_ASCEND, upstream.vllm_ascend),
-        ("lmcache", LMCACHE, compat.installed_version("lmcache", distributions=(LMCACHE,))),
     ):
         folder = compat.package_folder(package)
         if folder is not None and version is not None:
@@ -124,8 +127,6 @@ def installed_trees() -> list[SourceTree]:
 
 def functions_of_interest(distribution: str, version: str | None) -> list[str]:
     """The functions of a distribution that patches change or count on, in any version if None."""
-    if distribution == LMCACHE:
-        return sorted({name for patch in PATCHES for name in patch.lmcache})
     names: set[str] = set()
     for patch in patches_of(version):
         if distribution == VLLM_ASCEND:
@@ -136,8 +137,8 @@ def functions_of_interest(distribution: str, version: str | None) -> list[str]:
 
 
 def patches_of(version: str | None) -> list[Patch]:
-    """The patches for a version of vLLM, or of the vLLM-Ascend made for it; all of them if None."""
-    # Releases of vLLM-Ascend carry the number of the vLLM they are made for.
+    """The patches for a version of vLLM, or of vLLM-Ascend; all patches for None."""
+    # A release of vLLM-Ascend has the number of the vLLM release that it is made for.
     return [
         patch
         for patch in PATCHES
@@ -146,7 +147,7 @@ def patches_of(version: str | None) -> list[Patch]:
 
 
 def read(tree: SourceTree) -> tuple[dict[str, str], list[str]]:
-    """The fingerprints of a source tree, and why some cannot be had."""
+    """The fingerprints of a source tree, and a reason for each that could not be computed."""
     found: dict[str, str] = {}
     missing: list[str] = []
     for name in functions_of_interest(tree.distribution, tree.version):
@@ -158,11 +159,11 @@ def read(tree: SourceTree) -> tuple[dict[str, str], list[str]]:
 
 
 def compare(tree: SourceTree, found: dict[str, str], store: FingerprintStore) -> list[str]:
-    """What differs from the store, one line each."""
+    """The differences from the store, one line each."""
     differences = []
     for name in functions_of_interest(tree.distribution, tree.version):
         expected = store.expected(tree.distribution, tree.version, name)
-        # A function of vLLM-Ascend may be absent from some of its versions, then and today.
+        # A function of vLLM-Ascend may be absent both from the stored release and from this one.
         if name not in found and not expected and tree.distribution == VLLM_ASCEND:
             continue
         if found.get(name) not in expected:
@@ -174,36 +175,39 @@ def compare(tree: SourceTree, found: dict[str, str], store: FingerprintStore) ->
 
 
 def survey(tree: SourceTree, store: FingerprintStore, against: Path | None) -> list[str]:
-    """A table of the functions that count in the newest stored version, compared with each.
+    """Compare a release that is not stored with the stored releases.
 
-    Below it, the patches that are as they were; and, where there are sources to compare
-    ``against``, the lines of what differs, and the names that have gone.
+    Returns:
+        A table of the functions that patches rely on in the newest stored release. Below it are
+        the patches whose functions have not changed. If there are sources ``against`` which to
+        compare, the lines that differ and the lost names follow.
     """
     stored = store.distributions.get(tree.distribution, {})
     known_versions = store.versions(tree.distribution)
     newest = known_versions[0] if known_versions else None
-    patches = PATCHES if tree.distribution == LMCACHE else patches_of(newest)
+    patches = patches_of(newest)
     rows: list[tuple[int, str, str, str]] = []
     diffs: list[str] = []
-    unchanged: dict[str, bool] = {}  # by patch
+    unchanged: dict[str, bool] = {}  # By patch id: whether all its functions are as they were.
     for name in functions_of_interest(tree.distribution, newest):
         versions = [each for each in known_versions if name in stored[each]]
         same: list[str] = []
         try:
             found = fingerprint_source(tree.root, name)
         except FingerprintError:
-            order, what = 0, "absent"
+            order = 0
+            what = "absent"
         else:
             if same := [each for each in versions if stored[each][name] == found]:
-                order, what = 3, f"as in {', '.join(same)}"
+                order = 3
+                what = f"as in {', '.join(same)}"
             elif versions:
-                order, what = 1, f"differs from {', '.join(versions)}"
+                order = 1
+                what = f"differs from {', '.join(versions)}"
                 diffs += diff(against, tree.root, name) if against is not None else []
             else:
                 order, what = 2, "not stored"
-        counting = [
-            each.id for each in patches if name in each.fingerprinted + each.ascend + each.lmcache
-        ]
+        counting = [each.id for each in patches if name in each.fingerprinted + each.ascend]
         for patch_id in counting:
             unchanged[patch_id] = unchanged.get(patch_id, True) and newest in same
         rows.append((order, what, name, ", ".join(counting)))

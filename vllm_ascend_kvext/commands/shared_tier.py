@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``status --shared-tier`` says of a tier: whether it works, what it has, how full it is."""
+"""Describes a shared tier for ``status --shared-tier``: whether it works, and what it holds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from vllm_ascend_kvext.shared_tier import open_tier
 from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Answer, SharedObject, SharedTier
 from vllm_ascend_kvext.shared_tier.names import FORMAT_VERSION, differences
 
-_NO_LIMIT_BYTES = 1 << 62  # Nothing is removed: what its capacity is, only its engines know.
+# Only the engines of a tier know its capacity. With this one the command removes nothing.
+_NO_LIMIT_BYTES = 1 << 62
 
 
 def describe(url: str) -> tuple[bool, list[str]]:
-    """Whether the tier works, and lines for a person. Puts and gets one object; makes no folder."""
+    """Put one object into a tier and get it back. A missing folder is not made.
+
+    Returns:
+        Whether the tier works, and lines for a person.
+    """
     try:
         tier = open_tier(url, _NO_LIMIT_BYTES, rank=0, makes_folder=False)
     except KvextError as error:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activate the package in this process, as vLLM would, and show what came of each feature.
+"""Activate the package in this process, as vLLM would, and show the state of each feature.
 
-Exit status: 0 (ok) if everything fits; 1 (degraded) if something that was not asked for does not,
-or upstream is missing or unsupported; 2 (failed) if something that was asked for is impossible.
+Exit status: 0 (ok) if everything fits. 1 (degraded) if a feature that was not asked for does not
+fit, or if upstream is missing or unsupported. 2 (failed) if a requested feature is impossible.
 """
 
 from __future__ import annotations
@@ -39,17 +39,20 @@ from vllm_ascend_kvext.settings import (
 _ENTRY_POINT_GROUP = "vllm.general_plugins"
 _ENTRY_POINT = "ascend_kvext"
 
-OK, DEGRADED, FAILED = _VERDICTS = ("ok", "degraded", "failed")
-"""The place is the exit status."""
+OK = "ok"
+DEGRADED = "degraded"
+FAILED = "failed"
+_VERDICTS = (OK, DEGRADED, FAILED)
+"""All verdicts. The index of a verdict is the exit status."""
 
 
 @dataclass(slots=True)
 class StatusReport:
-    """The answer of the command; its fields are the keys of ``--json``.
+    """The answer of the command. Its fields are the keys of ``--json``.
 
-    ``state`` of a feature is ``on``, ``off``, ``not needed`` (it is wanted, and no patch of it is
-    for this vLLM and vLLM-Ascend) or ``refused`` (it is wanted, and not all of its patches are in
-    effect); of a patch it is a value of `State`.
+    The ``state`` of a feature is ``on``, ``off``, ``not needed`` (it is wanted, but none of its
+    patches is for this vLLM and vLLM-Ascend) or ``refused`` (it is wanted, but not all of its
+    patches are in effect). The ``state`` of a patch is a value of `State`.
     """
 
     version: str = __version__
@@ -78,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         is_well, lines = shared_tier.describe(arguments.shared_tier)
         print("\n".join(lines))
         return 0 if is_well else _VERDICTS.index(FAILED)
-    # vLLM logs to standard output, which is for the report.
+    # vLLM logs to standard output. That stream is for the report, so the log goes to stderr.
     with contextlib.redirect_stdout(sys.stderr):
         report = diagnose()
     if arguments.json:
@@ -89,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def diagnose() -> StatusReport:
-    """Activate, and describe what came of it."""
+    """Activate the package, and describe the result."""
     report = StatusReport()
     try:
         upstream = compat.detect(os.environ)
@@ -143,7 +146,7 @@ def _note_failure(report: StatusReport, error: Exception) -> None:
 def _describe_feature(
     name: str, surveyed: Activation, findings: Sequence[Finding]
 ) -> tuple[str, str]:
-    """State and reason of a feature, from its patches as they stand."""
+    """The state and the reason of a feature, from the current states of its patches."""
     if surveyed.settings.mode is Mode.OFF:
         return "off", f"{MODE_VARIABLE}={Mode.OFF.value}"
     if surveyed.why_unsupported:
@@ -185,7 +188,7 @@ def _why_on(name: str, settings: Settings) -> str:
 
 
 def _complaints(surveyed: Activation, findings: Sequence[Finding]) -> list[str]:
-    """What is wrong although nothing that was asked for is."""
+    """Problems that do not concern a requested feature."""
     if surveyed.settings.mode is Mode.OFF:
         return []
     if surveyed.why_unsupported:
@@ -200,7 +203,7 @@ def _complaints(surveyed: Activation, findings: Sequence[Finding]) -> list[str]:
 
 
 def _obstacles() -> list[str]:
-    """Why vLLM would not load the package, although it loads here."""
+    """Reasons why vLLM would not load the package, although this process has loaded it."""
     obstacles = []
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and _ENTRY_POINT not in plugins.split(","):
@@ -211,7 +214,7 @@ def _obstacles() -> list[str]:
 
 
 def render(report: StatusReport, *, lists_patches: bool) -> list[str]:
-    """The report for a person: lines."""
+    """The lines of the report for a person."""
     upstream = Upstream(**report.upstream) if report.upstream else "an unknown upstream"
     lines = [f"vllm-ascend-kvext {report.version} on {upstream}: {report.verdict}"]
     requested = [f"{name}={value}" for name, value in report.requested.items()]

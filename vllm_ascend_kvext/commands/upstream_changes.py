@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between two source trees of upstream, as far as this package is concerned.
+"""Shows the differences between two source trees of upstream that concern this package.
 
-Fingerprints tell that a function differs; this shows how, and what no fingerprint has.
+A fingerprint only tells that a function differs. This module shows the lines, and also finds
+changes of functions and names that have no fingerprint.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from vllm_ascend_kvext.patching.fingerprint import fingerprint_source, source_of
 
 
 def diff(old: Path, new: Path, name: str) -> list[str]:
-    """How a function differs between two source trees, as a unified diff."""
+    """The differences of a function between two source trees, as a unified diff."""
     try:
         lines = source_of(old, name)
     except FingerprintError as error:
@@ -27,7 +28,12 @@ def diff(old: Path, new: Path, name: str) -> list[str]:
 
 
 def changed_imports(old: Path, new: Path, package: str, known: set[str]) -> list[str]:
-    """How the functions differ that this one imports from ``package``, and no patch counts on."""
+    """The differences of functions that this package imports and that no patch relies on.
+
+    Args:
+        package: The name of upstream's package.
+        known: The functions that patches rely on.
+    """
     imported = {
         f"{node.module}:{alias.name}"
         for path in _own_files()
@@ -40,7 +46,7 @@ def changed_imports(old: Path, new: Path, package: str, known: set[str]) -> list
         try:
             before = fingerprint_source(old, name)
         except FingerprintError:
-            continue  # no function
+            continue  # The name is no function.
         try:
             if fingerprint_source(new, name) != before:
                 lines += diff(old, new, name)
@@ -50,10 +56,10 @@ def changed_imports(old: Path, new: Path, package: str, known: set[str]) -> list
 
 
 def lost_names(old: Path, new: Path, package: str) -> list[str]:
-    """What this package names, if only to ask whether it is there, and ``new`` does not any more.
+    """The names that this package uses and that only the ``old`` sources have.
 
-    No function shows these: attributes that patches read, and arguments that they pass. A name that
-    upstream still has for something else is not found.
+    Such a name may be an attribute that patches read, or an argument that they pass. No fingerprint
+    shows its loss. A name that upstream still uses for something else is not found.
     """
     lost = _words_of(old / package) - _words_of(new / package)
     places: dict[str, set[str]] = {}
@@ -68,13 +74,13 @@ def lost_names(old: Path, new: Path, package: str) -> list[str]:
 
 
 def _own_files() -> set[Path]:
-    """The sources of this package; in a checkout its patches lie beside it."""
+    """The source files of this package. In a checkout, the folder of its patches lies beside it."""
     roots = (Path(compat.__file__).parent, Path(patches.__file__).parent)
     return {path for root in roots for path in root.rglob("*.py")}
 
 
 def _names_in(path: Path) -> set[str]:
-    """Attributes, arguments, imported names, and strings that could be such."""
+    """The attributes, arguments and imported names in a file, and all strings."""
     names: set[str | None] = set()
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Attribute):
@@ -89,7 +95,7 @@ def _names_in(path: Path) -> set[str]:
 
 
 def _words_of(folder: Path) -> set[str]:
-    """All that could be a name in the sources below a folder, comments left out."""
+    """All words that could be a name in the sources below a folder, without comments."""
     words: set[bytes] = set()
     for path in folder.rglob("*.py"):
         words.update(re.findall(rb"[A-Za-z_]\w*", re.sub(rb"#.*", b"", path.read_bytes())))

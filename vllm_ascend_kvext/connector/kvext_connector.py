@@ -36,7 +36,7 @@ from vllm_ascend_kvext.connector.secondary_tier import secondary_tier_of
 from vllm_ascend_kvext.connector.worker.cpu_backend import CpuBackend
 from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide
 from vllm_ascend_kvext.errors import ConnectorError
-from vllm_ascend_kvext.groups.specs import is_all_full_attention
+from vllm_ascend_kvext.groups.kinds import is_all_full_attention
 
 if TYPE_CHECKING:
     import torch

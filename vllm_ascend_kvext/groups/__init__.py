@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a KV cache group is: which tokens it reads, and how many of them a page and a row hold.
+"""Says which tokens a KV cache group reads, and how many tokens its pages and rows hold.
 
-The one reader of KV cache specs. Knows neither vLLM nor torch: specs are read by their attributes.
-Knows no tensors, no requests and no blocks.
+No other package reads KV cache specs. The modules read them by their attributes, and import neither
+vLLM nor torch. They know no tensors, no requests and no blocks.
 """

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The facts of one KV cache group, the same for the scheduler and for a worker.
+"""The facts of one KV cache group. They are the same for the scheduler and for a worker.
 
-Terms: a *page* is what one block id of the group stands for; a *row* is what one entry of a page
-holds: one token, or as many as a compressor joins; a *boundary* is a number of tokens at which a
-request can resume.
+The terms:
+
+page
+    What one block id of the group stands for.
+row
+    What one entry of a page holds: one token, or as many tokens as a compressor joins.
+boundary
+    A number of tokens at which a request can resume.
 """
 
 from __future__ import annotations
@@ -16,19 +21,20 @@ class GroupKind(enum.Enum):
     """Which tokens before a boundary a group reads to resume there."""
 
     FULL = "full"
-    """All of them (full attention, MLA, compressed MLA)."""
+    """The group reads all tokens (full attention, MLA, compressed MLA)."""
 
     WINDOW = "window"
-    """The last ``window_tokens - 1``."""
+    """The group reads the last ``window_tokens - 1`` tokens."""
 
     CHUNKED = "chunked"
-    """Those since the last multiple of ``window_tokens`` (chunked-local attention)."""
+    """The group reads the tokens since the last multiple of ``window_tokens`` (chunked-local
+    attention)."""
 
     STATE = "state"
-    """The one page that ends at the boundary (Mamba)."""
+    """The group reads the one page that ends at the boundary (Mamba)."""
 
     OTHER = "other"
-    """Not known here (cross attention)."""
+    """This package does not know what the group reads (cross attention)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +42,10 @@ class CacheGroup:
     """One KV cache group.
 
     Attributes:
-        window_tokens: Sliding window, with the token that reads, or attention chunk; 0 where there
-            is none.
-        holds_states: Whether its rows are what a recurrence or a compressor carries on, instead of
-            the keys and values of tokens. A compressor's states are a sliding window to the
-            scheduler.
+        window_tokens: The sliding window, which includes the token that reads, or the attention
+            chunk; 0 for groups that have neither.
+        holds_states: Whether its rows are states of a recurrence or of a compressor, and not keys
+            and values of tokens. To the scheduler, the states of a compressor are a sliding window.
     """
 
     kind: GroupKind
@@ -50,5 +55,5 @@ class CacheGroup:
 
 
 def window_pages(window_tokens: int, tokens_per_page: int) -> int:
-    """Pages that hold the ``window_tokens - 1`` tokens before the end of a page."""
+    """The number of pages that hold the ``window_tokens - 1`` tokens before the end of a page."""
     return -(-max(0, window_tokens - 1) // tokens_per_page)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one KV cache spec of vLLM or vLLM-Ascend says, read by its attributes and class names.
+"""Reads one KV cache spec of vLLM or vLLM-Ascend by its attributes and class names.
 
-Knows no layers and no groups. For the scheduler's side, which has specs only, these functions are
-all that is needed.
+The module knows no layers and no groups. The scheduler side has specs only, and needs no more than
+these functions.
 """
 
 from __future__ import annotations
@@ -11,65 +11,28 @@ import math
 from typing import Any
 
 from vllm_ascend_kvext.errors import GroupError
+from vllm_ascend_kvext.groups.kinds import kind_of, stands_for_tokens
 from vllm_ascend_kvext.groups.model import GroupKind
 
-_KINDS = {
-    "MambaSpec": GroupKind.STATE,
-    "SlidingWindowSpec": GroupKind.WINDOW,
-    "ChunkedLocalAttentionSpec": GroupKind.CHUNKED,
-    "FullAttentionSpec": GroupKind.FULL,
-}
-"""By the name of a base class."""
-
-_OWN_RULES = {"RSWASpec"}
-"""Base classes whose layers read other tokens than the class they derive from says: of a prompt all
-tokens, of an output the last."""
-
 _TOKENS_PER_ROW = ("tokens_per_state", "compress_ratio")
-"""The name since vLLM 0.30, and the one before, which vLLM-Ascend's windows keep."""
+"""The two names of one attribute. vLLM has the first name since 0.30; before, and in the windows of
+vLLM-Ascend, it has the second."""
 
 _STATE_CACHE_SUFFIX = ".state_cache"
-"""Layers that hold a compressor's state; to the scheduler they are sliding windows."""
+"""How the names of layers end that hold the states of a compressor. To the scheduler, such a layer
+is a sliding window."""
 
 _PACKED_ROW_BYTES = {"fp8_ds_mla": {"deepseek_v4": 584}}
-"""By cache dtype and model version: bytes per row where ``head_size`` does not say
+"""Bytes per row, by cache dtype and model version, of specs whose ``head_size`` does not say it
 (``real_page_size_bytes`` in ``vllm/v1/kv_cache_interface.py``)."""
 
 
-def kind_of(spec: Any) -> GroupKind:
-    """Which tokens a layer of this spec reads.
-
-    ``OTHER`` as well where pages are scratch memory of one request (``prefix_cacheable`` is False),
-    whatever class the spec derives from: a page does not stand for its tokens there.
-    """
-    bases = _bases(spec)
-    if not _stands_for_tokens(spec) or not _OWN_RULES.isdisjoint(bases):
-        return GroupKind.OTHER
-    return next((kind for name, kind in _KINDS.items() if name in bases), GroupKind.OTHER)
-
-
-def window_tokens_of(spec: Any) -> int:
-    """Sliding window or attention chunk; 0 where there is none.
-
-    ``FullAttentionSpec`` has a ``sliding_window`` too, which only says that the hybrid manager is
-    off: all its blocks are kept. What drafts keep besides (``extra_retained_tokens``) is not read
-    from a boundary on.
-    """
-    match kind_of(spec):
-        case GroupKind.WINDOW:
-            return int(spec.sliding_window)
-        case GroupKind.CHUNKED:
-            return int(spec.attention_chunk_size)
-        case _:
-            return 0
-
-
 def compress_ratio_of(spec: Any) -> int:
-    """Tokens per row; 1 where nothing is compressed, and for states, which upstream counts as -1.
+    """Tokens per row. It is 1 for layers without compression, and for states (upstream: -1).
 
     Raises:
-        GroupError: If ``tokens_per_state`` and ``compress_ratio`` contradict each other, or a row
-            holds part of a token (encoders that pool).
+        GroupError: If ``tokens_per_state`` and ``compress_ratio`` contradict each other, or if a
+            row holds part of a token (encoders that pool).
     """
     declared = {name: getattr(spec, name, None) or 0 for name in _TOKENS_PER_ROW}
     ratios = {value if value > 0 else 1 for value in declared.values() if value}
@@ -84,12 +47,12 @@ def compress_ratio_of(spec: Any) -> int:
 
 
 def tokens_per_page_of(spec: Any) -> int:
-    """Tokens that one block id of this spec stands for.
+    """The number of tokens that one block id of this spec stands for.
 
     Raises:
-        GroupError: If what the spec says contradicts itself, or its blocks stand for no tokens.
+        GroupError: If the spec contradicts itself, or if its blocks do not stand for tokens.
     """
-    if not _stands_for_tokens(spec):
+    if not stands_for_tokens(spec):
         raise GroupError(
             f"{type(spec).__name__}: expected blocks that stand for tokens, found scratch memory "
             "of one request; such a layer is not supported"
@@ -104,7 +67,7 @@ def tokens_per_page_of(spec: Any) -> int:
 
 
 def holds_states(spec: Any, layer_name: str) -> bool:
-    """Whether a layer's rows are states: of a recurrence, or of a compressor."""
+    """Whether the rows of a layer are states of a recurrence or of a compressor."""
     kind = kind_of(spec)
     if kind is not GroupKind.WINDOW:
         return kind is GroupKind.STATE
@@ -112,7 +75,7 @@ def holds_states(spec: Any, layer_name: str) -> bool:
 
 
 def min_page_bytes_of(spec: Any) -> int:
-    """What of a page is not padding, at least."""
+    """The least number of bytes of a page that are not padding."""
     page_bytes = int(spec.page_size_bytes)
     if kind_of(spec) is GroupKind.STATE:
         return sum(
@@ -125,13 +88,13 @@ def min_page_bytes_of(spec: Any) -> int:
 
 
 def config_rows_of(spec: Any) -> int | None:
-    """Rows per page of a compressed layer; None where nothing is compressed.
+    """Rows per page of a compressed layer; None for layers without compression.
 
-    Since vLLM 0.30 the spec says it. Before, the size of a page does: the larger meaning of
-    ``block_size``, if it fits.
+    Since vLLM 0.30 the spec has the number. Before, the function derives it from the size of a
+    page: ``block_size`` counts rows if so many rows fit into a page, and tokens otherwise.
 
     Raises:
-        GroupError: If what the spec says contradicts the size of a page.
+        GroupError: If the spec contradicts the size of a page.
     """
     compress_ratio = compress_ratio_of(spec)
     if compress_ratio == 1:
@@ -148,7 +111,8 @@ def config_rows_of(spec: Any) -> int | None:
 
 
 def _declared_rows(spec: Any) -> int:
-    rows, page_bytes = int(spec.num_states), int(spec.real_page_size_bytes)
+    rows = int(spec.num_states)
+    page_bytes = int(spec.real_page_size_bytes)
     row_bytes = int(spec.num_heads * spec.state_content_size_bytes) + _scale_bytes(spec)
     if rows * row_bytes != page_bytes:
         raise GroupError(
@@ -160,7 +124,7 @@ def _declared_rows(spec: Any) -> int:
 
 
 def _scale_bytes(spec: Any) -> int:
-    """Bytes of a row's quantization scales, which vLLM-Ascend keeps besides."""
+    """Bytes of a row's quantization scales, which vLLM-Ascend stores in addition to its keys."""
     item_bytes: int = getattr(spec, "scale_dtype", spec.dtype).itemsize
     return int(spec.num_kv_heads * getattr(spec, "scale_dim", 0) * item_bytes)
 
@@ -173,20 +137,24 @@ def tokens_per_page(
     tensor_rows: int | None,
     where: str,
 ) -> int:
-    """Tokens that one block id of a layer stands for: the one place that decides it.
+    """The number of tokens that one block id of a layer stands for. No other function decides it.
 
-    ``block_size`` of a compressed group means two things. Upstream vLLM counts tokens: a page has
+    The ``block_size`` of a compressed group has two meanings. vLLM counts tokens: a page has
     ``block_size / compress_ratio`` rows (``storage_block_size`` in
     ``vllm/v1/kv_cache_interface.py``; since 0.30 ``num_states``). vLLM-Ascend 0.23 counts rows: a
     page holds ``block_size * compress_ratio`` tokens (``CompressAttentionManager`` in
-    ``vllm_ascend/core/single_type_kv_cache_manager.py``); 0.30 counts tokens, too. Before 0.30
-    nothing in the config says which, but the size of a page does, and so does the shape of the
-    registered tensor.
+    ``vllm_ascend/core/single_type_kv_cache_manager.py``). vLLM-Ascend 0.30 counts tokens, too.
+    Before 0.30 the config does not say which meaning is used. The size of a page shows it, and so
+    does the shape of the registered tensor.
 
     Args:
-        config_rows: Rows of a page according to its size in bytes in the config, if that says.
-        tensor_rows: Rows of a page according to the registered tensor; None where there is none
-            (the scheduler's side), or where its shape does not say.
+        config_rows: Rows per page that the page size in the config implies; None if it implies
+            no number.
+        tensor_rows: Rows per page of the registered tensor. None if there is no tensor (the
+            scheduler side), or if its shape does not show the number.
+
+    Raises:
+        GroupError: If the numbers contradict each other, or do not tell which meaning is used.
     """
     if block_size < 1 or compress_ratio < 1:
         raise GroupError(
@@ -221,14 +189,6 @@ def tokens_per_page(
     return meanings[rows]
 
 
-def _stands_for_tokens(spec: Any) -> bool:
-    return bool(getattr(spec, "prefix_cacheable", True))
-
-
 def _is_declared(spec: Any) -> bool:
-    """Whether the spec says itself how many rows a page has (since vLLM 0.30)."""
+    """Whether the spec has the number of rows per page itself (since vLLM 0.30)."""
     return getattr(spec, "tokens_per_state", None) is not None
-
-
-def _bases(spec: Any) -> set[str]:
-    return {base.__name__ for base in type(spec).__mro__}

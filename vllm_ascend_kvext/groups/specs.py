@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers and groups of a KV cache config of vLLM or vLLM-Ascend.
+"""Reads the layers and groups of a KV cache config of vLLM or vLLM-Ascend.
 
-A worker sees a group of unequal layers as a bundle (``UniformTypeKVCacheSpecs``: one spec per
-layer), the scheduler sees the first of them (``generate_scheduler_kv_cache_config``): both are
-read here. Knows no tensors.
+A worker has a group of different layers as a bundle (``UniformTypeKVCacheSpecs``: one spec per
+layer). The scheduler has the spec of the first layer (``generate_scheduler_kv_cache_config``). This
+module reads both forms. It knows no tensors.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_ascend_kvext.errors import GroupError
+from vllm_ascend_kvext.groups.kinds import kind_of, spec_of_layer, window_tokens_of
 from vllm_ascend_kvext.groups.model import CacheGroup, GroupKind
 from vllm_ascend_kvext.groups.spec_attributes import (
     compress_ratio_of,
     config_rows_of,
     holds_states,
-    kind_of,
     min_page_bytes_of,
     tokens_per_page,
-    window_tokens_of,
 )
 
 
@@ -30,13 +29,14 @@ class LayerSpec:
     """What the config says of one layer's cache.
 
     Attributes:
-        block_size: As configured: tokens or rows, see ``tokens_per_page``.
-        window_tokens: Sliding window or attention chunk; 0 where there is none.
-        restart_tokens: Nothing before a multiple of this is read from there on (attention chunks;
-            compressor states without overlap); 0 where there is no such multiple.
-        min_page_bytes: What of it is not padding, at least.
-        config_rows: Rows per page that ``page_bytes`` makes; None if it does not say.
-        num_kv_heads: 1 where heads do not matter.
+        block_size: The configured value; it counts tokens or rows, see ``tokens_per_page``.
+        window_tokens: The sliding window or attention chunk; 0 for layers that have neither.
+        restart_tokens: From a multiple of this on, a token reads nothing before that multiple
+            (attention chunks; compressor states without overlap). 0 for layers without restarts.
+        page_bytes: Bytes of a page, padding included.
+        min_page_bytes: The least number of bytes of a page that are not padding.
+        config_rows: Rows per page that ``page_bytes`` implies; None if it implies no number.
+        num_kv_heads: The number of KV heads; 1 for layers without heads.
         is_byte_typed: Whether its elements are bytes whose meaning only kernels know.
     """
 
@@ -59,7 +59,11 @@ class LayerSpec:
         return f"KV cache group {self.kv_cache_group_id}, layer {self.layer_name}"
 
     def tokens_per_page(self, tensor_rows: int | None = None) -> int:
-        """See ``tokens_per_page``; ``tensor_rows`` where a tensor is at hand."""
+        """Tokens per page, see the function ``tokens_per_page``.
+
+        Args:
+            tensor_rows: Rows per page of the registered tensor; None without a tensor.
+        """
         return tokens_per_page(
             self.block_size,
             self.compress_ratio,
@@ -70,16 +74,16 @@ class LayerSpec:
 
 
 def read_layer_specs(kv_cache_config: Any) -> tuple[tuple[LayerSpec, ...], ...]:
-    """The layers of each KV cache group, in the config's order.
+    """The layers of each KV cache group, in the order of the config.
 
     Raises:
-        GroupError: If a spec is of a kind that is not known, or a group has blocks of its own.
+        GroupError: If a spec has an unknown kind, or if a group has its own pool of blocks.
     """
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         _check_pool(group, index)
     groups = tuple(
         tuple(
-            _read_spec(name, index, _spec_of_layer(group.kv_cache_spec, name))
+            _read_spec(name, index, spec_of_layer(group.kv_cache_spec, name))
             for name in group.layer_names
         )
         for index, group in enumerate(kv_cache_config.kv_cache_groups)
@@ -88,20 +92,11 @@ def read_layer_specs(kv_cache_config: Any) -> tuple[tuple[LayerSpec, ...], ...]:
     return tuple(tuple(_with_restart(spec, ratios) for spec in specs) for specs in groups)
 
 
-def is_all_full_attention(kv_cache_config: Any) -> bool:
-    """Whether all layers are full attention in one group, so that any prefix can be resumed."""
-    groups = kv_cache_config.kv_cache_groups
-    specs = [
-        _spec_of_layer(group.kv_cache_spec, name) for group in groups for name in group.layer_names
-    ]
-    return len(groups) <= 1 and all(kind_of(spec) is GroupKind.FULL for spec in specs)
-
-
 def cache_group(specs: Sequence[LayerSpec]) -> CacheGroup:
-    """What the layers of one KV cache group have in common.
+    """The facts that the layers of one KV cache group share.
 
     Raises:
-        GroupError: If they differ in it.
+        GroupError: If the layers differ in one of these facts.
     """
     first, *others = (
         CacheGroup(spec.kind, spec.tokens_per_page(), spec.window_tokens, spec.holds_states)
@@ -117,27 +112,24 @@ def cache_group(specs: Sequence[LayerSpec]) -> CacheGroup:
 
 
 def scheduler_spec(spec: Any) -> Any:
-    """A group's spec as the scheduler has it: of a bundle, the first of its layers."""
+    """A group's spec as the scheduler has it. For a bundle this is the spec of its first layer."""
     bundle = getattr(spec, "kv_cache_specs", None)
     return next(iter(bundle.values())) if bundle else spec
 
 
-def _spec_of_layer(spec: Any, layer_name: str) -> Any:
-    bundle = getattr(spec, "kv_cache_specs", None)
-    return spec if bundle is None else bundle[layer_name]
-
-
 def _check_pool(group: Any, index: int) -> None:
-    """Refuse what vLLM 0.30 keeps in a second pool, or as a copy that no connector sees (HiSparse).
+    """Refuse groups that vLLM 0.30 keeps in a second pool, or as a copy (HiSparse).
 
-    Its block ids are not those of the other groups.
+    The block ids of a second pool are not those of the other groups. No connector sees the copy.
     """
     role = getattr(group, "role", "default")
-    found = [
-        *([f"the role {getattr(role, 'value', role)}"] if role != "default" else []),
-        *(["host_resident"] if getattr(group, "host_resident", False) else []),
-        *([] if getattr(group, "enable_kv_transfer", True) else ["no enable_kv_transfer"]),
-    ]
+    found = []
+    if role != "default":
+        found.append(f"the role {getattr(role, 'value', role)}")
+    if getattr(group, "host_resident", False):
+        found.append("host_resident")
+    if not getattr(group, "enable_kv_transfer", True):
+        found.append("no enable_kv_transfer")
     if found:
         raise GroupError(
             f"KV cache group {index}: expected blocks of the one pool of the device, found "
@@ -161,7 +153,7 @@ def _read_spec(layer_name: str, group: int, spec: Any) -> LayerSpec:
         holds_states=holds_states(spec, layer_name),
         block_size=int(spec.block_size),
         compress_ratio=compress_ratio_of(spec),
-        # What drafts keep besides (vLLM 0.30) is cached after a load, as the window is.
+        # Drafts keep further tokens (vLLM 0.30). After a load, these are cached like the window.
         window_tokens=window_tokens + int(getattr(spec, "extra_retained_tokens", 0)),
         restart_tokens=window_tokens if kind is GroupKind.CHUNKED else 0,
         page_bytes=int(spec.page_size_bytes),
@@ -173,12 +165,13 @@ def _read_spec(layer_name: str, group: int, spec: Any) -> LayerSpec:
 
 
 def _with_restart(spec: LayerSpec, ratios: set[int]) -> LayerSpec:
-    """A compressor whose window is its ratio does not overlap: its rows end where it restarts.
+    """Set ``restart_tokens`` of a compressor whose window is as long as its ratio.
 
     The row that ends at position p reads the states from ``p - window + 1`` on
-    (``vllm/models/deepseek_v4/common/ops/fused_compress_quant_cache.py``); ratio 4 reads twice its
-    ratio and does not restart. Nor does a later hit read what is left out: vLLM hits at multiples
-    of every group's page, those of the compressed layer included.
+    (``vllm/models/deepseek_v4/common/ops/fused_compress_quant_cache.py``). If the window is as long
+    as the ratio, rows do not overlap, and each row restarts. A compressor of ratio 4 reads twice
+    its ratio, and does not restart. A later hit does not read the states that are left out: vLLM
+    hits at multiples of every group's page, also of the compressed layer's page.
     """
     is_compressor = spec.holds_states and spec.kind is GroupKind.WINDOW
     if is_compressor and spec.window_tokens > 1 and spec.window_tokens in ratios:

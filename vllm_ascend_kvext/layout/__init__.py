@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which bytes of which page belong to which tokens.
+"""Says which bytes of which page belong to which tokens.
 
-Knows neither vLLM nor, when imported, torch: specs and tensors are read by their attributes.
+The modules import neither vLLM nor torch. They read specs and tensors by their attributes.
 """

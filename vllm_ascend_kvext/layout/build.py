@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the layout of one worker, and refuses contradictions.
+"""Builds the layout of one worker from its KV cache config and its registered tensors.
 
-Specs become groups, the tensors of a layer become regions, and regions become planes.
+Specs become groups. The tensors of a layer become regions, and the regions become planes. A
+contradiction between config and tensors is an error.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from vllm_ascend_kvext.layout.views import StorageTable, device_type_of, tensors
 
 
 class OwnedRegion(NamedTuple):
-    """A region, with the KV cache group and the layer it belongs to."""
+    """A region, the index of its KV cache group, and the name of its layer."""
 
     group: int
     layer_name: str
@@ -39,10 +40,10 @@ def build_layout(
     """The layout of everything that one worker has registered.
 
     Args:
-        kv_caches: By layer name: a tensor, or a list or tuple of them.
-        nz_layers: See ``read_nz_layers``. Their pages are taken whole in any case.
-        addressing: By default rows are addressed where the device is known to write them by token
-            (NPUs).
+        kv_caches: One entry per layer name: a tensor, or a list or tuple of tensors.
+        nz_layers: The result of ``read_nz_layers``. A page of such a layer is always one row.
+        addressing: The default is TOKENS on an NPU, whose kernels write rows as the shapes of the
+            tensors say, and PAGES on every other device.
 
     Raises:
         GroupError: If the config contradicts itself or is not understood.
@@ -52,7 +53,7 @@ def build_layout(
     num_pages = int(kv_cache_config.num_blocks)
     _check_names(specs_by_group, kv_caches)
     if addressing is None:
-        # Kernels of NPUs write the rows that the shapes of the tensors promise.
+        # The kernels of an NPU write each row where the shape of the tensor says.
         is_npu = device_type_of(kv_caches) == "npu"
         addressing = RowAddressing.TOKENS if is_npu else RowAddressing.PAGES
     storages = StorageTable()
@@ -60,16 +61,17 @@ def build_layout(
     all_regions: list[OwnedRegion] = []
     for index, specs in enumerate(specs_by_group):
         if not specs:
-            continue  # a pipeline stage without a layer of this group
-        found: dict[Region, LayerSpec] = {}  # layers that share a cache name the same bytes
+            continue  # This pipeline stage has no layer of the group.
+        # Layers that share a cache have equal regions, so each region is listed once.
+        found: dict[Region, LayerSpec] = {}
         for spec in specs:
             views = [
                 storages.read(one, spec.where) for one in tensors_of(kv_caches[spec.layer_name])
             ]
             pages = [find_axes(view, spec, num_pages) for view in views]
             _check_rows(spec, pages)
-            of_spec = RowAddressing.PAGES if spec.layer_name in nz_layers else addressing
-            for region in _regions_of_layer(pages, spec, of_spec):
+            layer_addressing = RowAddressing.PAGES if spec.layer_name in nz_layers else addressing
+            for region in _regions_of_layer(pages, spec, layer_addressing):
                 found.setdefault(region, spec)
         for region, spec in found.items():
             all_regions.append(OwnedRegion(index, spec.layer_name, region))
@@ -89,7 +91,7 @@ def _check_names(
         )
     known = {tensor.data_ptr() for name in configured for tensor in tensors_of(kv_caches[name])}
     for name in sorted(set(kv_caches) - configured):
-        # A layer that shares the cache of another (KV sharing) brings no bytes of its own.
+        # A layer that shares the cache of another layer (KV sharing) has no bytes of its own.
         if any(tensor.data_ptr() not in known for tensor in tensors_of(kv_caches[name])):
             raise LayoutError(
                 f"kv_caches: layer {name} has a tensor of its own, but is in no KV cache group of "
@@ -98,7 +100,7 @@ def _check_names(
 
 
 def _check_rows(spec: LayerSpec, pages: Sequence[PageView]) -> None:
-    """Raise ``LayoutError`` if a tensor has other rows than the config makes of a page."""
+    """Raise ``LayoutError`` if a tensor has another number of rows per page than the config."""
     expected = spec.tokens_per_page()
     for page in pages:
         found = spec.tokens_per_page(page.num_rows) if page.token_axis is not None else expected
@@ -112,10 +114,15 @@ def _check_rows(spec: LayerSpec, pages: Sequence[PageView]) -> None:
 def _regions_of_layer(
     pages: Sequence[PageView], spec: LayerSpec, addressing: RowAddressing
 ) -> list[Region]:
-    """Disjoint regions of one layer; `LayoutError` if they have not the bytes of a page."""
+    """The disjoint regions of one layer.
+
+    Raises:
+        LayoutError: If the regions together do not have as many bytes as a page.
+    """
     regions = [region for page in pages for region in regions_of(page, spec, addressing)]
     if _share_bytes(regions):
-        # Two shapes of the same bytes (indexer keys on A5): only kernels know which one is meant.
+        # The layer registers two shapes of the same bytes (indexer keys on A5). Only its kernels
+        # know which shape a page has.
         regions = _joined(regions, spec)
     num_bytes = sum(region.num_bytes for region in regions)
     if not spec.min_page_bytes <= num_bytes <= spec.page_bytes:
@@ -139,7 +146,7 @@ def _share_bytes(regions: Iterable[Region]) -> bool:
 
 
 def _joined(regions: Sequence[Region], spec: LayerSpec) -> list[Region]:
-    """One packed region from the first byte to the last."""
+    """One packed region from the first byte of all regions to the last."""
     first = min(regions, key=lambda region: region.offset_bytes)
     end_bytes = max(region.end_bytes for region in regions)
     num_bytes = end_bytes - first.offset_bytes
@@ -163,7 +170,7 @@ def _joined(regions: Sequence[Region], spec: LayerSpec) -> list[Region]:
 
 
 def _transfer_groups(group: CacheGroup, found: Mapping[Region, LayerSpec]) -> list[LayoutGroup]:
-    """One group for each number of tokens per row."""
+    """The transfer groups of one KV cache group: one for each number of tokens per row."""
     by_row: dict[tuple[int, int], list[tuple[LayerSpec, Region]]] = defaultdict(list)
     for region, spec in found.items():
         tokens_per_row, rest = divmod(group.tokens_per_page, region.num_rows)
@@ -183,7 +190,8 @@ def _transfer_groups(group: CacheGroup, found: Mapping[Region, LayerSpec]) -> li
             restart_tokens=restart_tokens,
             planes=_planes(of_row),
             holds_states=group.holds_states,
-            # Of several ratios the tokens that complete an entry of each.
+            # A row that is a whole page may hold entries of several ratios. The row is needed as
+            # soon as one entry is complete, so its ratio is one that divides all of them.
             compress_ratio=math.gcd(*(spec.compress_ratio for spec, _ in of_row)),
         )
         for (tokens_per_row, restart_tokens), of_row in sorted(by_row.items())
@@ -191,7 +199,7 @@ def _transfer_groups(group: CacheGroup, found: Mapping[Region, LayerSpec]) -> li
 
 
 def _planes(found: Sequence[tuple[LayerSpec, Region]]) -> tuple[Plane, ...]:
-    """Layer by layer, in the order found; regions of one page of a layer get a common base."""
+    """The planes of some regions, in their order. Regions in one page of a layer share a base."""
     base_bytes: dict[tuple[LayerSpec, int, int], int] = {}
     planes: dict[Region, Plane] = {}
     for spec, region in sorted(found, key=lambda each: each[1].offset_bytes):
@@ -216,15 +224,15 @@ def _planes(found: Sequence[tuple[LayerSpec, Region]]) -> tuple[Plane, ...]:
 def check_disjoint(regions: Iterable[OwnedRegion], num_pages: int) -> None:
     """Refuse planes that would write each other's bytes.
 
-    Planes of different groups may share bytes of equal page number, as in vllm-ascend's blobs:
-    block ids come from one pool, so that a page belongs to one group at a time. Every other shared
-    byte is refused, and so are regions of different page strides that lie over each other.
+    Planes of different groups may share bytes of the same page number, as in vllm-ascend's blobs.
+    Block ids come from one pool there, so a page belongs to one group at a time. Any other shared
+    byte is refused. Regions of different page strides that overlap are refused, too.
 
-    Every region is compared with all behind it in its storage, as arrays: half a second for the
-    10,000 regions of a hundred layers whose heads are apart.
+    The function compares every region with all later ones of its storage, with array operations.
+    That takes half a second for the 10,000 regions of a hundred layers with separate heads.
 
     Raises:
-        LayoutError: Naming both layers.
+        LayoutError: If two layers share bytes; the message names both.
     """
     by_storage: dict[int, list[OwnedRegion]] = defaultdict(list)
     for owned in regions:
@@ -239,8 +247,8 @@ def check_disjoint(regions: Iterable[OwnedRegion], num_pages: int) -> None:
         strides = np.array([owned.region.page_stride_bytes for owned in in_storage])
         for index, owned in enumerate(in_storage):
             stride = owned.region.page_stride_bytes
-            # Page `pages` of this region has the first byte of a page of the other, or it is the
-            # last before it.
+            # Page `pages` of this region is its last page that begins at or before page 0 of the
+            # other region. `distance` is the number of bytes between the two beginnings.
             pages, distance = np.divmod(offsets[index + 1 :] - offsets[index], stride)
             overlaps = (distance < sizes[index]) & (pages < num_pages)
             overlaps &= (pages > 0) | (groups[index + 1 :] == owned.group)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How rows are arranged in host memory: the one place that decides it.
+"""Decides how rows are arranged in host memory. No other module decides it.
 
 The rows of a section lie plane after plane, and every plane begins at a multiple of 64 bytes; see
-``row_map``. A chunk has a section for each group of which it keeps rows, one behind the other, so
-that its size does not depend on which pages are null.
+``row_map``. A chunk has one section for each group whose rows it keeps. The sections follow each
+other without a gap, so the size of a chunk does not depend on which pages are null.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from vllm_ascend_kvext.layout.row_map import StoredRows
 from vllm_ascend_kvext.transfer.schema import DTYPE, HOST_ALIGNMENT_BYTES, PlaneColumn, Table
 
 _MAX_REMEMBERED = 1024
-"""Sizes of sections whose planes are remembered: prompts may end anywhere."""
+"""The number of section sizes whose planes are cached. Prompts end anywhere, so sizes vary."""
 
 
 class ArrangedSection(NamedTuple):
-    """The planes of one group, shape ``[num_planes, 9]``, in a section of some size placed at 0.
+    """One section that is placed at offset 0, and the planes of its group.
 
-    Read-only and shared: copy before you write. ``num_bytes`` is a multiple of 64.
+    Attributes:
+        planes: shape: ``[num_planes, 9]``. The table is shared and read-only: copy it to change it.
+        num_bytes: The size of the section, a multiple of 64.
     """
 
     planes: Table
@@ -33,14 +35,21 @@ class ArrangedSection(NamedTuple):
 
 
 class HostArrangement:
-    """Sections of the groups of one layout. Threads may share it."""
+    """Arranges the sections of all groups of one layout. Threads may share it."""
 
     def __init__(self, layout: KVLayout) -> None:
         self._planes = [_plane_table(group, layout.num_pages) for group in layout.groups]
         self.section = lru_cache(_MAX_REMEMBERED)(self._section)
 
     def place(self, kept: Iterable[tuple[int, range]]) -> tuple[list[StoredRows], int]:
-        """Full sections for pairs of a group and its rows, none of them empty; and their bytes."""
+        """Place one full section per pair of a group and its rows, one section after the other.
+
+        Args:
+            kept: Pairs of a group's index and its rows; no range is empty.
+
+        Returns:
+            The placed sections, and the sum of their bytes.
+        """
         placed = []
         num_bytes = 0
         for group, rows in kept:

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The facts of a layout: storages, planes, groups. Knows neither how they are found nor used.
+"""The facts of a layout: storages, planes and groups.
 
-Terms: a *page* holds the KV of one block id of one scheduler group; a *plane* is one region of
-bytes in every page; a *row* is the smallest unit of a page that is addressed, and consecutive rows
-of a plane are adjacent; a *group* (transfer group) is the planes of one scheduler group whose rows
-cover equally many tokens.
+The module knows neither how these facts are found nor how they are used. Its terms:
+
+page
+    The KV of one block id of one scheduler group.
+plane
+    One region of bytes that every page has.
+row
+    The smallest part of a page that can be addressed. Consecutive rows of a plane are adjacent.
+group (transfer group)
+    The planes of one scheduler group whose rows cover the same number of tokens.
 """
 
 from __future__ import annotations
@@ -15,32 +21,33 @@ from dataclasses import dataclass
 from vllm_ascend_kvext.groups.model import GroupKind
 
 NULL_PAGE = 0
-"""vLLM's null block: stands for tokens that nobody reads any more."""
+"""The id of vLLM's null block, which stands for tokens that no kernel reads any more."""
 
 
 class StatePolicy(enum.Enum):
-    """What becomes of state groups."""
+    """Whether the state groups of a model are stored."""
 
     EXACT = "exact"
-    """Kept: what follows a loaded boundary is computed as if nothing had been loaded."""
+    """States are stored. Tokens behind a loaded boundary are computed as without a load."""
 
     SKIP = "skip"
-    """Left out. Lossy: what follows a boundary is computed from whatever the pages hold."""
+    """States are left out. This is lossy: tokens behind a loaded boundary are computed from
+    whatever state the pages hold."""
 
 
 class RowAddressing(enum.Enum):
     """Whether a page can be addressed below its full size."""
 
     TOKENS = "tokens"
-    """A row holds what its tokens wrote, as the shape of the tensor says."""
+    """A row holds what its tokens wrote, at the place that the tensor's shape says."""
 
     PAGES = "pages"
-    """A page is one row: kernels may order its bytes otherwise than the shape says."""
+    """A page is one row, because kernels may order its bytes differently than the shape says."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegisteredStorage:
-    """Memory that registered tensors lie in."""
+    """One stretch of memory that holds registered tensors."""
 
     address: int
     num_bytes: int
@@ -55,10 +62,10 @@ class Plane:
 
     Attributes:
         storage: Index into the storages of the layout.
-        dtype: Of the registered tensor; several are joined with ``+``.
+        dtype: The dtype of the registered tensor; several dtypes are joined with ``+``.
         is_packed: Whether only the kernels of this platform know the order of bytes in a row.
-        axes: Where a page is one row: number and size of the tensor's axes in it, by falling
-            stride. They are the order of the bytes in the row. Empty where it is not known.
+        axes: The order of the bytes in a row that is a whole page, as pairs of the number and the
+            size of a tensor axis, by falling stride. Empty where the order is not known.
     """
 
     layer_name: str
@@ -78,15 +85,15 @@ class LayoutGroup:
 
     Attributes:
         kv_cache_group_id: Index of the KV cache group whose block ids it uses.
-        tokens_per_page: A multiple of ``tokens_per_row``.
-        window_tokens: Sliding window, with the token that reads; 0 where there is none.
-        restart_tokens: Nothing before a multiple of this is read from there on (attention chunks;
-            compressor states without overlap); 0 where there is no such multiple.
-        planes: In the order of the config: layer by layer, view by view.
+        tokens_per_page: Tokens per page, a multiple of ``tokens_per_row``.
+        window_tokens: The sliding window, which includes the token that reads; 0 for no window.
+        restart_tokens: From a multiple of this on, a token reads nothing before that multiple
+            (attention chunks; compressor states without overlap). 0 for groups without restarts.
+        planes: The planes in the order of the config: layer by layer, view by view.
         holds_states: See ``CacheGroup``.
-        compress_ratio: Tokens per entry of the cache: an entry exists once all of them are
-            computed, and until then the states of its compressor hold them. A row has one entry
-            or, where a page is one row, several.
+        compress_ratio: Tokens per entry of the cache. An entry exists once all its tokens are
+            computed; until then the states of the compressor hold them. A row has one entry, or
+            several where a page is one row.
     """
 
     kv_cache_group_id: int
@@ -105,16 +112,19 @@ class LayoutGroup:
 
     @property
     def is_snapshot(self) -> bool:
-        """Whether a page is the state at the page's end, rather than rows of tokens (Mamba)."""
+        """Whether a page holds the state at its last token (Mamba), and not rows of tokens."""
         return self.kind is GroupKind.STATE
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Everything that one worker registered.
+    """Everything that one worker has registered.
 
-    Storages are in the order in which planes first use them, groups are ordered by scheduler group,
-    then by tokens per row. Block ids are below ``num_pages``; page 0 is the null page.
+    Attributes:
+        storages: The storages, in the order in which planes first use them.
+        groups: The transfer groups, ordered by scheduler group, then by tokens per row.
+        num_pages: All block ids are smaller; page 0 is the null page.
+        num_scheduler_groups: The number of KV cache groups of the config.
     """
 
     storages: tuple[RegisteredStorage, ...]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans the transfers between the pages of a request and host memory.
 
-A store decides from tokens and block ids which rows are kept, and reports them as row maps. A load
-is planned against those maps, whatever part of them it wants: rows that are in no map are missing
-and are not moved. Either way rows of sections become planes, and the pages that hold them runs.
-Cost grows with sections, planes and pages, never with tokens.
+A store decides from tokens and block ids which rows are kept, and reports these rows as row maps.
+A load is planned against row maps, and may ask for any part of them. Rows that are in no map are
+reported as missing, and are not moved. In both plans the sections become planes, and the pages that
+hold their rows become runs. The cost grows with sections, planes and pages, never with tokens.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from vllm_ascend_kvext.token_range import TokenRange
 from vllm_ascend_kvext.transfer.schema import DTYPE, PlaneColumn, RunColumn, Table
 
 _MAX_REMEMBERED = 4096
-"""Chunks whose sections are remembered: requests are cut at the same tokens."""
+"""The number of chunks whose sections are cached. Requests are cut at the same tokens."""
 
 _SECTION = itemgetter(0, 3, 4, 5)
-"""Of ``StoredRows``: what names a section."""
+"""The fields of ``StoredRows`` that identify a section."""
 
 
 class TransferPlanner:
@@ -49,7 +49,11 @@ class TransferPlanner:
         self._full_chunk = lru_cache(_MAX_REMEMBERED)(self._arrange)
 
     def plan_store(self, chunks: Iterable[PlacedChunk], block_ids: BlockIds) -> TransferPlan:
-        """Store what chunks of one request keep; their places in the host buffer do not overlap.
+        """Plan the store of some chunks of one request.
+
+        Args:
+            chunks: Chunks whose places in the host buffer do not overlap.
+            block_ids: The block tables of the request.
 
         Raises:
             TokenRangeError: If a list of block ids is too short, or a chunk has no tokens.
@@ -60,13 +64,13 @@ class TransferPlanner:
         host_bytes = 0
         for tokens, place_bytes, groups in chunks:
             sections, num_bytes, row_map, missing_of_chunk = self._full_chunk(tokens, groups)
-            there = self._with_pages(sections, block_ids)
-            if there != sections:
-                row_map = RowMap.of(there)
+            present = self._with_pages(sections, block_ids)
+            if present != sections:
+                row_map = RowMap.of(present)
                 missing_of_chunk = self._missing(row_map, tokens, groups)
             row_maps.append(row_map)
             missing += missing_of_chunk
-            placed += [StoredRows(*rows[:5], place_bytes + rows[5]) for rows in there]
+            placed += [StoredRows(*rows[:5], place_bytes + rows[5]) for rows in present]
             host_bytes = max(host_bytes, place_bytes + num_bytes)
         planes, runs, _ = self._tables(placed, block_ids)
         return TransferPlan(planes, runs, host_bytes, tuple(missing), tuple(row_maps))
@@ -78,28 +82,34 @@ class TransferPlanner:
         block_ids: BlockIds,
         groups: Collection[int] | None = None,
     ) -> TransferPlan:
-        """Load what resuming at the end of a range needs.
+        """Plan the load of all rows that a request needs to resume at the end of a range.
 
         Args:
-            stored: Chunks, or parts of chunks, of this request's tokens. Where several have a row,
-                any of them is taken.
-            tokens: From the first token that is not in the request's pages, to where it resumes.
-            groups: Indices in the layout of the groups to load; all of them if omitted.
+            stored: Chunks, or parts of chunks, of this request's tokens. If several of them have a
+                row, the plan takes any of them.
+            tokens: The first token that is not in the request's pages, and where it resumes.
+            block_ids: The block tables of the request.
+            groups: Indices in the layout of the groups to load; None for all of them.
 
         Raises:
             TokenRangeError: If a list of block ids is too short, or the range has no tokens.
         """
         needed = self._rows(needed_rows, tokens, groups)
         found = find_rows(self._groups, stored, needed, tokens.end_tokens)
-        there = self._with_pages(found, block_ids)
-        planes, runs, host_bytes = self._tables(there, block_ids)
-        missing = missing_rows(self._groups, needed, there, tokens.end_tokens)
+        present = self._with_pages(found, block_ids)
+        planes, runs, host_bytes = self._tables(present, block_ids)
+        missing = missing_rows(self._groups, needed, present, tokens.end_tokens)
         return TransferPlan(planes, runs, host_bytes, missing)
 
     def _arrange(
         self, tokens: TokenRange, groups: tuple[int, ...] | None
     ) -> tuple[list[StoredRows], int, RowMap, tuple[MissingRows, ...]]:
-        """What a chunk keeps whose pages are all there: sections, bytes, its map, what it lacks."""
+        """Arrange a chunk that has none of its pages missing.
+
+        Returns:
+            The sections, their bytes, the row map, and the rows that the chunk does not keep
+            although resuming at its end needs them.
+        """
         kept = enumerate(self._rows(kept_rows, tokens, groups))
         sections, num_bytes = self._arrangement.place((i, rows) for i, rows in kept if rows)
         row_map = RowMap.of(sections)
@@ -124,28 +134,32 @@ class TransferPlanner:
         ]
 
     def _with_pages(self, found: Iterable[StoredRows], block_ids: BlockIds) -> list[StoredRows]:
-        """The stretches of rows whose page is not null."""
-        there = []
+        """The parts of some rows whose page is not null."""
+        present = []
         for rows in found:
             pages = self._pages_of(rows, block_ids)
             if NULL_PAGE not in pages:
-                there.append(rows)
+                present.append(rows)
                 continue
             rows_per_page = self._groups[rows.group].rows_per_page
             row = rows.first_row // rows_per_page * rows_per_page
             for is_null, stretch in groupby(pages, not_):
                 next_row = row + len(list(stretch)) * rows_per_page
                 if not is_null:
-                    first_row, end_row = max(row, rows.first_row), min(next_row, rows.end_row)
-                    there.append(rows._replace(first_row=first_row, end_row=end_row))
+                    first_row = max(row, rows.first_row)
+                    end_row = min(next_row, rows.end_row)
+                    present.append(rows._replace(first_row=first_row, end_row=end_row))
                 row = next_row
-        return there
+        return present
 
     def _tables(self, found: Iterable[StoredRows], block_ids: BlockIds) -> tuple[Table, Table, int]:
-        """Planes, runs and the end of the last section. None of the rows' pages is null.
+        """The planes, the runs, and the byte at which the last section ends.
 
-        A section is named once, also where another chunk has rows between its rows: the op refuses
-        planes that share host bytes.
+        A section gets its planes once, even if rows of another chunk lie between its rows, because
+        the op refuses planes that share host bytes.
+
+        Args:
+            found: Rows whose pages are not null.
         """
         tables: list[Table] = []
         offsets: list[int] = []
@@ -199,9 +213,9 @@ def _runs_of(spans: Sequence[tuple[int, ...]], pages: Sequence[int]) -> Table:
     """One run per page, sorted by section. shape: [num_runs, 5]
 
     Args:
-        spans: Section, first and end row, first row of the section, rows per page, number of
-            pages; by section.
-        pages: Block ids of all spans, one after the other.
+        spans: One tuple per span, sorted by section: section, first row, end row, first row of the
+            section, rows per page, number of pages.
+        pages: The block ids of all spans, in the order of the spans.
     """
     table = np.array(spans, DTYPE)
     num_pages = table[:, -1]

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From one registered tensor to the regions of bytes that it has in every page.
+"""Finds the regions of bytes that one registered tensor has in every page.
 
-The axes of a tensor are taken in its logical order, which the strides need not follow: pages come
-first, or second behind an axis of K and V; then perhaps an axis of K and V; then tokens, heads,
-elements. vLLM's CPU backend and NZ formats have another axis before the tokens; what their
-kernels write does not follow the shape at all (the CPU backend stores K transposed within a page),
-so that such a page is one row.
+The axes of a tensor are read in its logical order; the strides may have another order. Pages are
+the first axis, or the second one behind an axis of K and V. An axis of K and V may follow. Then
+come tokens, heads and elements.
+
+vLLM's CPU backend and NZ formats have another axis before the tokens. Their kernels do not write
+as the shape says (the CPU backend stores K transposed within a page), so such a page is one row.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ from vllm_ascend_kvext.layout.model import RowAddressing
 from vllm_ascend_kvext.layout.views import TensorView
 
 _PAIR = 2
-"""Size of an axis of K and V."""
+"""The size of an axis of K and V."""
 
 _MAX_REGIONS = 256
-"""K and V of 128 heads that are apart."""
+"""The most regions per page: K and V of 128 separate heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Bytes that every page of one layer has; page 0's begin at ``offset_bytes`` of the storage.
+    """Bytes that every page of one layer has.
 
     Attributes:
+        offset_bytes: Where the bytes of page 0 begin in the storage.
         num_rows: Rows per page.
-        is_packed: Whether the one row is a page whose inside is not understood.
-        axes: See ``Plane``. Other axes do not make other bytes: layers may share a region.
+        is_packed: Whether the region is one row whose inner order is not known.
+        axes: See ``Plane``. Axes do not make regions different: layers may share the bytes.
     """
 
     storage: int
@@ -48,7 +50,7 @@ class Region:
 
     @property
     def num_bytes(self) -> int:
-        """Per page."""
+        """Bytes per page."""
         return self.row_bytes * self.num_rows
 
     @property
@@ -60,8 +62,11 @@ class Region:
 class PageView:
     """A tensor whose axes are known.
 
-    ``page_axis`` counts the kernel's blocks, ``blocks_per_page`` of which make up a page.
-    ``token_axis`` is None where rows cannot be addressed; ``num_rows`` is that by the shape.
+    Attributes:
+        page_axis: The axis that counts the kernel's blocks.
+        blocks_per_page: The number of kernel blocks that make up a page.
+        token_axis: The axis that counts tokens; None where rows cannot be addressed.
+        num_rows: Rows per page, as the shape says.
     """
 
     view: TensorView
@@ -72,12 +77,13 @@ class PageView:
 
 
 def find_axes(view: TensorView, spec: LayerSpec, num_pages: int) -> PageView:
-    """Which axis of a tensor counts pages, and which counts tokens.
+    """Find the axis of a tensor that counts pages, and the axis that counts tokens.
 
     Raises:
-        LayoutError: If no axis fits, or two do.
+        LayoutError: If no axis counts pages, or if two axes could.
     """
-    is_state = spec.kind is GroupKind.STATE  # Each registers a tensor, or all of a layer one.
+    # A layer registers one tensor per state, or one tensor for all its states.
+    is_state = spec.kind is GroupKind.STATE
     if is_state:
         candidates = [0] if view.shape and view.shape[0] == num_pages else []
     else:
@@ -99,11 +105,11 @@ def find_axes(view: TensorView, spec: LayerSpec, num_pages: int) -> PageView:
 
 
 def regions_of(page: PageView, spec: LayerSpec, addressing: RowAddressing) -> list[Region]:
-    """The regions of one tensor, K before V and head by head where those are apart.
+    """The regions of one tensor: K before V, and head by head where heads are separate.
 
     Raises:
-        LayoutError: If the tensor repeats bytes (a stride of zero), or a page of it is in too many
-            pieces to be moved one by one.
+        LayoutError: If the tensor repeats bytes (a stride of zero), or if a page has too many
+            pieces to move them one by one.
     """
     view = page.view
     for size, stride in zip(view.shape, view.strides_bytes, strict=True):
@@ -138,7 +144,7 @@ def _page_axes(shape: Sequence[int]) -> list[int]:
 def _token_axis(
     shape: Sequence[int], page_axis: int, blocks_per_page: int, spec: LayerSpec
 ) -> tuple[int, bool]:
-    """The axis that counts tokens, and whether rows of it can be addressed."""
+    """The axis that counts tokens, and whether its rows can be addressed."""
     axes = list(range(page_axis + 1, len(shape)))
     if len(axes) == 4 and shape[axes[0]] == _PAIR:
         axes = axes[1:]
@@ -149,15 +155,20 @@ def _token_axis(
         )
     rows = spec.config_rows or spec.block_size
     if len(axes) > 2 and shape[axes[1]] * blocks_per_page == rows:
-        # Something stands before the tokens, or might: as many heads as tokens look the same.
+        # Another axis stands before the tokens, or may do so: a tensor with as many heads as
+        # tokens has the same shape.
         return axes[1], False
     return axes[0], True
 
 
 def _rows_of_tokens(page: PageView) -> list[Region] | None:
-    """One region per index of the axes outside the tokens; None if rows are not adjacent."""
-    view, token_axis = page.view, page.token_axis
-    assert token_axis is not None  # else the page is taken whole
+    """One region per index of the axes outside the tokens; None if rows are not adjacent.
+
+    The page view has a token axis.
+    """
+    view = page.view
+    token_axis = page.token_axis
+    assert token_axis is not None
     rows_per_block = view.shape[token_axis]
     row_bytes, outer = _dense(_axes_but(view, page.page_axis, token_axis), view.item_bytes)
     block_stride_bytes = view.strides_bytes[page.page_axis]
@@ -171,12 +182,13 @@ def _rows_of_tokens(page: PageView) -> list[Region] | None:
 
 
 def _split(page: PageView, *, is_packed: bool) -> list[Region]:
-    """Regions of one row each: as few as the gaps in the tensor allow."""
+    """Regions of one row each. There are as few as the gaps in the tensor allow."""
     view = page.view
     blocks = (page.blocks_per_page, view.strides_bytes[page.page_axis])
     num_bytes, outer = _dense([*_axes_but(view, page.page_axis), blocks], view.item_bytes)
-    # Of the axes in a page, by falling stride; kernel blocks have the pages'.
-    shape, strides = list(view.shape), view.strides_bytes
+    # The axes within a page, by falling stride. The page axis counts the kernel blocks of a page.
+    shape = list(view.shape)
+    strides = view.strides_bytes
     shape[page.page_axis] = page.blocks_per_page
     falling = sorted(range(len(shape)), key=lambda axis: -strides[axis])
     axes = tuple((axis, shape[axis]) for axis in falling if shape[axis] > 1)
@@ -187,13 +199,13 @@ def _split(page: PageView, *, is_packed: bool) -> list[Region]:
 
 
 def _axes_but(view: TensorView, *left_out: int) -> list[tuple[int, int]]:
-    """Size and stride in bytes of the other axes."""
+    """The size and the stride in bytes of every axis that is not left out."""
     axes = enumerate(zip(view.shape, view.strides_bytes, strict=True))
     return [axis for index, axis in axes if index not in left_out]
 
 
 def _dense(axes: Iterable[tuple[int, int]], item_bytes: int) -> tuple[int, list[tuple[int, int]]]:
-    """The bytes that lie next to each other, and the axes outside them, by falling stride."""
+    """How many bytes are adjacent, and the axes outside them, by falling stride."""
     by_stride = sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: axis[1])
     dense_bytes = item_bytes
     while by_stride and by_stride[0][1] == dense_bytes:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of which group a stored chunk has, and where in host memory they lie.
+"""Row maps say which rows of which group a stored chunk has, and where in host memory they lie.
 
-A store writes a map, and every load of the chunk is planned against it: what is not in the map is
-not there. A *section* has room for consecutive rows of one group, plane after plane, each plane at
-a multiple of 64 bytes. Rows whose page was null when the chunk was stored leave their room unused::
+A store writes a row map, and every load of the chunk is planned against it. A row that is not in
+the map is not stored. A *section* has room for consecutive rows of one group, plane after plane.
+Each plane begins at a multiple of 64 bytes. If the page of a row was null when the chunk was
+stored, the room of that row stays unused::
 
     section of rows 4 to 7     plane 0: row 4 row 5  ---  row 7 | plane 1: row 4 row 5  ---  row 7
     in the map                 rows 4 to 5 and row 7 of that section
 
-A chunk that grows is stored in parts; each part has a map of its own, and a load takes all of them.
+A chunk that grows is stored in parts. Each part has its own map, and a load takes all the maps.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from vllm_ascend_kvext.token_range import TokenRange
 
 
 class StoredRows(NamedTuple):
-    """Rows of one group that are there, and the section that has room for them.
+    """Rows of one group that are stored, and the section that has room for them.
 
-    Sorts by group, then row. ``host_offset_bytes`` is where the section begins: in a map from the
-    start of the chunk's place, in a plan from the start of the host buffer.
+    The tuples sort by group, then by row.
+
+    Attributes:
+        host_offset_bytes: Where the section begins. A map counts from the start of the chunk's
+            place; a plan counts from the start of the host buffer.
     """
 
     group: int
@@ -45,8 +49,8 @@ _ROWS = struct.Struct(f"<{len(StoredRows._fields)}q")
 class RowMap:
     """The rows of one stored chunk, or of a part of it.
 
-    It is sent to workers with every load. Six little-endian 64-bit integers per `StoredRows` are
-    small and quickly pickled.
+    The scheduler sends it to the workers with every load. Its form, six little-endian 64-bit
+    integers per `StoredRows`, is small and quick to pickle.
     """
 
     packed: bytes = b""
@@ -60,14 +64,14 @@ class RowMap:
 
 
 class StoredChunk(NamedTuple):
-    """A map, and where the chunk's place begins in the host buffer: a multiple of 64 bytes."""
+    """A row map, and where the chunk begins in the host buffer, a multiple of 64 bytes."""
 
     rows: RowMap
     host_offset_bytes: int = 0
 
 
 class MissingRows(NamedTuple):
-    """Tokens of a group that resuming needs and that are not there."""
+    """Tokens of one group that a resume needs and that are not stored."""
 
     group: int
     kv_cache_group_id: int
@@ -80,9 +84,13 @@ def find_rows(
     needed: Sequence[range],
     boundary_tokens: int,
 ) -> list[StoredRows]:
-    """The needed rows (one range per group) that some map has, each once, by group and row.
+    """The needed rows that some map has. Each row occurs once; they sort by group, then by row.
 
-    A state is of use only if it is that of ``boundary_tokens``, where the request is to resume.
+    A state counts only if it is the state at ``boundary_tokens``.
+
+    Args:
+        needed: One range of rows per group.
+        boundary_tokens: Where the request is to resume.
     """
     bounds = [
         (rows.start, rows.stop) if has_state_at(group, boundary_tokens) else (0, 0)
@@ -121,7 +129,7 @@ def missing_rows(
     present: Iterable[StoredRows],
     boundary_tokens: int,
 ) -> tuple[MissingRows, ...]:
-    """What of the needed rows is not present: in disjoint parts of them, by group and row."""
+    """The parts of the needed rows that are not present, disjoint, by group and row."""
     next_row = [rows.start for rows in needed]
     gaps = []
     for rows in present:

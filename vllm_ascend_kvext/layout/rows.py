@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of each group a range of tokens keeps, and which a resume at its end needs.
+"""Says which rows of a group a store keeps, and which rows a resume needs.
 
-A row is counted from the first token of the request: row ``r`` covers the tokens from
-``r * tokens_per_row`` on. With a window of 6 tokens and 4 tokens per page, resuming at 10 reads 5
-to 9 and needs 4 to 9: from the first token of the page that 5 is in.
+Rows are counted from the first token of the request: row ``r`` covers the tokens from
+``r * tokens_per_row`` on. An example with a window of 6 tokens and 4 tokens per page: a request
+that resumes at token 10 reads the tokens 5 to 9. It needs the tokens 4 to 9, because the page of
+token 5 begins at token 4.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from vllm_ascend_kvext.token_range import TokenRange
 def needed_rows(
     group: LayoutGroup, tokens: TokenRange, states: StatePolicy = StatePolicy.EXACT
 ) -> range:
-    """The rows of a range that resuming at its end needs; empty where nothing is needed.
+    """The rows of a token range that a resume at its end needs; an empty range if it needs none.
 
-    A window needs the pages that the token behind the end still reads: whole pages, because vLLM
-    caches whole pages and a later hit on one of them reads what stands before the window. The last
-    row may reach past the end. Tokens that have not filled an entry of a compressed group are held
-    by the states of its compressor, which are a group of their own.
+    A window group needs all pages that the token behind the end still reads. It needs them as a
+    whole, because vLLM caches whole pages: a later hit on such a page reads the tokens before the
+    window, too. The last row may reach past the end. Tokens that do not fill an entry of a
+    compressed group yet are held by the states of its compressor, which are a group of their own.
 
     Raises:
         TokenRangeError: If the range is empty or begins before the request.
@@ -40,10 +41,10 @@ def needed_rows(
 def kept_rows(
     group: LayoutGroup, tokens: TokenRange, states: StatePolicy = StatePolicy.EXACT
 ) -> range:
-    """The rows that a store of a range keeps; empty where there is nothing to keep.
+    """The rows that a store of a token range keeps; an empty range if it keeps none.
 
-    What a resume needs at the last end of a whole row in the range: a row that the range does not
-    fill is not kept.
+    A row that the range does not fill is not kept. So the kept rows are those that a resume needs
+    where the last whole row of the range ends.
     """
     _require_tokens(tokens)
     if group.holds_states and states is StatePolicy.SKIP:
@@ -55,7 +56,7 @@ def kept_rows(
 
 
 def has_state_at(group: LayoutGroup, boundary_tokens: int) -> bool:
-    """Whether a row of the group can be the state at this boundary (Mamba: at ends of pages)."""
+    """Whether the group can have a row for this boundary (Mamba: only at the end of a page)."""
     return not group.is_snapshot or boundary_tokens % group.tokens_per_page == 0
 
 
@@ -68,7 +69,7 @@ def _require_tokens(tokens: TokenRange) -> None:
 
 
 def _first_needed_token(group: LayoutGroup, end: int) -> int:
-    """The first token that a group needs to go on from ``end``, rounded down to a page."""
+    """The first token that a group needs to resume at token ``end``, rounded down to a page."""
     if group.kind is GroupKind.FULL or end == 0:
         return 0
     if group.is_snapshot:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a planner, and what it answers."""
+"""The arguments of a planner, and its results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_ascend_kvext.transfer.schema import Table
 
 @dataclass(frozen=True, slots=True)
 class TablePart:
-    """Part of a block table: what a transfer needs of it, from ``first_page`` on."""
+    """The part of a block table that a transfer needs. It begins at page ``first_page``."""
 
     first_page: int
     ids: tuple[int, ...]
@@ -25,10 +25,10 @@ class TablePart:
         return self.first_page + len(self.ids)
 
     def __getitem__(self, pages: slice) -> tuple[int, ...]:
-        """Block ids of some pages, counted from the request's first.
+        """The block ids of some pages, which are counted from the request's first page.
 
         Raises:
-            TokenRangeError: If some lie before this part.
+            TokenRangeError: If one of the pages lies before this part.
         """
         if pages.start >= pages.stop:
             return ()
@@ -41,14 +41,19 @@ class TablePart:
 
 
 BlockIds = Sequence[Sequence[int] | TablePart]
-"""Of a request from its first token on, one table per KV cache group, null blocks included."""
+"""The block tables of a request, one per KV cache group. A table begins at the request's first
+token, and has null blocks, too."""
 
 
 class PlacedChunk(NamedTuple):
-    """What to store, and where: its place in the host buffer begins at a multiple of 64.
+    """A chunk to store, and its place in the host buffer.
 
-    ``groups`` are indices in the layout; None stores all. Rows of full attention are of use
-    wherever a later request resumes, tails only at one boundary: a connector keeps them apart.
+    A later request can use rows of full attention wherever it resumes, but tails at one boundary
+    only. So a connector stores the two in separate chunks.
+
+    Attributes:
+        host_offset_bytes: Where the place begins, a multiple of 64.
+        groups: Indices in the layout of the groups to store; None for all groups.
     """
 
     tokens: TokenRange
@@ -57,15 +62,17 @@ class PlacedChunk(NamedTuple):
 
 
 class TransferPlan(NamedTuple):
-    """A store or a load. Empty tables where there is nothing to move.
+    """The plan of a store or a load. Its tables are empty if there is nothing to move.
 
     Attributes:
-        planes: See ``PlaneColumn``; a group of the tables is a section.
-        host_bytes: Where the last section ends: the least size of the host buffer.
-        missing: Of a store: what resuming at the end of each chunk needs of its tokens, and has no
-            page. Of a load: what resuming at its end needs, and no map has or no page takes; what
-            lies before its tokens must be in the pages already.
-        row_maps: What each chunk of a store has in host memory once the transfer is done.
+        planes: See ``PlaneColumn``. The groups of this table are sections.
+        runs: See ``RunColumn``. The groups of this table are sections, too.
+        host_bytes: Where the last section ends. The host buffer must have at least this size.
+        missing: Rows that a resume needs and that the plan does not move. A store lists such rows
+            of each chunk, for example those without a page. A load lists rows that no map has, and
+            rows that have no page to go to. It lists no row before its token range: such rows must
+            be in the pages already.
+        row_maps: For each chunk of a store, the rows in host memory once the transfer is done.
     """
 
     planes: Table

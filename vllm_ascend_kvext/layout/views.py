@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registered tensors as numbers: storage, offset, shape, strides.
+"""Reads registered tensors as numbers: storage, offset, shape, strides.
 
-Tensors are read by their methods; torch is imported only to make new ones. Knows nothing of pages.
+The module calls the methods of tensors. It imports torch only to make new ones, and knows nothing
+of pages.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from vllm_ascend_kvext.layout.model import KVLayout, RegisteredStorage
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """One tensor: where its first element lies in which storage, and how it goes on.
+    """One tensor as numbers.
 
-    In a private format its NPU keeps the elements in an order of its own, of which the logical
-    strides say nothing.
+    Attributes:
+        storage: The number of its storage in the `StorageTable`.
+        offset_bytes: Where its first element lies in the storage.
+        is_private_format: Whether the NPU keeps the elements in its own order, which the logical
+            strides do not describe.
     """
 
     storage: int
@@ -34,7 +38,7 @@ class TensorView:
 
 
 _PLAIN_ACL_FORMATS = (-1, 0, 2)
-"""Undefined, NCHW, ND: elements lie as shape and strides say."""
+"""The ACL formats whose elements lie as shape and strides say: undefined, NCHW and ND."""
 
 
 class StorageTable:
@@ -48,13 +52,15 @@ class StorageTable:
         return tuple(storage for _, storage in self._storages.values())
 
     def read(self, tensor: Any, where: str) -> TensorView:
-        """One tensor as numbers.
+        """Read one tensor.
 
-        In a private format only the device knows where elements are: a storage that holds more
-        than those raises `LayoutError`.
+        Raises:
+            LayoutError: If the tensor has a private format, and its storage is larger than its
+                elements: only the device knows where the elements are then.
         """
         storage = tensor.untyped_storage()
-        address, num_bytes = int(storage.data_ptr()), int(storage.nbytes())
+        address = int(storage.data_ptr())
+        num_bytes = int(storage.nbytes())
         index, _ = self._storages.setdefault(
             address, (len(self._storages), RegisteredStorage(address, num_bytes))
         )
@@ -80,7 +86,10 @@ class StorageTable:
 
 
 def _acl_format_of(tensor: Any) -> int:
-    """Of a tensor on an NPU. Where there is one, its worker has imported ``torch_npu``."""
+    """The ACL format of a tensor; ND for tensors that are not on an NPU.
+
+    A worker with tensors on an NPU has imported ``torch_npu``.
+    """
     torch_npu = sys.modules.get("torch_npu")
     if torch_npu is None or not str(tensor.device).startswith("npu"):
         return _PLAIN_ACL_FORMATS[-1]
@@ -97,7 +106,11 @@ def tensors_of(entry: Any) -> Iterator[Any]:
 
 
 def device_type_of(kv_caches: Mapping[str, Any]) -> str:
-    """``npu``, ``cpu`` and so on; raises `LayoutError` if tensors are on several types."""
+    """The device type of all tensors, such as ``npu`` or ``cpu``.
+
+    Raises:
+        LayoutError: If there are no tensors, or if they are on several device types.
+    """
     tensors = tensors_of([*kv_caches.values()])
     types = {str(tensor.device).partition(":")[0] for tensor in tensors}
     if len(types) != 1:
@@ -109,9 +122,10 @@ def device_type_of(kv_caches: Mapping[str, Any]) -> str:
 
 
 def storage_tensors(layout: KVLayout, kv_caches: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The storages of a layout as one-dimensional ``torch.uint8`` tensors over whole storages.
+    """The storages of a layout, each as a one-dimensional ``torch.uint8`` tensor.
 
-    The layout has been built from the same ``kv_caches``.
+    Args:
+        layout: A layout that was built from these ``kv_caches``.
     """
     import torch
 

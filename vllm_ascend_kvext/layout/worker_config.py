@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the layout has to know of a worker beside its KV cache config and tensors.
+"""Reads what the layout needs from a worker's configuration.
 
-Neither says whether other workers have other layers or tokens, nor in which order kernels write the
-rows of a page. Reads vLLM's and vLLM-Ascend's configuration by its attributes; imports neither.
+The KV cache config and the tensors do not say whether other workers have other layers or tokens.
+They do not say either in which order kernels write the rows of a page. The module reads the
+configuration of vLLM and vLLM-Ascend by its attributes, and imports neither of them.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from vllm_ascend_kvext.errors import LayoutError
 def read_nz_layers(vllm_config: Any, kv_caches: Mapping[str, Any]) -> frozenset[str]:
     """The layers whose kernels tile pages, so that rows do not lie as the shape says.
 
-    Under ``enable_kv_nz`` they are all layers. Layers under ``fa_quant`` and C8 (8-bit integers)
-    count as tiled on every device and in every release, though not all of them tile: their pages
-    are then moved whole, which is right for both.
+    With ``enable_kv_nz`` all layers are tiled. Layers with ``fa_quant`` or C8 (8-bit integers)
+    count as tiled on every device and in every release, although not all of them are. Their pages
+    are moved as a whole, which is right for both.
 
     Raises:
-        LayoutError: With pipeline or context parallelism, or pages of a format that is not known.
+        LayoutError: If the engine uses pipeline or context parallelism, or if pages have an
+            unknown format.
     """
     _require_supported(vllm_config.parallel_config)
     cache_dtype = getattr(getattr(vllm_config, "cache_config", None), "cache_dtype", None)

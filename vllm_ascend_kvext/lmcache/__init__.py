@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM hands to LMCache's connector, and what is asked of LMCache's server before.
+"""What LMCache's connector has to be given so that no engine reads wrong KV.
 
-Knows neither vLLM nor LMCache: both are read by their attributes. Knows no blocks, moves nothing.
+These modules read objects of vLLM and LMCache by their attributes, and import neither.
 """

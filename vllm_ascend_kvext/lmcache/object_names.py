@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The name under which an engine's objects lie in LMCache: the model, and the layout of its KV.
 
-LMCache 0.5.6 keys objects by the hash of their tokens, the model's name, the rank and a salt
-(``ObjectKey`` in ``lmcache/v1/distributed/api.py``). Nothing in it tells engines apart that cut the
-same model into other groups, and each reads what the other has stored.
+LMCache 0.5.6 keys an object by the hash of its tokens, the model's name, the rank and a salt
+(``ObjectKey`` in ``lmcache/v1/distributed/api.py``). Engines that lay out the same model otherwise
+have the same keys, and read each other's objects.
 
 The scheduler's side looks up what the workers have stored. So the layout fingerprint is made of
-what both know before there is a tensor: the config, and the specs of the groups.
+what both sides know before there is a tensor: the config, and the specs of the groups.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_ascend_kvext.errors import LMCacheError
 from vllm_ascend_kvext.groups.specs import scheduler_spec
 
 FORMAT = 1
-"""Raise when the same description comes to mean other bytes."""
+"""Raise it when the same description comes to mean other bytes."""
 
 _MARK = "##kvext-"
 """LMCache marks its own addition to a model's name with ``##``, too."""
@@ -35,27 +35,6 @@ _STAGES_VARIABLE = "VLLM_PP_LAYER_PARTITION"
 def object_name(model_name: str, fingerprint: str) -> str:
     """The model's name with the layout of its KV."""
     return f"{model_name}{_MARK}{fingerprint[:_DIGITS]}"
-
-
-def require_name(connector: Any, name: str) -> None:
-    """Refuse an LMCache that takes the name of its objects from elsewhere.
-
-    Raises:
-        LMCacheError: If neither side's adapter has the name.
-    """
-    adapter = getattr(connector, "scheduler_adapter", None) or getattr(
-        connector, "worker_adapter", None
-    )
-    found = getattr(adapter, "model_name", None)
-    # LMCache adds to it, with decode context parallelism.
-    if found is None or not str(found).startswith(name):
-        raise LMCacheError(
-            f"LMCache to name its objects {name!r}",
-            f"{found!r}: the installed release takes the name from elsewhere, and engines with "
-            "other KV cache groups could read each other's objects",
-            "Install LMCache 0.5.6, or set VLLM_ASCEND_KVEXT_LMCACHE_KEYS=0 where no other engine "
-            "uses the server",
-        )
 
 
 def config_fingerprint(
@@ -78,6 +57,14 @@ def config_fingerprint(
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     num_stages = int(parallel.pipeline_parallel_size)
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    skipped_layers = getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None) or ()
+    model_facts = {
+        "dtype": getattr(model, "dtype", None),
+        "revision": getattr(model, "revision", None),
+        "quantization": getattr(model, "quantization", None),
+        # The layers of a draft model have pages, too.
+        "draft": getattr(getattr(vllm_config, "speculative_config", None), "model", None),
+    }
     description = {
         "format": FORMAT,
         "versions": dict(versions),
@@ -85,22 +72,13 @@ def config_fingerprint(
         "instruction_set": instruction_set,
         "conv_state_layout": environ.get(_CONV_STATE_LAYOUT_VARIABLE, ""),
         # Specs say how wide a number is. A worker's cache_dtype may name its format more closely
-        # than the scheduler's: only what the user has chosen counts, and what specs do not tell.
+        # than the scheduler's. So only that counts which the user has chosen and specs do not tell.
         "is_e5m2": "e5m2" in cache_dtype,
-        # With several stages specs say too little.
+        # With several stages specs are left out below, and with them the width.
         "is_8_bit": num_stages > 1 and "8" in cache_dtype,
-        "unquantised_layers": sorted(
-            map(str, getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None) or ())
-        ),
+        "unquantised_layers": sorted(map(str, skipped_layers)),
         "model": {
-            name: None if value is None else str(value)
-            for name, value in {
-                "dtype": getattr(model, "dtype", None),
-                "revision": getattr(model, "revision", None),
-                "quantization": getattr(model, "quantization", None),
-                # Its layers have pages too.
-                "draft": getattr(getattr(vllm_config, "speculative_config", None), "model", None),
-            }.items()
+            name: None if value is None else str(value) for name, value in model_facts.items()
         },
         "parallel": {
             "tensor": int(parallel.tensor_parallel_size),
@@ -109,46 +87,37 @@ def config_fingerprint(
             "decode_context": int(getattr(parallel, "decode_context_parallel_size", 1)),
             "prefill_context": int(getattr(parallel, "prefill_context_parallel_size", 1)),
         },
-        "groups": [
-            _describe_group(group, f"KV cache group {index}", num_stages)
-            for index, group in enumerate(kv_cache_config.kv_cache_groups)
-        ],
+        "groups": [_describe_group(group, num_stages) for group in kv_cache_config.kv_cache_groups],
     }
     text = json.dumps(description, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _describe_group(group: Any, where: str, num_stages: int) -> dict[str, Any]:
+def _describe_group(group: Any, num_stages: int) -> dict[str, Any]:
     """What all stages know alike of a group.
 
-    The scheduler has the layers of the first stage, and where specs of a group differ, the spec of
-    the first layer is another one in each stage.
+    The scheduler has the layers of the first stage. Where specs of a group differ, each stage has
+    another first layer, and with it another spec.
     """
     if num_stages > 1:
         return {"block_size": int(group.kv_cache_spec.block_size)}
     spec = scheduler_spec(group.kv_cache_spec)
-    described = {"type": type(spec).__name__} | {
-        field.name: _plain(getattr(spec, field.name), f"{where}, {field.name}")
-        for field in dataclasses.fields(spec)
-    }
-    return {"spec": described, "layers": list(group.layer_names)}
+    fields = {field.name: _plain(getattr(spec, field.name)) for field in dataclasses.fields(spec)}
+    return {"spec": {"type": type(spec).__name__} | fields, "layers": list(group.layer_names)}
 
 
-def _plain(value: Any, where: str) -> Any:
-    """As JSON has it, whatever process it comes from."""
+def _plain(value: Any) -> Any:
+    """As JSON has it, alike in every process."""
     if isinstance(value, enum.Enum):
         return value.name
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (tuple, list)):
-        return [_plain(item, where) for item in value]
+        return [_plain(item) for item in value]
     if str(value).startswith("torch."):  # a dtype
         return str(value)
     raise LMCacheError(
-        f"{where} to be numbers, texts, dtypes or sequences of them, which tell layouts apart in "
-        "every process alike",
+        "KV cache specs of numbers, texts, dtypes and sequences of them, which tell layouts apart",
         f"a {type(value).__name__} ({value!r})",
-        "Report the model and the vLLM version; VLLM_ASCEND_KVEXT_LMCACHE_KEYS=0 leaves the layout "
-        "out of the names of objects, and is safe where no engine of another layout uses the same "
-        "server",
+        "Report the model and the vLLM version",
     )

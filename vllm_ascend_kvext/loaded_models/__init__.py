@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that this process has loaded, and the files that their weights are from.
+"""Remembers the models that this process has loaded, and the files of their weights.
 
-vLLM hands a connector neither. Models are held weakly: one that is thrown away is forgotten.
-``patches.connector.model_loader`` tells of both. Imports nothing of vLLM.
+vLLM gives a connector neither of them, so ``patches.connector.model_loader`` reports both. The
+module holds models by weak references: a model that is deleted is forgotten. It imports nothing of
+vLLM.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model, and what is read for it, in the order of reading.
+    """A model, and the files that were read for it.
 
     Attributes:
-        files: Grows when weights are loaded into the model again, by any loader of files.
+        model: A weak reference to the model.
+        files: The files in the order of reading. The list grows when a loader of files loads
+            weights into the model again.
     """
 
     model: weakref.ref[torch.nn.Module]
@@ -35,18 +38,19 @@ _models: list[LoadedModel] = []
 
 
 def remember(model: torch.nn.Module) -> None:
-    """A model has been built, and its weights are loaded next."""
+    """Remember a model that has been built. Its weights are loaded next."""
     _models[:] = [known for known in _models if known.model() not in (None, model)]
     _models.append(LoadedModel(weakref.ref(model)))
 
 
 def begin_reading(model: torch.nn.Module) -> None:
-    """A loader reads for this model next: the first time, or again when others are loaded, too."""
-    _models.sort(key=lambda known: known.model() is model)  # Stable: it becomes the last one.
+    """Note the model for which a loader reads next. Other models may have been loaded meanwhile."""
+    # The sort is stable, so this model becomes the last one, and the others keep their order.
+    _models.sort(key=lambda known: known.model() is model)
 
 
 def note_files(paths: Iterable[str | os.PathLike[str]]) -> None:
-    """A loader is about to read these files, for the model that was remembered or begun last."""
+    """Note files that a loader is about to read for the model that was noted last."""
     if _models:
         _models[-1].files.append(FilesOfWeights(paths))
 
@@ -57,12 +61,12 @@ def known_models() -> list[LoadedModel]:
 
 
 def forget_all() -> None:
-    """No model is known any more."""
+    """Forget all models."""
     _models.clear()
 
 
 def model_with(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The model that has a module among its parts; None if none is known."""
+    """The model that contains a module; None if no known model does."""
     for known in _models:
         model = known.model()
         if model is not None and any(part is module for part in model.modules()):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights by their content: the files that a loader reads, as they are before it reads them.
+"""Identifies weights by the content of the files that a loader reads.
 
-`FilesOfWeights` is made when a loader has said which files it is about to read. The digest is taken
-when they have been loaded. It is refused if one of them is not the same file any more: nobody knows
-then which bytes are in memory. Before they are loaded, files are not in memory: little of them is
-read then.
+`FilesOfWeights` is made when a loader names the files that it is about to read. It reads only a
+little of them then, because files that were not loaded yet are not in memory. The digest is
+computed after they were loaded. If a file has changed meanwhile, the digest is refused, because it
+is not known which bytes are in memory.
 """
 
 from __future__ import annotations
@@ -20,18 +20,29 @@ from typing import BinaryIO, NamedTuple
 from vllm_ascend_kvext.errors import SettingsError
 
 _BESIDE = ("*quant*.json", "*processor_config.json")
-"""What decides, beside weights, what they mean, and how media become inputs."""
+"""Further files that decide what weights mean, and how media become inputs."""
 
-_SAMPLE_BYTES, _SAMPLES_OF_STAMP = 256, 16
-_SAMPLES_OF_TENSOR, _SAMPLES_OF_FILE = 8, 4096
+_SAMPLE_BYTES = 256
+"""The size of one sample of a file."""
+
+_SAMPLES_OF_STAMP = 16
+"""The number of samples of a file before it is loaded."""
+
+_SAMPLES_OF_TENSOR = 8
+"""The number of samples of a tensor in the digest."""
+
+_SAMPLES_OF_FILE = 4096
+"""The number of samples in the digest of a file that is not of safetensors."""
+
 _READ_BYTES = 1 << 20
+"""The size of one read of bytes that are hashed as a whole."""
 
 
 class _Stamp(NamedTuple):
-    """What a file is known by before it is loaded.
+    """Identifies a file before it is loaded.
 
-    Owner and mode may change. A file that another one was copied over, size and times included, has
-    another sample.
+    Owner and mode of the file may change. If another file of the same size was copied over it with
+    its times, the sample differs.
     """
 
     real_path: str
@@ -48,10 +59,11 @@ class _Stamp(NamedTuple):
 
 
 class FilesOfWeights:
-    """Files that weights are going to be loaded from, and what lies beside them.
+    """The files that weights are going to be loaded from, and further files beside them.
 
     Args:
-        paths: As the loader names them. What is no file of this machine cannot be known.
+        paths: The paths that the loader names. A path that is no file of this machine makes the
+            weights unknown.
     """
 
     def __init__(self, paths: Iterable[str | os.PathLike[str]]) -> None:
@@ -66,19 +78,21 @@ class FilesOfWeights:
         self._stamps = {path: _stamp(path) for path in (*weights, *sorted(beside))}
 
     def digest(self) -> str:
-        """The same for the same weights, wherever they lie; for others it is another.
+        """The digest of the weights. Equal weights have equal digests in any folder.
 
-        Of each file it hashes name and size; of one of safetensors the header, whole embeddings, of
-        which few rows may have been trained, and 256 bytes at 8 places of every other tensor:
-        80,000 reads of a block where there are 10,000 tensors. Weights that are trained differ
-        there. Of another file 256 bytes at 4,096 places, and the last 1 MiB, where a file of
-        ``torch.save`` has the checksums of its tensors.
+        The digest hashes the name and the size of each file. A safetensors file adds its header,
+        whole embeddings, and 256 bytes at 8 places of every other tensor. Embeddings are hashed as
+        a whole because training may change only a few of their rows. Other trained tensors differ
+        at the sampled places. A model of 10,000 tensors takes 80,000 reads of a block. Any other
+        file adds 256 bytes at 4,096 places, and its last 1 MiB, where a file of ``torch.save`` has
+        the checksums of its tensors.
 
         Raises:
-            SettingsError: If there are no files, they cannot be read, or are not what they were.
+            SettingsError: If there are no files, if they cannot be read, or if they have changed.
         """
         self._require_same()
-        digest, path = hashlib.sha256(), ""
+        digest = hashlib.sha256()
+        path = ""
         try:
             root = os.path.commonpath(self._folders)
             for path in self._stamps:
@@ -95,7 +109,7 @@ class FilesOfWeights:
         return digest.hexdigest()
 
     def _require_same(self) -> None:
-        """Refuse files that have been replaced, or written to."""
+        """Raise `SettingsError` if a file is unknown, was replaced, or was written to."""
         if not self._stamps:
             raise _unreadable("none")
         for path, before in self._stamps.items():
@@ -113,10 +127,11 @@ class FilesOfWeights:
 
 
 def _stamp(path: str) -> _Stamp | str:
-    """What a file is known by; or why it is not."""
+    """The stamp of a file, or why it has none."""
     try:
         with open(path, "rb") as file:
-            found, digest = os.fstat(file.fileno()), hashlib.sha256()
+            found = os.fstat(file.fileno())
+            digest = hashlib.sha256()
             step = max(_SAMPLE_BYTES, (found.st_size - _SAMPLE_BYTES) // (_SAMPLES_OF_STAMP - 1))
             for first in range(0, found.st_size, step):
                 file.seek(first)
@@ -136,7 +151,7 @@ def _unreadable(found: str) -> SettingsError:
 
 
 def _samples(path: str, size: int, file: BinaryIO) -> Iterator[tuple[int, int]]:
-    """Where the bytes are that a file is known by; and how many."""
+    """The first byte and the number of bytes of each part of a file that the digest hashes."""
     if not path.endswith(".safetensors"):
         step = max(_SAMPLE_BYTES, size // _SAMPLES_OF_FILE)
         yield from ((first, _SAMPLE_BYTES) for first in range(0, size, step))

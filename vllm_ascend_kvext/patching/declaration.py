@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a patch is: a declaration, not code that runs.
+"""Declares what a patch is. A patch is data, and not code that runs.
 
-Knows nothing of vLLM; the ledger of all patches is ``vllm_ascend_kvext.patches.PATCHES``.
+The module knows nothing of vLLM. All patches are listed in ``vllm_ascend_kvext.patches.PATCHES``.
 """
 
 from __future__ import annotations
@@ -11,30 +11,33 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ascend_kvext.compat import SUPPORTED
+from vllm_ascend_kvext.supported import SUPPORTED
 
 Wrapper = Callable[..., Any]
-"""``(wrapped, instance, ...) -> result``, where upstream's own parameters follow by their names.
+"""``(wrapped, instance, ...) -> result``. Upstream's own parameters follow under their own names.
 
-``wrapped`` is what lies below, bound already. ``instance`` is the object, for a classmethod the
-class, for a function of a module None.
+``wrapped`` is the wrapped function, which is already bound. ``instance`` is the object of a method,
+the class of a classmethod, and None for a function of a module.
 """
 
 Install = Callable[[], Callable[[], None]]
-"""Uses an official hook of upstream and returns the function that undoes it."""
+"""A function that installs an official hook of upstream, and returns a function that undoes it."""
 
 
 ALL_SUPPORTED = tuple(release.vllm for release in SUPPORTED)
 
 BEFORE_0_30 = ("==0.23.0.*",)
-"""The supported vLLM before 0.30: for what 0.30 has mended, or has in another form."""
+"""The supported versions of vLLM before 0.30, for patches that 0.30 does not need in this form."""
 
 SINCE_0_30 = tuple(each for each in ALL_SUPPORTED if each not in BEFORE_0_30)
-"""The supported vLLM from 0.30 on: for the other form."""
+"""The supported versions of vLLM since 0.30, for patches that only 0.30 needs in this form."""
 
 
 class Kind(enum.Enum):
-    """How a patch takes effect, in order of preference; a replacement need not call upstream."""
+    """How a patch takes effect, in order of preference.
+
+    A wrapper calls upstream's function. A replacement need not call it.
+    """
 
     HOOK = "hook"
     WRAP = "wrap"
@@ -43,7 +46,12 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Patches that make sense together only, and the features that are installed with them."""
+    """The name of patches that are installed together.
+
+    Attributes:
+        default_on: Whether the feature is installed without being asked for.
+        requires: The features that are installed with it.
+    """
 
     name: str
     default_on: bool = False
@@ -52,12 +60,13 @@ class Feature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """One change to upstream: where, what, since when, and until when.
+    """One change to upstream: where, what, why, and until when.
 
     Attributes:
-        id: Stable name, for example ``KVX-101``; never reused.
+        id: A stable name, for example ``KVX-101``. It is never reused.
         target: ``module:qualname`` of the upstream attribute.
-        feature: A feature applies as a whole or not at all.
+        feature: The feature that the patch is part of. A feature is installed as a whole or not at
+            all.
         why: The upstream behaviour that makes the patch necessary.
         retire_when: The condition under which the patch can be deleted.
         vllm: Closed version ranges of vLLM in which the patch is part of its feature: all that are
@@ -72,8 +81,6 @@ class Patch:
         when_imported: Whether planning leaves the target's module alone: an import would cost time,
             or come before upstream's own. The source of what is fingerprinted is compared then, and
             the target is wrapped as soon as upstream imports its module.
-        lmcache: Functions of LMCache whose behaviour is counted on. They are compared by the patch
-            itself, when LMCache is used: planning does not look at what may never be.
     """
 
     id: str
@@ -89,7 +96,6 @@ class Patch:
     relies_on: tuple[str, ...] = ()
     ascend: tuple[str, ...] = ()
     when_imported: bool = False
-    lmcache: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         needed = ("install",) if self.kind is Kind.HOOK else ("wrapper",)
@@ -99,14 +105,14 @@ class Patch:
 
     @property
     def is_for_vllm_ascend(self) -> bool:
-        """Whether the target is vLLM-Ascend's own, and with it all that is fingerprinted."""
+        """Whether the target, and so every fingerprinted function, belongs to vLLM-Ascend."""
         return self.target.startswith("vllm_ascend.")
 
     @property
     def fingerprinted(self) -> tuple[str, ...]:
-        """The functions of vLLM that have to be the ones this patch was written against.
+        """The functions of upstream whose source must be the one this patch was written against.
 
-        The target of a hook need not be a function; to exist is enough.
+        The target of a hook is not among them. It need not be a function; it only has to exist.
         """
         target = () if self.kind is Kind.HOOK else (self.target,)
         return target + self.relies_on

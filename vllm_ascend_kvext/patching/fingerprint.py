@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fingerprint of a function: a hash of what its source means.
+"""Computes the fingerprint of a function: a hash of the meaning of its source.
 
-Formatting, comments, docstrings and the Python that reads the source make no difference; name,
-arguments, defaults, annotations, decorators and body do. Standard library only, and never imports
-what it reads.
+Formatting, comments, docstrings and the version of Python make no difference. Name, arguments,
+defaults, annotations, decorators and body make a difference. The module uses the standard library
+only, and never imports the files that it reads.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ class _Found(NamedTuple):
     qualname: str
     definition: _Definition
     outermost: _Definition
-    """The function of a module or class in whose body it is; itself, if in none."""
+    """The outermost function around the definition; the definition itself if there is none."""
 
 
-# Fields that carry no meaning here (ctx, comments) or that only some Pythons from 3.10 to 3.13 set.
+# Fields that do not change the meaning (ctx, comments), and fields that only some Pythons from 3.10
+# to 3.13 set.
 _IGNORED_FIELDS = frozenset({"ctx", "kind", "type_comment", "type_ignores", "type_params"})
 
 _FINGERPRINT_CHARS = 16
@@ -40,8 +41,7 @@ def fingerprint_source(source_root: Path, name: str) -> str:
     Args:
         source_root: The folder that holds the top-level package.
         name: ``module:qualname``, for example ``pkg.mod:Class.method``, or
-            ``pkg.mod:outer.<locals>.inner``. The class has to be the one whose body has the
-            definition.
+            ``pkg.mod:outer.<locals>.inner``. The class is the one whose body has the definition.
 
     Raises:
         FingerprintError: If there is no such file, or no such definition in it.
@@ -50,9 +50,9 @@ def fingerprint_source(source_root: Path, name: str) -> str:
 
 
 def source_of(source_root: Path, name: str) -> list[str]:
-    """The lines of the same function that are neither empty nor its docstring's.
+    """The lines of a function, without empty lines and without its docstring.
 
-    Decorators and comments are among them. It raises the same.
+    Decorators and comments are included. Arguments and errors are those of `fingerprint_source`.
     """
     path, (_, definition, _) = _find(source_root, name)
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -68,7 +68,7 @@ def _find(source_root: Path, name: str) -> tuple[Path, _Found]:
     module, _, qualname = name.partition(":")
     path = source_root.joinpath(*module.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    # Of several definitions of one name the last is the one that stays.
+    # If a name is defined several times, the last definition is in effect.
     found = [each for each in _definitions(path) if each.qualname == qualname]
     if not found:
         raise FingerprintError(f"{path} does not define {qualname!r}.")
@@ -79,18 +79,18 @@ def fingerprint_live(function: object) -> str:
     """The fingerprint of a function, classmethod or staticmethod object, read from its file.
 
     Raises:
-        FingerprintError: If it is no such thing or not defined in the body of a module, class or
-            function.
+        FingerprintError: If the object is no function, classmethod or staticmethod, or if it is
+            not defined in the body of a module, class or function.
     """
     if isinstance(function, (classmethod, staticmethod)):
         function = function.__func__
-    # `isinstance` would believe a proxy that claims to be a function.
+    # `isinstance` would accept a proxy that claims to be a function.
     if type(function) is not FunctionType:
         raise FingerprintError(
             f"expected a Python function, found {type(function).__module__}."
             f"{type(function).__qualname__}."
         )
-    # Names lie under functools.wraps, the code object does not.
+    # functools.wraps changes the name of a wrapper, but not its code object.
     code = function.__code__
     _, known = _known.get(id(code), (code, None))
     if known is None:
@@ -100,9 +100,10 @@ def fingerprint_live(function: object) -> str:
 
 
 _known: dict[int, tuple[CodeType, str]] = {}
-"""Fingerprints by the identity of a code object, which stays its own as long as it is held here.
+"""Fingerprints by the ``id`` of a code object.
 
-Equal code objects can come from sources that mean different things.
+The object is kept beside its fingerprint, so that no other object gets its id. Equality is no key:
+equal code objects can come from sources with different meanings.
 """
 
 
@@ -119,9 +120,9 @@ def _fingerprint_code(code: CodeType) -> str:
 
 
 def forget_sources() -> None:
-    """Release the parsed files; the syntax trees of a few modules take tens of megabytes.
+    """Release the parsed files. The syntax trees of a few modules take tens of megabytes.
 
-    The fingerprints that were taken from them stay.
+    Fingerprints that were computed from them stay.
     """
     _definitions.cache_clear()
 
@@ -147,25 +148,28 @@ def _walk(node: ast.AST, prefix: str, outermost: _Definition | None = None) -> I
         elif isinstance(child, ast.ClassDef):
             yield from _walk(child, f"{prefix}{child.name}.", outermost)
         elif isinstance(child, (ast.stmt, ast.excepthandler)):
-            # `if`, `try`, `with`: their bodies bind names here
+            # The bodies of `if`, `try` and `with` define names in the scope around them.
             yield from _walk(child, prefix, outermost)
 
 
 def _first_line(definition: _Definition) -> int:
-    """What ``co_firstlineno`` of the definition's code is: the line of the first decorator."""
+    """The value of ``co_firstlineno`` of the definition's code: the line of its first decorator."""
     return min([definition.lineno, *(node.lineno for node in definition.decorator_list)])
 
 
 def _fingerprint(found: _Found) -> str:
     text = _canonical(found.definition)
     if found.outermost is not found.definition:
-        # What it captures is decided there.
+        # The outermost function decides which values the inner one captures.
         text = f"{text} in {_canonical(found.outermost)}"
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:_FINGERPRINT_CHARS]
 
 
 def _canonical(value: object) -> str:
-    """A text that is equal for trees of equal meaning. Not `ast.dump`: its form changes."""
+    """A text that is equal for trees of equal meaning.
+
+    `ast.dump` cannot be used, because its form differs between versions of Python.
+    """
     if isinstance(value, list):
         return f"[{','.join(map(_canonical, value))}]"
     if isinstance(value, ast.Constant):
@@ -198,5 +202,5 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _is_empty_text(node: ast.expr) -> bool:
-    """Python 3.12 ends nested format specifications with one."""
+    """Whether a part of an f-string is empty. Python 3.12 ends nested format specs with one."""
     return isinstance(node, ast.Constant) and node.value == ""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phase two: install a feature as a whole or not at all, and take it back.
+"""Phase two: installs a feature as a whole or not at all, and takes it back.
 
-wrapt wraps; this module keeps the books. Whether a wrapper is in place is read off the attribute
-itself, so that it does not matter who else patched it in between.
+wrapt makes the wrappers, and this module keeps the records. It reads from the attribute itself
+whether a wrapper is in place, so other patches of the same attribute do not confuse it.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from vllm_ascend_kvext.patching.target import Target, resolve, wrapper_chain
 
 @dataclass(slots=True)
 class _Wrapping:
-    """A wrapper of ours in an attribute of upstream, and the attribute as it was found.
+    """A wrapper of this package in an attribute of upstream, and the attribute before that.
 
-    While it is not on, the wrapper calls straight through.
+    While the wrapper is off, it only calls the wrapped function.
     """
 
     patch: Patch
     target: Target
-    # A subclass would double the price of each call.
+    # A subclass of FunctionWrapper would double the cost of each call.
     wrapper: wrapt.FunctionWrapper[..., Any] = field(init=False)
-    # A plain attribute: wrapt's own switch is a function, which every call would pay for.
+    # A plain attribute, because wrapt's own switch is a function, which every call would pay for.
     is_on: bool = True
 
     @property
     def is_reachable(self) -> bool:
-        """Whether a call of the attribute still gets to the wrapper, as far as one can tell."""
+        """Whether a call of the attribute reaches the wrapper, as far as the chain can be seen."""
         return any(layer is self.wrapper for layer in wrapper_chain(self.target.current))
 
     def state(self) -> State:
         return State.APPLIED if self.is_reachable and self.is_on else State.SHADOWED
 
     def revert(self) -> State:
-        """Restore what ``vars()`` held; only switch off if the attribute is not ours."""
+        """Restore the attribute. If another wrapper lies over ours, switch ours off only."""
         self.is_on = False
         if self.patch.undo is not None:
             self.patch.undo()
@@ -59,7 +59,11 @@ class _Wrapping:
 
 @dataclass(frozen=True, slots=True)
 class _Hooking:
-    """A hook of upstream in use; without `undo`, a wrapper that waits for an import of upstream."""
+    """A hook of upstream that is installed, or a wrapper that waits for an import.
+
+    Attributes:
+        undo: Takes the hook back; None for a wrapper that waits until upstream imports its target.
+    """
 
     patch: Patch
     undo: Callable[[], None] | None = None
@@ -74,19 +78,19 @@ class _Hooking:
 
 
 class PatchBook:
-    """What is installed in this process."""
+    """Records which patches are installed in this process."""
 
     def __init__(self) -> None:
-        # Why the patch with this id could not be installed when that was last tried.
+        # By id of the patch: why the last try to install it failed.
         self._failures: dict[str, str] = {}
         self._entries: dict[str, _Wrapping | _Hooking] = {}
         self._lock = threading.RLock()
 
     def apply(self, plan: FeaturePlan) -> tuple[str, ...]:
-        """Install a feature. Atomic: if this raises, nothing of it is in place.
+        """Install a feature. The call is atomic: if it raises, no patch of the feature is in place.
 
         Returns:
-            The ids of the patches that were not in effect before; none on a second call.
+            The ids of the patches that were not in effect before. A second call returns none.
 
         Raises:
             PatchError: If the plan does not fit, or installing a patch raises.
@@ -115,9 +119,9 @@ class PatchBook:
         """Take back a feature, last patch first.
 
         Returns:
-            INERT for each patch whose attribute is what it was; SHADOWED where another wrapper lies
-            over ours, which then stays in place, switched off. It goes once a later revert has
-            taken that wrapper away, if it is one of ours.
+            One state per patch. INERT: the attribute is what it was before. SHADOWED: another
+            wrapper lies over ours, so ours stays in place and is off. It is removed as soon as a
+            later revert removes the wrapper over it, if that is one of this package.
         """
         with self._lock:
             ids = [id for id, entry in self._entries.items() if entry.patch.feature == feature]
@@ -128,7 +132,7 @@ class PatchBook:
             return states
 
     def bring_up_to_date(self, finding: Finding) -> Finding:
-        """What was planned, with the state at this moment."""
+        """A finding of the plan, with the state of its patch at this moment."""
         failure = self._failures.get(finding.patch.id)
         if failure is not None:
             return replace(finding, state=State.FAILED, reason=failure)
@@ -140,21 +144,24 @@ class PatchBook:
         if isinstance(entry, _Hooking):
             return False
         if isinstance(entry, _Wrapping) and entry.is_reachable:
-            was_on, entry.is_on = entry.is_on, True
+            was_on = entry.is_on
+            entry.is_on = True
             return not was_on
         if patch.install is not None:
             self._entries[patch.id] = _Hooking(patch, undo=patch.install())
         elif patch.wrapper is not None and patch.when_imported:
-            self._entries[patch.id] = waiting = _Hooking(patch)
+            waiting = _Hooking(patch)
+            self._entries[patch.id] = waiting
             end_waiting = partial(self._end_waiting, waiting, patch.wrapper)
-            # At once, where the module is there already.
+            # wrapt calls it at once if the module has been imported already.
             wrapt.register_post_import_hook(end_waiting, patch.target.partition(":")[0])
         elif patch.wrapper is not None:
             self._entries[patch.id] = _wrap(patch, patch.wrapper)
         return True
 
     def _end_waiting(self, waiting: _Hooking, wrapper: Wrapper, _module: object) -> None:
-        # Not if it was taken back meanwhile. Without the lock: whoever holds that may import.
+        # A patch that was taken back meanwhile is not installed. This method must not take the
+        # lock, because a thread that holds the lock may be importing.
         if self._entries.get(waiting.patch.id) is waiting:
             self._entries[waiting.patch.id] = _wrap(waiting.patch, wrapper)
 
@@ -166,11 +173,11 @@ class PatchBook:
 
 
 def _wrap(patch: Patch, wrapper: Wrapper) -> _Wrapping:
-    # Looked up again and not taken from the plan: an earlier patch may have the same target.
+    # The target is resolved again, because an earlier patch may have wrapped the same target.
     target = resolve(patch.target)
     wrapping = _Wrapping(patch, target)
 
-    # wrapt's form of a wrapper. Python binds the arguments, by position and by name, once.
+    # wrapt calls a wrapper in this form. The last line lets Python bind the arguments by name.
     def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if not wrapping.is_on:
             return wrapped(*args, **kwargs)
@@ -182,4 +189,4 @@ def _wrap(patch: Patch, wrapper: Wrapper) -> _Wrapping:
 
 
 BOOK = PatchBook()
-"""The patches of this process."""
+"""The records of this process."""

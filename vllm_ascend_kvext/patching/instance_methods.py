@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods of single objects of upstream that are replaced, and given back in any order.
+"""Replaces methods of single objects of upstream, and gives them back in any order.
 
-A patch that is for one scheduler, and not for all, puts a function of its own into the ``__dict__``
-of the object. Several patches do that to one method, and each can be reverted while others stay::
+A patch for one scheduler or block manager, and not for all, puts its own function into the
+``__dict__`` of that object. Several patches may replace the same method, and each can be reverted
+while others stay::
 
-    scheduler.schedule()  ->  replaced last  ->  replaced first  ->  what the object had
+    scheduler.schedule()  ->  replaced last  ->  replaced first  ->  the object's own method
 
-Nothing but the objects themselves holds what replaces their methods.
+Only the objects themselves keep the replacements of their methods alive.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from vllm_ascend_kvext.patching.target import MISSING
+_MISSING = object()
+"""Stands for an attribute that the object itself does not have."""
 
 
 class InstanceMethods:
-    """The methods that one patch has replaced, of whatever objects."""
+    """The methods that one patch has replaced, on any number of objects."""
 
     def __init__(self) -> None:
         self._layers: WeakSet[_Layer] = WeakSet()
@@ -42,7 +44,7 @@ class InstanceMethods:
         return any(layer.owner is owner for layer in self._layers)
 
     def take_back(self) -> None:
-        """Give all objects their methods back, below and above what others have replaced."""
+        """Give all objects their methods back. Replacements of other patches stay in effect."""
         for layer in list(self._layers):
             self._take_back(layer)
 
@@ -52,15 +54,15 @@ class InstanceMethods:
 
 
 class _Layer:
-    """A replacement, and what lies under it.
+    """One replacement, and the method below it.
 
-    It takes effect as a `functools.partial`, which costs a call about as much as a bound method.
+    The replacement is a `functools.partial`, whose call costs about as much as a bound method's.
     """
 
     def __init__(self, owner: Any, replacement: Callable[..., Any]) -> None:
         self.owner = owner
         self._name = replacement.__name__
-        self._found = vars(owner).get(self._name, MISSING)
+        self._found = vars(owner).get(self._name, _MISSING)
         self._below = getattr(owner, self._name)
         self._replacement = replacement  # A call that is under way may be all else that has it.
         self._call: Any = partial(replacement, self._below)
@@ -69,21 +71,21 @@ class _Layer:
         setattr(owner, self._name, self._call)
 
     def take_back(self) -> None:
-        """Leave the object's attribute as it was; only have no effect if it is not ours.
+        """Restore the object's attribute, or switch the layer off if another one lies over it.
 
-        What lies over it, of us or of somebody else, goes on calling it, and gets straight through.
+        A function over a layer that is off goes on calling it, and reaches the method below.
         """
         self._is_on = False
         self._call.__setstate__((self._below, (), {}, vars(self._call)))
         while (top := _top_layer(self.owner, self._name)) is not None and not top._is_on:
-            if top._found is MISSING:
+            if top._found is _MISSING:
                 delattr(self.owner, self._name)
             else:
                 setattr(self.owner, self._name, top._found)
 
 
 def _top_layer(owner: Any, name: str) -> _Layer | None:
-    """What is called first, if it is a layer of ours, and not somebody else's around one."""
+    """The layer that a call reaches first; None if it reaches a function of other code first."""
     found = vars(owner).get(name)
     layer = getattr(found, "kvext_layer", None)
     return layer if isinstance(layer, _Layer) and layer._call is found else None

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phase one: does every patch of a feature fit the upstream at hand? Changes nothing."""
+"""Phase one: checks whether every patch of a feature fits the installed upstream.
+
+This phase changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,32 +25,34 @@ from vllm_ascend_kvext.patching.target import MissingTargetError, describe, reso
 
 
 class State(enum.Enum):
-    """Where a patch stands in this process."""
+    """The state of a patch in this process."""
 
     APPLIED = "applied"
-    """In effect."""
+    """The patch is in effect."""
     WAITING = "waiting"
-    """Comes into effect when upstream imports the target's module."""
+    """The patch comes into effect when upstream imports the target's module."""
     INERT = "inert"
-    """Fits, and is not installed."""
+    """The patch fits, and is not installed."""
     SKIPPED_VERSION = "skipped_version"
-    """Not part of its feature in this version of upstream."""
+    """The patch is not part of its feature in this version of upstream."""
     DRIFTED = "drifted"
-    """A function is not the one the patch was written against."""
+    """A function is not the one that the patch was written against."""
     MISSING_TARGET = "missing_target"
     """Upstream has no attribute of that name."""
     SHADOWED = "shadowed"
-    """Someone else has put another function in front of ours or in its place."""
+    """Other code has put its own function in front of ours, or in its place."""
     FAILED = "failed"
-    """Installing it raised; its whole feature was taken back."""
+    """Installing the patch raised an error, and its whole feature was taken back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One patch against the upstream at hand: INERT if it fits, otherwise why not.
+    """What the check of one patch has found.
 
-    The reason says where, expected and found. The fingerprints are those of the functions it fits,
-    in the order of the declaration.
+    Attributes:
+        state: INERT if the patch fits, otherwise why it does not.
+        reason: Why the patch does not fit: where, what was expected, and what was found.
+        fingerprints: The fingerprints of the functions that fit, in the order of the declaration.
     """
 
     patch: Patch
@@ -69,7 +74,7 @@ class FeaturePlan:
 
     @property
     def misfits(self) -> tuple[Finding, ...]:
-        """What keeps the feature from being installed."""
+        """The findings that keep the feature from being installed."""
         skipped = (State.INERT, State.SKIPPED_VERSION)
         return tuple(finding for finding in self.findings if finding.state not in skipped)
 
@@ -84,7 +89,7 @@ def plan_features(
     upstream: Upstream,
     store: FingerprintStore,
 ) -> tuple[FeaturePlan, ...]:
-    """Check all patches of these features; their targets' modules are imported."""
+    """Check all patches of some features. The check imports the modules of their targets."""
     check = _Check(upstream, store)
     try:
         return tuple(
@@ -96,7 +101,7 @@ def plan_features(
 
 
 def digest(plans: Iterable[FeaturePlan]) -> str:
-    """A short name for what was planned, equal in every process that plans the same."""
+    """A short name of some plans. It is equal in all processes that have equal plans."""
     lines = sorted(
         f"{finding.patch.id} {finding.state.value} {' '.join(finding.fingerprints)}"
         for plan in plans
@@ -106,16 +111,17 @@ def digest(plans: Iterable[FeaturePlan]) -> str:
 
 
 class _DriftError(PatchError):
-    """A function differs from the one that was read."""
+    """A function differs from the one that the patch was written against."""
 
 
 def _require_known(name: str, expected: frozenset[str], take: Callable[[], str], place: str) -> str:
-    """The fingerprint of a function, which has to be one of those that are expected."""
+    """Compute the fingerprint of a function; raise `_DriftError` if it is not an expected one."""
     try:
         fingerprint = take()
         found = f"{fingerprint} ({place})"
     except FingerprintError as error:
-        fingerprint, found = "", f"{place}: {error}"
+        fingerprint = ""
+        found = f"{place}: {error}"
     if fingerprint not in expected:
         wanted = " or ".join(sorted(expected))
         wanted = wanted or "a fingerprint of this version, and none is stored"
@@ -132,7 +138,7 @@ class _Check:
         version = self.upstream.vllm or ""
         if not any(version_in(version, versions) for versions in patch.vllm):
             return Finding(patch, State.SKIPPED_VERSION, f"for vLLM {' or '.join(patch.vllm)} only")
-        # Its modules cannot be imported without torch_npu, nor is it in use then.
+        # Without torch_npu, vLLM-Ascend cannot be imported, and is not in use.
         if patch.is_for_vllm_ascend and not (
             self.upstream.vllm_ascend and self.upstream.has_torch_npu
         ):
@@ -151,7 +157,7 @@ class _Check:
         return Finding(patch, State.INERT, fingerprints=tuple(fingerprints))
 
     def _live(self, name: str, patch: Patch) -> str:
-        """The function in place has to be the one of vLLM, or one of vLLM-Ascend's for it."""
+        """Check the function in place: it is vLLM's, or a replacement by vLLM-Ascend."""
         expected = self._expected(name)
         for replacement in patch.ascend:
             expected |= self._expected(replacement)
@@ -161,13 +167,13 @@ class _Check:
             function = wrapper_chain(function)[-1]
             take = partial(fingerprint_live, function)
             fingerprints.append(_require_known(name, expected, take, describe(function)))
-            # What is known here may have been put around another function.
+            # A function whose fingerprint is known may itself wrap another one: check that, too.
             function = getattr(function, "__func__", function)
             function = getattr(function, "__wrapped__", None)
         return " ".join(fingerprints)
 
     def _of_source(self, name: str) -> str:
-        """The installed file has to say what it said when it was read."""
+        """Check the function in the installed source file."""
         package = name.partition(".")[0]
         folder = package_folder(package)
         if folder is None:
@@ -176,9 +182,10 @@ class _Check:
         return _require_known(name, self._expected(name), take, f"in {folder}")
 
     def _of_vllm_ascend(self, name: str) -> str:
-        """The installed file has to say what it said when it was read, or lack it as it did then.
+        """Check a function of vLLM-Ascend. It may be absent if the stored release lacks it, too.
 
-        The file is read and not imported: an import would apply vLLM-Ascend's patches.
+        The method reads the file, and does not import it. An import would apply the patches of
+        vLLM-Ascend.
         """
         folder = package_folder("vllm_ascend")
         if self.upstream.vllm_ascend is None or folder is None:

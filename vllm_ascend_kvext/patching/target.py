@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a patch goes: a target's name resolved to the attribute it stands for.
+"""Finds the attribute that the name of a patch's target stands for.
 
-Imports the target's module, changes nothing.
+The module imports the target's module, and changes nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import wrapt
 from vllm_ascend_kvext.errors import PatchError
 
 MISSING = object()
-"""Stands for an attribute that is not there."""
+"""Stands for an attribute that does not exist."""
 
 
 class MissingTargetError(PatchError):
@@ -27,8 +27,10 @@ class MissingTargetError(PatchError):
 class Target:
     """An attribute of an upstream module or class, the parent.
 
-    `found` is the attribute as it lies in ``vars()`` of the parent (`was_local`) or of the base
-    class that has it: a classmethod object, not the method bound to the class.
+    Attributes:
+        found: The attribute as it lies in ``vars()`` of the parent, or of the base class that has
+            it: for example a classmethod object, and not the method bound to the class.
+        was_local: Whether it lies in the parent itself, and not in a base class.
     """
 
     parent: Any
@@ -38,7 +40,7 @@ class Target:
 
     @property
     def current(self) -> Any:
-        """What the parent's own ``vars()`` hold at this moment, or `MISSING`."""
+        """The attribute in the parent's own ``vars()`` at this moment, or `MISSING`."""
         return vars(self.parent).get(self.attribute, MISSING)
 
 
@@ -61,7 +63,8 @@ def resolve(name: str) -> Target:
 
 
 def _look_up(parent: Any, attribute: str, name: str) -> tuple[Any, bool]:
-    for owner in parent.__mro__ if isinstance(parent, type) else (parent,):
+    owners = parent.__mro__ if isinstance(parent, type) else (parent,)
+    for owner in owners:
         if attribute in vars(owner):
             return vars(owner)[attribute], owner is parent
     raise MissingTargetError(f"{parent.__name__} has no attribute {attribute!r} ({name}).")
@@ -70,8 +73,8 @@ def _look_up(parent: Any, attribute: str, name: str) -> tuple[Any, bool]:
 def wrapper_chain(found: Any) -> list[Any]:
     """An attribute, and what lies under each wrapt wrapper or cache around it.
 
-    A wrapt wrapper or ``functools.cache`` leaves the function it holds what it is. Under
-    ``functools.wraps`` anything may happen, so the chain ends at a plain function.
+    A wrapt wrapper and ``functools.cache`` call the function that they hold. A plain function that
+    uses ``functools.wraps`` may do anything, so the chain ends there.
     """
     chain = [found]
     while issubclass(type(chain[-1]), (wrapt.FunctionWrapper, functools._lru_cache_wrapper)):
@@ -80,7 +83,7 @@ def wrapper_chain(found: Any) -> list[Any]:
 
 
 def describe(found: Any) -> str:
-    """A function's place in the source, for a person who asks whose it is."""
+    """The name of a function and its place in the source, for messages."""
     function = getattr(found, "__func__", found)
     code = getattr(function, "__code__", None)
     if code is None:

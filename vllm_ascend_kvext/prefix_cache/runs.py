@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which blocks of a range stock vLLM caches, as runs instead of one flag per block.
 
-Knows lengths only. This is upstream's rule, boundary for boundary, including the boundaries that
-nothing can hit; `vllm_ascend_kvext.retention` has this project's own.
+Knows lengths, and the hashes of a request. This is upstream's rule, boundary for boundary,
+including the boundaries that nothing can hit; `vllm_ascend_kvext.retention` has this project's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_ascend_kvext.upstream_types import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +46,39 @@ def runs_between(holes: list[bool]) -> list[range]:
     starts = [0, *(stop + 1 for stop in stops)]
     runs = (range(start, stop) for start, stop in zip(starts, [*stops, len(holes)], strict=True))
     return [run for run in runs if run]
+
+
+class _HashesUpTo:
+    """The first ``length`` hashes of a request, without copying them.
+
+    Upstream slices "from here to the end" for every range it caches; on a long prompt that slice
+    costs more than everything else.
+    """
+
+    __slots__ = ("_hashes", "_length")
+
+    def __init__(self, hashes: Sequence[bytes], length: int) -> None:
+        self._hashes = hashes
+        self._length = min(length, len(hashes))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self._length)
+            return self._hashes[start:stop:step]
+        return self._hashes[index]
+
+
+class RequestUpTo:
+    """A request whose block hashes end where a run ends; everything else is the request's."""
+
+    __slots__ = ("_request", "block_hashes")
+
+    def __init__(self, request: Request, num_hashes: int) -> None:
+        self._request = request
+        self.block_hashes = _HashesUpTo(request.block_hashes, num_hashes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)

@@ -10,8 +10,9 @@ checkpoints. Where blocks run short, those that no checkpoint needs are realloca
       needed            ■■■                  ■■■      ■■■    tails of checkpoints; the rest of the
                                                              window is surplus once it is freed
 
-Which boundaries, is decided here, when a request is admitted. What every step does, and what gives
-way, is compiled: ``csrc/retention``.
+Which boundaries these are is decided here, when a request is admitted. The compiled module
+(``csrc/retention``) answers at every step which runs of blocks are to be cached, and which blocks
+are not worth caching any more. What it answers is done here: it calls nothing of Python's.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from typing import TYPE_CHECKING, Any
 from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.retention.demand import Demand, count_losses, find_demand
 from vllm_ascend_kvext.retention.hints import report_unusable_hints
-from vllm_ascend_kvext.retention.managed import ManagedGroup, Pool, geometry_tables, group_tables
+from vllm_ascend_kvext.retention.managed import ManagedGroup, Pool
 from vllm_ascend_kvext.retention.policy import Plan, RetentionPolicy
 from vllm_ascend_kvext.retention.reasons import Origin, Reason
 from vllm_ascend_kvext.retention.stats import RetentionStats
-from vllm_ascend_kvext.upstream_types import Request
 
 if TYPE_CHECKING:
-    from vllm_ascend_kvext._native import RetainedCache, RetainedRequest
+    from vllm_ascend_kvext._native import GroupRun, RetainedCache, RetainedRequest
+    from vllm_ascend_kvext.upstream_types import Request
 
 
 @dataclass(slots=True)
 class CheckpointRetention:
     """Retention of one coordinator. A call takes time in proportion to the request's blocks.
 
-    Of ``sparse_groups``, sliding windows and states, a hit reads a tail only; ``full_groups`` are
+    A hit reads a tail only of ``sparse_groups``, sliding windows and states. ``full_groups`` are
     cached from the first token up to what the latest boundary needs.
     """
 
@@ -50,20 +51,34 @@ class CheckpointRetention:
     # What the request asked for at which the scheduler looked just before its admission.
     _looked_up: tuple[Request, Demand] | None = field(init=False, default=None)
     _new_request_state: type[RetainedRequest] = field(init=False)
+    _groups: tuple[ManagedGroup, ...] = field(init=False)
+    _caches_itself: list[bool] = field(init=False)  # By place in `_groups`: its manager alone may.
+    _asks_managers: bool = field(init=False)  # Some manager alone knows how its window moves on.
 
     def __post_init__(self) -> None:
         block_pool = self.pool.block_pool
         queue = block_pool.free_block_queue
+        sparse, full = self.sparse_groups, self.full_groups
+        # Upstream's own code emits events, and keeps books of the states that it caches.
+        has_events = block_pool.enable_kv_cache_events
+        kinds = self.policy.geometry.groups
         self._new_request_state = native().RetainedRequest
         self.cache_state = native().RetainedCache(
             blocks=block_pool.blocks,
             head=queue.fake_free_list_head,
             tail=queue.fake_free_list_tail,
-            geometry=geometry_tables(self.policy, self.sparse_groups, self.full_groups),
-            sparse_groups=group_tables(self.sparse_groups, self.policy, block_pool),
-            full_groups=group_tables(self.full_groups, self.policy, block_pool),
-            has_events=block_pool.enable_kv_cache_events,
+            hash_block_tokens=block_pool.hash_block_size,
+            geometry=self.policy.tables,
+            sparse_groups=sparse,
+            full_groups=full,
+            quiet_sparse_groups=[
+                not has_events and not kinds[each.geometry_index].is_state for each in sparse
+            ],
+            quiet_full_groups=[not has_events and each.is_upstreams for each in full],
         )
+        self._groups = sparse + full
+        self._caches_itself = [False for _ in sparse] + [not each.is_upstreams for each in full]
+        self._asks_managers = not all(each.is_upstreams for each in sparse)
 
     @property
     def stats(self) -> RetentionStats:
@@ -79,6 +94,8 @@ class CheckpointRetention:
     def cache(self, request: Request, num_computed_tokens: int) -> None:
         """Cache what a lookup can reach, and keep what is planned, once tokens are scheduled.
 
+        Where caching raises, the step stays unsettled, and the next call caches what is missing.
+
         Args:
             num_computed_tokens: As upstream counts them: those being scheduled are included,
                 draft tokens are not.
@@ -86,7 +103,11 @@ class CheckpointRetention:
         state = self._request_states.get(request.request_id)
         if state is None or not state.holds_blocks:
             state = self._admit(request, state)
-        state.cache(self, num_computed_tokens)
+        key_table = self._key_table
+        runs = state.begin_step(key_table, num_computed_tokens, request.num_tokens)
+        if runs is not None:
+            self._cache_runs(request, state, key_table, runs)
+            state.end_step(key_table)
 
     def quiet_until_tokens(self, request: Request) -> int:
         """The tokens to cache up to which `cache` only takes note of them."""
@@ -114,7 +135,15 @@ class CheckpointRetention:
         state = self._request_states.get(request_id)
         if state is None:
             return total_computed_tokens
-        return state.before_skip(self, total_computed_tokens, is_settled)
+        if not self._asks_managers:
+            return state.before_skip(total_computed_tokens, is_settled)
+        computed_tokens = total_computed_tokens
+        if not is_settled:
+            computed_tokens = state.settled_tokens(total_computed_tokens)
+        skipped_tokens = [
+            group.manager.get_num_skipped_tokens(computed_tokens) for group in self.sparse_groups
+        ]
+        return state.before_skip(total_computed_tokens, is_settled, skipped_tokens)
 
     def next_stop_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """Where a prefill step of a request has to end, so that a state is there to keep.
@@ -147,23 +176,46 @@ class CheckpointRetention:
         state = self._request_states.get(request.request_id)
         if state is None:
             return
-        if state.holds_blocks:
-            computed_tokens = min(state.cached_tokens, request.num_computed_tokens)
-            # Whoever extends a finished request reads all of it; the request itself, when it
-            # comes back, all but its last token.
-            own_tokens = computed_tokens if request.is_finished() else request.num_tokens - 1
-            state.release(self, computed_tokens, own_tokens)
+        computed_tokens = min(state.cached_tokens, request.num_computed_tokens)
+        # A request that extends a finished one reads all of it. A preempted request, when it
+        # comes back, reads all but its last token.
+        own_tokens = computed_tokens if request.is_finished() else request.num_tokens - 1
+        key_table = self._key_table
+        runs = state.begin_last_step(key_table, computed_tokens, own_tokens)
+        if runs is not None:
+            self._cache_runs(request, state, key_table, runs)
+            if unreachable := state.end_last_step(key_table):
+                self.pool.discard(unreachable)
         if request.is_finished():
             del self._request_states[request.request_id]
+
+    @property
+    def _key_table(self) -> Any:
+        """Keys to cached blocks."""
+        return self.pool.block_pool.cached_block_hash_to_block
+
+    def _cache_runs(
+        self, request: Request, state: RetainedRequest, key_table: Any, runs: list[GroupRun]
+    ) -> None:
+        for place, start, stop in runs:
+            group = self._groups[place]
+            if self._caches_itself[place]:
+                group.manager.cache_blocks(request, stop * group.block_tokens)
+            else:
+                self.pool.cache(request, group, range(start, stop))
+        state.cache_quiet_runs(key_table)
 
     def _admit(self, request: Request, state: RetainedRequest | None) -> RetainedRequest:
         if state is None:
             state = self._new_request_state(self.cache_state, request)
             self._request_states[request.request_id] = state
         policy, num_prompt_tokens = self.policy, request.num_prompt_tokens
-        hit_tokens = state.admit(self.key_table)
-        looked_up, self._looked_up = self._looked_up, None
+        hit_tokens = state.admit(self._key_table)
+        replay_tokens = policy.replay_boundary_tokens(num_prompt_tokens)
+        plan: dict[int, Reason] = {replay_tokens: Reason(Origin.PROMPT)}
+        rungs: list[tuple[int, int]] = []
         stops_tokens: list[int] = []
+        looked_up, self._looked_up = self._looked_up, None
         if policy.is_adaptive:
             if looked_up and looked_up[0] is request and looked_up[1].hit_tokens == hit_tokens:
                 demand = looked_up[1]
@@ -171,27 +223,20 @@ class CheckpointRetention:
                 demand = self._find_demand(state, request, hit_tokens)
             report_unusable_hints(request, policy.geometry)
             count_losses(demand, policy.geometry, self._stats)
-            for tokens, reason in demand.boundaries.items():
-                if reason.origin is Origin.WANTED:
-                    state.want(tokens)
             stops_tokens = self._stops_tokens(demand, request)
-            plan = policy.plan(
-                num_prompt_tokens, hit_tokens, demand.boundaries, self._is_worth_trying
-            )
+            rungs = policy.rungs(num_prompt_tokens, hit_tokens)
+            plan.update(demand.boundaries)
         else:
-            plan = policy.plan(num_prompt_tokens, demand=_junction(request, policy, hit_tokens))
-        state.set_plan(
-            [(tokens, reason.origin, reason.step) for tokens, reason in sorted(plan.items())],
-            stops_tokens,
-            policy.replay_boundary_tokens(num_prompt_tokens),
-        )
+            plan.update(_junction(request, policy, hit_tokens))
+        planned = [(tokens, reason.origin, reason.step) for tokens, reason in sorted(plan.items())]
+        state.plan(planned, rungs, stops_tokens, replay_tokens)
         return state
 
     def _stops_tokens(self, demand: Demand, request: Request) -> list[int]:
         """Boundaries past the hit at which prefill steps end to leave a state, ascending.
 
-        Upstream ends a step at the last multiple of a block in a prompt. That of a prompt of whole
-        blocks is its end; the same prompt resumes a block before it, where no state would be.
+        Upstream ends a step at the last multiple of a block in a prompt. In a prompt of whole
+        blocks this is its end; the same prompt resumes a block before it, where no state would be.
         """
         replay_tokens = self.policy.replay_boundary_tokens(request.num_prompt_tokens)
         stops_tokens = {*demand.stops_tokens, replay_tokens}
@@ -199,39 +244,12 @@ class CheckpointRetention:
 
     def _find_demand(self, state: RetainedRequest, request: Request, hit_tokens: int) -> Demand:
         num_prompt_tokens = request.num_prompt_tokens
-        shared = state.find_shared(self.key_table, hit_tokens, num_prompt_tokens)
+        shared, evicted_tokens = state.find_prefixes(self._key_table, hit_tokens, num_prompt_tokens)
         lengths = [
             (tokens, group.block_tokens)
             for tokens, group in zip(shared, self.full_groups, strict=True)
         ]
-        evicted_tokens = state.find_evicted(hit_tokens, num_prompt_tokens)
         return find_demand(request, self.policy.geometry, hit_tokens, lengths, evicted_tokens)
-
-    def _is_worth_trying(self, reason: Reason) -> bool:
-        return self.cache_state.rates.is_worth_trying((reason.origin, reason.step, 0))
-
-    # What the compiled module asks for.
-
-    @property
-    def key_table(self) -> Any:
-        """Keys to cached blocks."""
-        return self.pool.block_pool.cached_block_hash_to_block
-
-    def cache_run(self, request: Request, sparse_index: int, start: int, stop: int) -> None:
-        """Cache a run of blocks of a sparse group, none of them cached yet, and report it."""
-        self.pool.cache(request, self.sparse_groups[sparse_index], range(start, stop))
-
-    def cache_full_group(self, request: Request, full_index: int, num_tokens: int) -> None:
-        """Have a full-attention group cached up to a token, and report it."""
-        self.pool.cache_full(request, self.full_groups[full_index], num_tokens)
-
-    def skipped_tokens(self, sparse_index: int, computed_tokens: int) -> int:
-        """How many tokens no computation of a sparse group reads any more."""
-        return self.sparse_groups[sparse_index].manager.get_num_skipped_tokens(computed_tokens)
-
-    def discard(self, blocks: list[Any]) -> None:
-        """Uncache blocks."""
-        self.pool.discard(blocks)
 
 
 def _junction(request: Request, policy: RetentionPolicy, hit_tokens: int) -> Plan:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_ascend_kvext.retention.geometry import HitGeometry
 from vllm_ascend_kvext.retention.hints import hinted_boundaries
 from vllm_ascend_kvext.retention.reasons import STEPS_END_AT, Origin, Reason
 from vllm_ascend_kvext.retention.stats import LossCause, RetentionStats
-from vllm_ascend_kvext.upstream_types import Request
+
+if TYPE_CHECKING:
+    from vllm_ascend_kvext.upstream_types import Request
 
 
 class SharedTokens(NamedTuple):

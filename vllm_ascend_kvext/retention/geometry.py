@@ -45,6 +45,11 @@ class GroupGeometry:
         return self.kind in (GroupKind.WINDOW, GroupKind.STATE)
 
     @property
+    def is_state(self) -> bool:
+        """Whether a hit reads the state at its boundary."""
+        return self.kind is GroupKind.STATE
+
+    @property
     def window_blocks(self) -> int:
         """Blocks that the window before a boundary spans, without the look-ahead block."""
         return max(1, window_pages(self.window_tokens, self.block_tokens))

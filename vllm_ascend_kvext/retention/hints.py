@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.request_arguments import is_first_answer, is_integer, read_argument, shown
 from vllm_ascend_kvext.retention.geometry import HitGeometry
 from vllm_ascend_kvext.upstream_state import RequestState
-from vllm_ascend_kvext.upstream_types import Request
+
+if TYPE_CHECKING:
+    from vllm_ascend_kvext.upstream_types import Request
 
 HINT_ARGUMENT = "kvext_checkpoint_tokens"
 MAX_HINTS = 16

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which boundaries are worth keeping.
 
-Pure functions of lengths. Knows no blocks: `HitGeometry` turns a boundary into blocks,
-`CheckpointRetention` caches them. Which give way when blocks run short, the compiled
-`RetainedCache` decides.
+Functions of lengths alone. The policy knows no blocks: `HitGeometry` turns a boundary into blocks,
+`CheckpointRetention` caches them. The compiled `RetainedCache` decides which of them give way when
+blocks run short.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.retention.geometry import HitGeometry
 from vllm_ascend_kvext.retention.reasons import Origin, Reason
+
+if TYPE_CHECKING:
+    from vllm_ascend_kvext._native import Geometry
 
 GRID_SHARE = 4
 """Blocks of full attention per block that the tails of the automatic grid take."""
 
 Plan = Mapping[int, Reason]
 """Boundaries of one request, in tokens, whose tails are to outlive it."""
-
-_GRID = Reason(Origin.GRID)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,8 @@ class RetentionPolicy:
             for none.
         is_adaptive: Whether boundaries are also kept for what requests ask for.
         ladder_budget: Blocks that the rungs of a prompt may take, per full-attention block of it.
-        grid_tokens: The distance of checkpoints that nobody asked for; 0 if there are none.
+        grid_tokens: The distance of checkpoints that no request asked for; 0 if there are none.
+        tables: ``geometry`` and the grid as the compiled module knows them.
     """
 
     geometry: HitGeometry
@@ -41,13 +45,23 @@ class RetentionPolicy:
     is_adaptive: bool = False
     ladder_budget: float = 4.0
     grid_tokens: int = field(init=False)
+    tables: Geometry = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grid_tokens", self._choose_grid_tokens())
+        object.__setattr__(self, "tables", native().Geometry(self._describe()))
 
     def replay_boundary_tokens(self, num_prompt_tokens: int) -> int:
         """Where a request with the same prompt hits: its last token is always computed."""
         return self.geometry.reachable_tokens(num_prompt_tokens - 1)
+
+    def rungs(self, num_prompt_tokens: int, hit_tokens: int) -> list[tuple[int, int]]:
+        """Boundaries of a prompt that no request asked for: see `ladder_boundaries`."""
+        geometry = self.geometry
+        prompt_blocks = geometry.num_blocks_per_unit * num_prompt_tokens / geometry.unit_tokens
+        top_tokens = self.replay_boundary_tokens(num_prompt_tokens)
+        budget_blocks = self.ladder_budget * prompt_blocks
+        return list(ladder_boundaries(geometry, top_tokens, hit_tokens, budget_blocks))
 
     def plan(
         self,
@@ -60,16 +74,11 @@ class RetentionPolicy:
 
         Args:
             demand: Boundaries that it, or other requests, have asked for; they go first.
-            is_worth_trying: Whether a boundary that nobody asked for may turn out useful.
+            is_worth_trying: Whether a boundary that no request asked for may turn out useful.
         """
-        replay_tokens = self.replay_boundary_tokens(num_prompt_tokens)
-        plan = {replay_tokens: Reason(Origin.PROMPT)}
+        plan = {self.replay_boundary_tokens(num_prompt_tokens): Reason(Origin.PROMPT)}
         if self.is_adaptive:
-            unit_tokens = self.geometry.unit_tokens
-            prompt_blocks = self.geometry.num_blocks_per_unit * num_prompt_tokens / unit_tokens
-            for rung, tokens in ladder_boundaries(
-                self.geometry, replay_tokens, hit_tokens, self.ladder_budget * prompt_blocks
-            ):
+            for rung, tokens in self.rungs(num_prompt_tokens, hit_tokens):
                 reason = Reason(Origin.LADDER, rung)
                 if is_worth_trying(reason):
                     plan[tokens] = reason
@@ -79,18 +88,13 @@ class RetentionPolicy:
     def lasting_boundaries(
         self, plan: Plan, after_tokens: int, upto_tokens: int
     ) -> list[tuple[int, Reason]]:
-        """Boundaries in ``(after_tokens, upto_tokens]`` whose tails outlive the request, sorted."""
-        boundaries = {
-            tokens: reason
-            for tokens, reason in plan.items()
-            if after_tokens < tokens <= upto_tokens
-        }
-        if grid_tokens := self.grid_tokens:
-            first = (after_tokens // grid_tokens + 1) * grid_tokens
-            for tokens in range(first, upto_tokens + 1, grid_tokens):
-                if tokens not in boundaries and self.geometry.is_boundary(tokens):
-                    boundaries[tokens] = _GRID
-        return sorted(boundaries.items())
+        """Boundaries in ``(after_tokens, upto_tokens]`` whose tails outlive the request, sorted.
+
+        The compiled module tells, as it does for the local prefix cache.
+        """
+        planned = [(tokens, reason.origin, reason.step) for tokens, reason in sorted(plan.items())]
+        lasting = self.tables.lasting_boundaries(planned, after_tokens, upto_tokens)
+        return [(tokens, Reason(Origin(origin), step)) for tokens, origin, step in lasting]
 
     def _choose_grid_tokens(self) -> int:
         """The interval, if one is given.
@@ -108,15 +112,53 @@ class RetentionPolicy:
         grid_units = GRID_SHARE * tail_blocks / full_blocks
         return geometry.unit_tokens << max(0, math.ceil(math.log2(grid_units)))
 
+    def _describe(self) -> dict[str, Any]:
+        """The tables, for ``csrc/retention/geometry.h``; lengths are in tokens.
+
+        From ``steady_tokens`` on everything repeats with a period of one unit. Up to there,
+        ``hit_by_step`` has the longest hit of a lookup that may look at so many steps, and
+        ``opening_by_unit`` the fewest tokens with which a lookup reaches so many units. A group has
+        by unit the first and last block, exclusive, that a hit reads (``tails``), and how far it
+        has to be cached (``full_tokens``).
+        """
+        geometry = self.geometry
+        num_steps = (geometry.steady_tokens + geometry.lag_tokens) // geometry.step_tokens + 1
+        boundaries = range(0, geometry.steady_tokens + 1, geometry.unit_tokens)
+        tails = [geometry.tails(tokens) for tokens in boundaries]
+        full_tokens = [geometry.full_tokens(tokens) for tokens in boundaries]
+        return {
+            "unit_tokens": geometry.unit_tokens,
+            "step_tokens": geometry.step_tokens,
+            "steady_tokens": geometry.steady_tokens,
+            "lag_tokens": geometry.lag_tokens,
+            "grid_tokens": self.grid_tokens,
+            "is_grid_wanted": bool(self.interval_tokens),
+            "has_states": geometry.has_states,
+            "use_eagle": geometry.use_eagle,
+            "hit_by_step": [
+                geometry.reachable_tokens(step * geometry.step_tokens) for step in range(num_steps)
+            ],
+            "opening_by_unit": [geometry.opens_at_tokens(tokens) for tokens in boundaries],
+            "groups": [
+                {
+                    "is_state": group.is_state,
+                    "window_tokens": group.window_tokens,
+                    "tails": [(blocks[index].start, blocks[index].stop) for blocks in tails],
+                    "full_tokens": [ends[index] for ends in full_tokens],
+                }
+                for index, group in enumerate(geometry.groups)
+            ],
+        }
+
 
 def ladder_boundaries(
     geometry: HitGeometry, top_tokens: int, after_tokens: int, budget_blocks: float
 ) -> Iterator[tuple[int, int]]:
     """Boundaries at growing distances before the end of a prompt, nearest first.
 
-    Who edits the last message, strips the reasoning from an answer or asks another question about
-    the same document shares all but the end of a prompt. Boundaries at distances that double lose
-    at most as many tokens as the part that differs.
+    A client that edits the last message, strips the reasoning from an answer or asks another
+    question about the same document shares all but the end of a prompt. Boundaries at distances
+    that double lose at most as many tokens as the part that differs.
 
     Args:
         top_tokens: The replay boundary of the prompt, whose tails are kept anyway.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV that outlives an engine, and that engines share: objects by name, in somebody else's care.
+"""A shared tier keeps KV outside of the engine, as objects with names. It outlives engines.
 
-`backend` is what every one promises; `files` and `mooncake` are two. `names` says whose KV may
-meet, `search` what a prompt finds. Nothing here knows vLLM; without the option ``shared_tier``
-nothing imports it.
+`backend` declares what every backend promises; `files` and `mooncake` are backends. `names` decides
+which engines share KV. `search` finds what the tier has of a prompt. No module here knows vLLM. The
+package is imported only if the option ``shared_tier`` is set.
 """
 
 from vllm_ascend_kvext.shared_tier.backend import SharedTier
@@ -13,7 +13,11 @@ from vllm_ascend_kvext.shared_tier.files import FilesTier
 def open_tier(
     url: str, capacity_bytes: int | None, rank: int, makes_folder: bool = True
 ) -> SharedTier:
-    """The tier of one rank; raises SettingsError if it cannot be used. See the backends."""
+    """Open the tier of one rank. See the backends for the arguments.
+
+    Raises:
+        SettingsError: If the tier cannot be used.
+    """
     if not url.startswith("mooncake:"):
         return FilesTier(url, capacity_bytes, rank, makes_folder)
     from vllm_ascend_kvext.shared_tier.mooncake import MooncakeTier

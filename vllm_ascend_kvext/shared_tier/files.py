@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shared tier in a folder: of one machine, or of a file system that several machines mount.
+"""A shared tier in a folder of one machine, or of a file system that several machines mount.
 
     <folder>/kvext3/<name space>/engine.json          what its engines have in common
     <folder>/kvext3/<name space>/r0/objects/<xx>/     objects of rank 0, one file each
     <folder>/kvext3/<name space>/r0/notes/<xx>/       notes: symbolic links, <object>.<seal>
 
-No server, no lock, no index. A file is written under another name and renamed: it is there as a
-whole or not at all, whoever is killed meanwhile. It ends with a seal, for nothing is flushed: a
-machine that crashes may leave anything. A note has a seal of its own, of its name and of where it
-leads. What was used longest ago gives way, of all name spaces; a get, a put and a touch count as
-use. Every engine counts the folder now and then; that two do it at once removes a few more.
+There is no server, no lock and no index. A file is written under another name and then renamed. So
+it exists as a whole or not at all, even if its writer is killed. Files are not flushed, so a
+machine that crashes may leave any content; therefore a file ends with a seal. A note has its own
+seal of its name and its target. The tier removes the files of all name spaces that were used
+longest ago. A get, a put and a touch count as use. Every engine measures the folder from time to
+time. If two engines do so at once, they remove a few files more than necessary.
 """
 
 from __future__ import annotations
@@ -48,31 +49,55 @@ from vllm_ascend_kvext.shared_tier.names import (
     piece_of,
 )
 
-_ENGINE_FILE, VERSION_FOLDER = "engine.json", f"kvext{FORMAT_VERSION}"
+_ENGINE_FILE = "engine.json"
+VERSION_FOLDER = f"kvext{FORMAT_VERSION}"
 
-_BLOCK_BYTES = 1 << 20  # Moved and hashed in blocks that stay in a CPU's cache between the two.
-_BLOCK_OF_DISK_BYTES = 1 << 12  # Up to so much more than its bytes a file takes, most likely.
-_NOTE_SEAL_DIGITS = 16  # Most file systems keep a link so short without a block of its own.
-_MAX_GET_THREADS = 4  # One reads from a disk what it can: 2 to 6 GB/s.
-# Of the capacity: beyond the first, files are removed until the second is left.
-_FULL_SHARE, _LEFT_SHARE = 15 / 16, 7 / 8
-_COUNTED_EVERY = 64  # The folder is counted when such a part of the capacity was put.
+_BLOCK_BYTES = 1 << 20
+"""Files are moved and hashed in blocks of this size, which fit into a CPU's cache."""
+
+_BLOCK_OF_DISK_BYTES = 1 << 12
+"""The disk space of a file may exceed its size by about this much."""
+
+_NOTE_SEAL_DIGITS = 16
+"""The length of a note's seal. Most file systems store such a short link without a block."""
+
+_MAX_GET_THREADS = 4
+"""The most threads that get objects. One thread reads 2 to 6 GB/s from a disk."""
+
+_FULL_SHARE = 15 / 16
+"""If the files take more than this share of the capacity, some are removed."""
+
+_LEFT_SHARE = 7 / 8
+"""Files are removed until the rest takes at most this share of the capacity."""
+
+_COUNTED_EVERY = 64
+"""The folder is measured again after puts of the capacity divided by this number."""
+
 _MAX_ENGINE_FILE_BYTES = 16 << 20
+"""A larger file is no identity of an engine."""
+
 _ABSENT = (FileNotFoundError, NotADirectoryError)
-_NO_LINK = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL)  # The last: it is something else.
-_UNFINISHED_S = 600.0  # What nobody has renamed for so long belongs to a writer that was killed.
+"""The errors of an object that does not exist."""
+
+_NO_LINK = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL)
+"""The errors of a note that does not exist. EINVAL means that its file is no link."""
+
+_UNFINISHED_S = 600.0
+"""An unfinished file of this age belongs to a writer that was killed."""
 
 
 class FilesTier(SharedTier):
     """The objects of one rank; see `SharedTier`.
 
     Args:
-        url: ``file:///path`` of a folder; it is made, for its owner only, if its parent exists.
-        capacity_bytes: Of the folder. None: half of the file system.
-        makes_folder: Whether a folder that is not there is made.
+        url: ``file:///path`` of a folder. If its parent exists, the folder is made for its owner
+            only.
+        capacity_bytes: The most bytes in the folder; None for half of the file system.
+        rank: The rank of the engine's worker.
+        makes_folder: Whether a missing folder is made.
 
     Raises:
-        SettingsError: If the folder cannot be used, or others could write to it.
+        SettingsError: If the folder cannot be used, or if other users could write to it.
     """
 
     def __init__(
@@ -87,7 +112,8 @@ class FilesTier(SharedTier):
         try:
             if makes_folder:
                 self._make_folders(self.root)
-            above, found = os.stat(self._folder).st_mode, os.stat(self.root)
+            above = os.stat(self._folder).st_mode
+            found = os.stat(self.root)
             is_replaceable = above & 0o022 and not above & stat.S_ISVTX
             if found.st_mode & 0o022 or found.st_uid != os.geteuid() or is_replaceable:
                 raise PermissionError(
@@ -107,7 +133,7 @@ class FilesTier(SharedTier):
         self.capacity_bytes = capacity_bytes or space.f_blocks * space.f_frsize // 2
         self.num_get_threads = min(_MAX_GET_THREADS, len(os.sched_getaffinity(0)))
         self._counting = threading.Lock()
-        self._put_bytes = self.capacity_bytes  # So that it is counted at once.
+        self._put_bytes = self.capacity_bytes  # The first put measures the folder.
 
     def exist(self, names: Sequence[str]) -> list[str]:
         return [self._existing(name) for name in names]
@@ -120,7 +146,7 @@ class FilesTier(SharedTier):
         return ""
 
     def _leads_to(self, name: str) -> str:
-        """The name of an object as it is, and that to which a note leads; empty if to none."""
+        """The object to which a name leads: itself, or the target of a note; empty if none."""
         namespace, _, own = name.rpartition("/")
         if not is_note(own):
             return name
@@ -158,7 +184,8 @@ class FilesTier(SharedTier):
         path = self._path(what.name)
         if not self._is_touched(what.name):
             self._make_room(what.num_bytes + _BLOCK_OF_DISK_BYTES)
-            checksum, opener = xxh3_128(), partial(os.open, mode=0o600)
+            checksum = xxh3_128()
+            opener = partial(os.open, mode=0o600)
             with self._renamed_to(path) as new, open(new, "xb", 0, opener=opener) as file:
                 for block in self._blocks(what):
                     checksum.update(block)
@@ -169,14 +196,14 @@ class FilesTier(SharedTier):
 
     @contextlib.contextmanager
     def _renamed_to(self, path: str) -> Iterator[str]:
-        """A name for what gets this one when it is finished."""
+        """Yield the path of an unfinished file, which is renamed to ``path`` at the end."""
         self._make_folders(os.path.dirname(path))
         unfinished = f"{path}.{uuid4().hex}"
         try:
             yield unfinished
             try:
                 os.replace(unfinished, path)
-            except IsADirectoryError:  # Somebody has made one where it is not looked for.
+            except IsADirectoryError:  # Another program has made a folder of that name.
                 self._move_aside(path)
                 os.replace(unfinished, path)
         except BaseException:
@@ -190,19 +217,22 @@ class FilesTier(SharedTier):
         logger.warning(
             "Shared tier %s: expected a file at %s, found a folder. It is %s now, and nothing of "
             "the tier is in it: delete it.",
-            *(self._url, path, aside),
+            self._url,
+            path,
+            aside,
         )
 
     def _link(self, note: str, name: str) -> None:
-        """Let a note lead to an object, unless it leads to one that begins no later."""
-        link, target = self._path(note), f"{name}.{self._note_seal(note, name)}"
+        """Let a note lead to an object, unless it leads to an object that begins as early."""
+        link = self._path(note)
+        target = f"{name}.{self._note_seal(note, name)}"
         try:
             self._make_folders(os.path.dirname(link))
             os.symlink(target, link)
         except FileExistsError:
             known = self._existing(note)
             if not known or piece_of(known).first_tokens > piece_of(name).first_tokens:
-                # Another engine may remove the object meanwhile, and with it links that lead to it.
+                # Meanwhile another engine may remove the object and the links that lead to it.
                 with contextlib.suppress(FileNotFoundError), self._renamed_to(link) as unfinished:
                     os.symlink(target, unfinished)
 
@@ -210,7 +240,8 @@ class FilesTier(SharedTier):
         path = self._path(what.name)
         try:
             if not _is_file(path):
-                return Answer.ABSENT  # As `exist` says; a pipe would be waited for.
+                # `exist` answers the same. An open of a pipe would wait for a writer.
+                return Answer.ABSENT
             file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except _ABSENT:
             return Answer.ABSENT
@@ -220,7 +251,8 @@ class FilesTier(SharedTier):
             os.close(file)
 
     def _read(self, file: int, what: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # Read ahead twice as far.
+        # The kernel then reads ahead twice as far.
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         checksum = xxh3_128()
         for block in self._blocks(what):
             left = block
@@ -252,15 +284,17 @@ class FilesTier(SharedTier):
             try:
                 namespace, identity = parse_identity(_small_file(path))
                 if namespace != path.parent.name:
-                    raise ValueError(f"that of another name space, {namespace}")
+                    raise ValueError(f"the identity of another name space, {namespace}")
             except FileNotFoundError:
-                continue  # It has vanished meanwhile.
+                continue  # The file was removed meanwhile.
             except (OSError, ValueError) as error:
                 logger.warning(
                     "Shared tier %s: expected in %s what engines of its name space have in common, "
                     "found %s. It is left out; objects are not concerned. Delete it: such an "
                     "engine writes it again when it starts.",
-                    *(self._url, path, error),
+                    self._url,
+                    path,
+                    error,
                 )
                 continue
             found[namespace] = identity
@@ -287,7 +321,11 @@ class FilesTier(SharedTier):
         return summary, {name: f"{count} objects, {gb:.3f} GB" for name, count, gb in found}
 
     def _make_room(self, num_bytes: int) -> None:
-        """Have so many bytes put: the oldest files are removed where room is short."""
+        """Make room for a put. If the folder is full, the files used longest ago are removed.
+
+        Raises:
+            OSError: If the capacity is too small for so many bytes.
+        """
         if num_bytes > self.capacity_bytes * _LEFT_SHARE:
             raise OSError(f"{num_bytes} bytes are too many for {self.capacity_bytes} in all")
         with self._counting:
@@ -303,19 +341,27 @@ class FilesTier(SharedTier):
         is_full = total_bytes > self.capacity_bytes * _FULL_SHARE
         for used_s, taken_bytes, path in files:
             is_unfinished = "." in os.path.basename(path)
-            is_surplus = is_full and total_bytes > self.capacity_bytes * _LEFT_SHARE
-            if used_s < killed_s if is_unfinished else is_surplus:
+            if is_unfinished:
+                is_removed = used_s < killed_s
+            else:
+                is_removed = is_full and total_bytes > self.capacity_bytes * _LEFT_SHARE
+            if is_removed:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
                 total_bytes -= taken_bytes
-        for link in _paths_below(self.root, "notes") if is_full else ():
+        if is_full:
+            self._remove_notes_of_nothing()
+
+    def _remove_notes_of_nothing(self) -> None:
+        """Remove the notes whose object does not exist any more."""
+        for link in _paths_below(self.root, "notes"):
             with contextlib.suppress(OSError):
                 name = os.readlink(link).rpartition(".")[0]
-                if not os.path.exists(_path_of(link, name)):  # What it led to is gone.
+                if not os.path.exists(_path_of(link, name)):
                     os.unlink(link)
 
     def _make_folders(self, path: str) -> None:
-        """Make a folder, and those before it up to that of the tier; all for their owner only."""
+        """Make a folder and its parents below the tier's folder. Only their owner can use them."""
         if not os.path.isdir(path):
             if path != self._folder:
                 self._make_folders(os.path.dirname(path))
@@ -329,38 +375,43 @@ class FilesTier(SharedTier):
 
 
 def files_below(root: str) -> Iterator[tuple[float, int, str]]:
-    """When each file of an object was used, the bytes that it takes, and its path."""
+    """The files of all objects, unfinished ones included.
+
+    Yields:
+        When the file was used last, in seconds of the clock; the bytes that it takes; its path.
+    """
     for path in _paths_below(root, "objects"):
         with contextlib.suppress(OSError):
             found = os.lstat(path)
             if stat.S_ISDIR(found.st_mode):
-                continue  # None of ours.
+                continue  # The tier has made no folder here.
             yield found.st_mtime, max(found.st_size, found.st_blocks * 512), path
 
 
 def _paths_below(root: str, kind: str) -> Iterator[str]:
-    """Of all name spaces, ranks and shards; what vanishes meanwhile is left out."""
+    """The paths in all name spaces, ranks and shards. Files that vanish meanwhile are left out."""
     return glob.iglob(f"{glob.escape(root)}/*/*/{kind}/*/*")
 
 
 def _is_file(path: str) -> bool:
-    """Whether there is a file, and no link, folder or pipe; raises OSError if there is nothing."""
+    """Whether a path is a file, and no link, folder or pipe; raises OSError if there is none."""
     return stat.S_ISREG(os.lstat(path).st_mode)
 
 
 def _path_of(link: str, name: str) -> str:
-    """Where the object lies to which a note leads, of the same rank."""
+    """The path of the object, of the same rank, to which a note leads."""
     rank_folder = os.path.dirname(os.path.dirname(os.path.dirname(link)))
     return os.path.join(rank_folder, "objects", name[-2:], name)
 
 
 def _small_file(path: Path) -> bytes:
-    """The content of a file that somebody else may have put there.
+    """The content of a small file that another program may have written.
 
     Raises:
-        ValueError: If it is no file, or a large one.
+        ValueError: If the path is no file, or if the file is large.
     """
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # Waits for no pipe.
+    # O_NONBLOCK keeps the open of a pipe from waiting for a writer.
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shared tier in Mooncake Store: a master knows where objects are, `mooncake_client`s hold them.
+"""A shared tier in Mooncake Store. A master knows where objects are; `mooncake_client`s hold them.
 
     kvext3/r0/<name space>/<object>    an entry of rank 0, moved with its seal and without a copy
     kvext3/r0/<name space>/<note>      the name of an object, sealed
     kvext3/engine-<number>             what engines of a name space have in common, sealed
 
-What is put first stays. Mooncake evicts what nobody has asked for longest: a question is use.
+An object that was put first stays. Mooncake evicts the objects that were not asked for for the
+longest time. The question whether an object exists counts as use.
 """
 
 from __future__ import annotations
@@ -38,20 +39,47 @@ from vllm_ascend_kvext.shared_tier.names import (
     piece_of,
 )
 
-_ROOT, _NUM_ENGINES = f"kvext{FORMAT_VERSION}", 1024
-# Of Mooncake: by default it tries for 90 s to find a master, and waits 30 s for servers that hang.
-_VARIABLES = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_RPC_TIMEOUT_MS": "2000"}
-_VARIABLES |= {"MC_TCP_STATUS_TIMEOUT_SEC": "5"}
-_CONNECT_S, _BUFFER_BYTES = 2.0, 16 << 20  # The buffer is Mooncake's own, for small objects.
-_ABSENT = {-703, -704, -707}  # It is being written, is not there, was evicted meanwhile.
-_OF_GETS, _OF_PUTS = {*_ABSENT, -600}, {-601}  # It is larger than its place; others write it.
-_MEANINGS = {-200: "there is no room", -800: "who has the memory does not answer"}
-_MEANINGS |= dict.fromkeys((-900, -901), "the master does not answer")
-_GIVEN_UP_S = 50.0  # After 60 s Mooncake gives up a transfer, and does not stop it.
+_ROOT = f"kvext{FORMAT_VERSION}"
+_NUM_ENGINES = 1024
+
+_VARIABLES = {
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    "MC_RPC_TIMEOUT_MS": "2000",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
+}
+"""Settings of Mooncake. By default it looks for a master for 90 s, and waits 30 s for a server that
+hangs."""
+
+_CONNECT_S = 2.0
+"""The longest time to connect to the master."""
+
+_BUFFER_BYTES = 16 << 20
+"""The size of Mooncake's own buffer for small objects."""
+
+_ABSENT = {-703, -704, -707}
+"""Error codes of objects that are being written, do not exist, or were evicted meanwhile."""
+
+_OF_GETS = {*_ABSENT, -600}
+"""Usual error codes of gets. -600: the object is larger than its place."""
+
+_OF_PUTS = {-601}
+"""Usual error codes of puts. -601: another engine writes the object."""
+
+_MEANINGS = {
+    -200: "there is no room",
+    -800: "the server with the memory does not answer",
+    -900: "the master does not answer",
+    -901: "the master does not answer",
+}
+"""The meanings of error codes that mean a tier that does not work."""
+
+_GIVEN_UP_S = 50.0
+"""A get that takes longer may have been given up. Mooncake gives a transfer up after 60 s, and does
+not stop it."""
 
 
 class MooncakeTier(SharedTier):
-    """The objects of one rank; see `SharedTier`. It gives Mooncake no memory.
+    """The objects of one rank; see `SharedTier`. The engine lends Mooncake no memory.
 
     Args:
         url: ``mooncake://host:port`` of a master.
@@ -97,7 +125,9 @@ class MooncakeTier(SharedTier):
             )
 
     def close(self) -> None:
-        store, self._store = self._store, None  # A call of a closed one ends the process.
+        # A call of a closed store would end the process, so nothing can reach it any more.
+        store = self._store
+        self._store = None
         if store is not None:
             store.close()
 
@@ -116,8 +146,10 @@ class MooncakeTier(SharedTier):
         contents = self._read([self._prefix + note for note in notes])
         leads = {note: _lead(content) for note, content in zip(notes, contents, strict=True)}
         objects = [leads.get(name, name) for name in names]
-        there = self._there([self._prefix + name for name in objects if name])
-        return [each.rpartition("/")[2] * (self._prefix + each in there) for each in objects]
+        existing = self._there([self._prefix + name for name in objects if name])
+        return [
+            name.rpartition("/")[2] if self._prefix + name in existing else "" for name in objects
+        ]
 
     def _put(self, what: SharedObject) -> None:
         key, place, address = self._place(what)
@@ -125,13 +157,17 @@ class MooncakeTier(SharedTier):
             place[what.num_bytes :] = seal_of(key, place[: what.num_bytes])
             _checked(self._store.batch_put_from([key], [address], [len(place)]), _OF_PUTS)
         namespace, _, own = what.name.rpartition("/")
-        notes, first = [f"{namespace}/{note}" for note in what.notes], piece_of(own).first_tokens
+        notes = [f"{namespace}/{note}" for note in what.notes]
+        first = piece_of(own).first_tokens
         leads = zip(notes, self.exist(notes), strict=True)
-        late = [n for n, lead in leads if not lead or piece_of(lead).first_tokens > first]
-        self._write({self._prefix + note: what.name.encode() for note in late})
+        late_notes = [
+            note for note, lead in leads if not lead or piece_of(lead).first_tokens > first
+        ]
+        self._write({self._prefix + note: what.name.encode() for note in late_notes})
 
     def _get(self, what: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
-        (key, place, address), began_s = self._place(what), time.monotonic()
+        key, place, address = self._place(what)
+        began_s = time.monotonic()
         codes = self._store.batch_get_into([key], [address], [len(place)])
         if codes == [len(place)]:
             on_bytes(what.num_bytes)
@@ -140,10 +176,11 @@ class MooncakeTier(SharedTier):
         elif time.monotonic() - began_s > _GIVEN_UP_S:
             logger.error(
                 "Shared tier: Mooncake has given up %s, and may go on writing it into host memory: "
-                "its place is nobody's until this engine starts again.",
+                "its place is not used again until this engine starts again.",
                 what.name,
             )
-            threading.Event().wait()  # For ever: after an answer the place is reused.
+            # The thread waits for ever, because the place would be reused after an answer.
+            threading.Event().wait()
         return Answer.BROKEN if _ABSENT.isdisjoint(_checked(codes)) else Answer.ABSENT
 
     def forget(self, name: str) -> None:
@@ -155,7 +192,7 @@ class MooncakeTier(SharedTier):
         with contextlib.suppress(OSError):
             there = [*self._there(keys)]
             for key, text in zip(there, self._read(there), strict=True):
-                with contextlib.suppress(ValueError):  # Damaged, or nobody's.
+                with contextlib.suppress(ValueError):  # The text is damaged, or is no identity.
                     namespace, identity = parse_identity(text)
                     if key == _engine_key(namespace):
                         found[namespace] = identity
@@ -167,10 +204,10 @@ class MooncakeTier(SharedTier):
             self._write({_engine_key(namespace): text}, self._pinned)
 
     def describe(self) -> tuple[str, Mapping[str, str]]:
-        return "how full it is, only its master's metrics say (port 9003 by default)", {}
+        return "only the metrics of its master say how full it is (port 9003 by default)", {}
 
     def _place(self, what: SharedObject) -> tuple[str, memoryview, int]:
-        """The key of an object; its place, seal included; the address of that."""
+        """The key of an object, its place with the seal, and the address of the place."""
         place = self._memory[what.offset_bytes :][: what.num_bytes + SEAL_BYTES]
         return self._prefix + what.name, place, self._address + what.offset_bytes
 
@@ -179,13 +216,13 @@ class MooncakeTier(SharedTier):
         return {key for key, code in zip(keys, codes, strict=True) if code == 1}
 
     def _read(self, keys: list[str]) -> list[bytes]:
-        """Small contents; empty where there is none, or not what was written."""
+        """Read small contents. A missing or damaged content is empty."""
         values = self._store.get_batch(keys) if keys else []
         pairs = zip(keys, values, strict=True)
         return [value[:-SEAL_BYTES] if is_sealed(key, value) else b"" for key, value in pairs]
 
     def _write(self, contents: Mapping[str, bytes], *how: object) -> None:
-        """Write small contents over what is there."""
+        """Write small contents, and replace those that exist."""
         values = [content + seal_of(key, content) for key, content in contents.items()]
         codes = [self._store.upsert_batch([*contents], values, *how)] if contents else []
         _checked(codes, _OF_PUTS)
@@ -196,13 +233,13 @@ def _engine_key(namespace: str) -> str:
 
 
 def _lead(content: bytes) -> str:
-    """The object, with its name space, to which a note leads; empty if to none."""
+    """The object, with its name space, to which the content of a note leads; empty if none."""
     name = content.decode(errors="replace")
     return name if is_rows_name(name.rpartition("/")[2]) else ""
 
 
 def _checked(codes: list[int], usual: Container[int] = _OF_GETS) -> list[int]:
-    """What a call has returned; OSError if the tier is to blame for some of it."""
+    """The codes that a call has returned; raises OSError for a code that is not usual."""
     for code in codes:
         if code < 0 and code not in usual:
             raise OSError(f"{_MEANINGS.get(code, 'see docs/shared_tier.md')} (code {code})")

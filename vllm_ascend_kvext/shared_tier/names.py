@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose KV may meet: the name space of an engine, and the names of its objects.
+"""The name space of an engine, and the names of its objects. They decide which engines share KV.
 
-An *identity* says all that decides what bytes of KV mean. Equal identities have one name space,
-others never meet; its parts are readable, so that `differences` says why engines do not meet.
+An *identity* has everything that decides what bytes of KV mean. Engines with equal identities have
+the same name space. Other engines never share KV. The parts of an identity are readable, so that
+`differences` can say why engines do not share.
 """
 
 from __future__ import annotations
@@ -15,23 +16,29 @@ from typing import Any
 
 from vllm_ascend_kvext.store.entries import Kind, Piece
 
-Identity = Mapping[str, Any]  # Plain data, by part.
-FORMAT_VERSION = 3  # Of objects and names: those of another version are not looked at.
+Identity = Mapping[str, Any]
+"""Plain data, by the name of the part."""
+
+FORMAT_VERSION = 3
+"""The format of objects and names. Objects of another version are ignored."""
 
 _ROWS_NAME = re.compile("R[0-9]{1,12}-[0-9]{1,12}-[0-9a-f]{32}")
 
 
 def namespace_of(identity: Identity) -> str:
-    """The name space: a name that other identities do not have."""
+    """The name space of an identity. Other identities have other name spaces."""
     text = json.dumps([FORMAT_VERSION, identity], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def parse_identity(text: bytes) -> tuple[str, Identity]:
-    """An identity that was written down as JSON, with its name space.
+    """Read an identity that was written as JSON.
+
+    Returns:
+        Its name space, and the identity.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If the text is no identity.
     """
     try:
         identity = json.loads(text)
@@ -44,7 +51,7 @@ def parse_identity(text: bytes) -> tuple[str, Identity]:
 
 
 def differences(here: Identity, there: Identity) -> list[str]:
-    """Parts in which two identities differ, with their values where these are short."""
+    """The parts in which two identities differ, with their values if these are short."""
     found = []
     for part in sorted(here.keys() | there.keys()):
         one, other = (json.dumps(each.get(part), sort_keys=True) for each in (here, there))
@@ -55,17 +62,17 @@ def differences(here: Identity, there: Identity) -> list[str]:
 
 
 def note_name(key: bytes) -> str:
-    """The note that leads to rows before a boundary. 128 bits of its chained hash."""
+    """The note that leads to the rows before a boundary. It has 128 bits of the chained hash."""
     return f"N{key.hex()[:32]}"
 
 
 def is_note(name: str) -> bool:
-    """Whether this is a note's name, and not that of an object."""
+    """Whether a name is the name of a note, and not of an object."""
     return name.rpartition("/")[2].startswith("N")
 
 
 def is_rows_name(name: str) -> bool:
-    """Whether this is the name of an object with rows of a prompt: what notes lead to."""
+    """Whether a name is that of an object with rows of a prompt. Notes lead to such objects."""
     return _ROWS_NAME.fullmatch(name) is not None
 
 
@@ -76,6 +83,6 @@ def object_name(piece: Piece, key: bytes, key_space: str = "") -> str:
 
 
 def piece_of(name: str) -> Piece:
-    """The piece of an object of a prompt, whose name is one of `object_name`."""
+    """The piece of a prompt's object, from a name that `object_name` has made."""
     first, end, _ = name[1:].split("-")
     return Piece(Kind.TAILS if name[0] == "T" else Kind.ROWS, int(first), int(end))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a shared tier has of one prompt, of that which host memory lacks. Made on a thread."""
+"""Finds what a shared tier has of a prompt and host memory lacks. The search runs in a thread."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ from vllm_ascend_kvext.store.lookup import MAX_PIECES
 from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
 from vllm_ascend_kvext.token_range import TokenRange, union, without
 
-Exist = Callable[[Sequence[str]], list[str]]  # As `SharedTier.exist`, within a name space.
-_MAX_TAILS, _TAILS_OF_A_BATCH = 4096, 64  # Boundaries at which tails are asked for.
+Exist = Callable[[Sequence[str]], list[str]]
+"""A function like `SharedTier.exist`, for names within one name space."""
+
+_MAX_TAILS = 4096
+"""The most boundaries of a prompt at which the search asks for tails."""
+
+_TAILS_OF_A_BATCH = 64
+"""The number of boundaries in one question for tails."""
 
 
 class FoundObject(NamedTuple):
@@ -33,7 +39,7 @@ class FoundObject(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked for one request.
+    """The question to the tier for one request.
 
     Attributes:
         tokens: From what the device has to where the request may resume at most.
@@ -69,14 +75,19 @@ def search(question: Question, exist: Exist) -> list[FoundObject]:
 
 
 def _search_rows(question: Question, exist: Exist) -> list[FoundObject]:
-    geometry, after_tokens = question.geometry, question.tokens.first_tokens
+    geometry = question.geometry
+    after_tokens = question.tokens.first_tokens
     found = _ask(question, exist, [chunk.end_tokens for chunk in question.missing])
-    # Chunks whose end another prompt does not have: where the prompt parts, and its last one.
+    # The tier lacks the end of some chunks. It may have an inner boundary of two of them: of the
+    # first one, where this prompt differs from another, and of the last one of the prompt.
     lacking = [chunk for chunk in question.missing if chunk.end_tokens not in found]
     for first, end in dict.fromkeys([*lacking[:1], *lacking[-1:]]):
         inner = range(geometry.floor(first) + geometry.unit_tokens, end, geometry.unit_tokens)
-        found.update([*_ask(question, exist, inner).items()][-1:])
-    # Pieces of a chunk begin where others end.
+        inner_found = _ask(question, exist, inner)
+        if inner_found:
+            last = max(inner_found)
+            found[last] = inner_found[last]
+    # A piece in the middle of a chunk begins where an earlier piece ends: ask for that one, too.
     latest = found
     for _ in range(MAX_PIECES):
         begins = {each.piece.first_tokens for each in latest.values()} - found.keys()
@@ -87,7 +98,7 @@ def _search_rows(question: Question, exist: Exist) -> list[FoundObject]:
 
 
 def _ask(question: Question, exist: Exist, ends: Sequence[int]) -> dict[int, FoundObject]:
-    """Objects with the rows before some boundaries, by boundary."""
+    """The objects with the rows before some boundaries, by boundary."""
     names = exist([note_name(question.prefix.key_at(end)) for end in ends]) if ends else []
     return {
         end: FoundObject(name, piece_of(name), end, question.prefix)
@@ -97,7 +108,7 @@ def _ask(question: Question, exist: Exist, ends: Sequence[int]) -> dict[int, Fou
 
 
 def _reaches(geometry: TierGeometry, piece: Piece, end_tokens: int) -> bool:
-    """Whether an object can have the rows before a boundary: others may have written its name."""
+    """Whether an object can have the rows before a boundary. Other programs may write any name."""
     first, end = piece.first_tokens, piece.end_tokens
     is_cut_at_units = not (first % geometry.unit_tokens or end % geometry.unit_tokens)
     chunk_first = geometry.chunk_start(end_tokens)
@@ -105,7 +116,7 @@ def _reaches(geometry: TierGeometry, piece: Piece, end_tokens: int) -> bool:
 
 
 def _rows_end(question: Question, rows: Iterable[FoundObject]) -> int:
-    """Up to where rows are of use, those in host memory included."""
+    """The token up to which rows can be used, with the rows in host memory."""
     begin = TokenRange(question.tokens.first_tokens, question.tokens.first_tokens)
     found = (TokenRange(each.piece.first_tokens, each.end_tokens) for each in rows)
     runs = union([begin, *without([question.tokens], question.missing), *found])
@@ -113,7 +124,7 @@ def _rows_end(question: Question, rows: Iterable[FoundObject]) -> int:
 
 
 def _search_tails(question: Question, exist: Exist, end_tokens: int) -> list[FoundObject]:
-    """The last tails before a boundary, if they are behind those that host memory has."""
+    """The last tails up to a boundary, if they lie behind the tails of host memory."""
     unit_tokens = question.geometry.unit_tokens
     begin = question.geometry.floor(max(question.tokens.first_tokens, question.tails_tokens))
     boundaries = range(begin + unit_tokens, end_tokens + 1, unit_tokens)[::-1][:_MAX_TAILS]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The books of the host tier: what is stored where, what may be used, and what gives way.
+"""The index of the host tier: what is stored where, what can be loaded, and what is evicted.
 
-`tier.HostTier` is the face of it. Nothing here moves a byte, waits for anything, or knows vLLM.
+`tier.HostTier` is the entry point. The modules move no bytes, wait for nothing, and do not know
+vLLM.
 """

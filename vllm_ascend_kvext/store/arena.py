@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places in the host buffer: best fit, free neighbours joined.
+"""Allocates places in the host buffer. It uses best fit, and joins neighbouring gaps.
 
-The smallest gap that is large enough is taken, the lowest of several; sizes are rounded to 64
-bytes. A call takes O(log n) comparisons with n gaps, and moves up to n pointers of a sorted list.
+The arena takes the smallest gap that is large enough, and the lowest of several such gaps. Sizes
+are rounded up to multiples of 64 bytes. With n gaps, a call takes O(log n) comparisons, and moves
+up to n pointers of a sorted list.
 
-Best fit can waste much (J. M. Robson, "Worst case fragmentation of first fit and best fit storage
-allocation strategies", The Computer Journal 20, 1977), and wastes little with most programs (M. S.
-Johnstone and P. R. Wilson, "The memory fragmentation problem: solved?", 1998). In a cache no
-arrangement is final: `Arena.window_around` names neighbours whose release makes one gap.
+Best fit can waste much memory (J. M. Robson, "Worst case fragmentation of first fit and best fit
+storage allocation strategies", The Computer Journal 20, 1977), but wastes little with most programs
+(M. S. Johnstone and P. R. Wilson, "The memory fragmentation problem: solved?", 1998). A cache can
+also free what it holds: `Arena.window_around` names neighbours whose release makes one gap.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from typing import NamedTuple
 from vllm_ascend_kvext.errors import TierError
 
 ALIGNMENT_BYTES = 64
-"""A multiple of what the transfer op asks for (``HOST_ALIGNMENT_BYTES``)."""
+"""The alignment of places, a multiple of what the transfer op needs (``HOST_ALIGNMENT_BYTES``)."""
 
 
 class _Part(NamedTuple):
-    """A place or a gap."""
+    """A place that is in use, or a gap."""
 
     offset_bytes: int
     num_bytes: int
@@ -31,11 +32,11 @@ class _Part(NamedTuple):
 
 
 class Arena:
-    """Gives out places at multiples of 64 bytes.
+    """Allocates places at multiples of 64 bytes.
 
     Args:
-        capacity_bytes: Size of the buffer; what is over a multiple of 64 is not used.
-        spare_bytes: What every place has behind the bytes that it is for.
+        capacity_bytes: The size of the buffer. It is rounded down to a multiple of 64.
+        spare_bytes: Additional bytes at the end of every place.
 
     Raises:
         TierError: If the capacity is less than 64.
@@ -52,7 +53,8 @@ class Arena:
         self.used_bytes = 0
         self._places: dict[int, int] = {}
         self._gaps: dict[int, int] = {}
-        # Where the place or gap begins that ends here: neighbours are found by it.
+        # By the end of each place or gap: where it begins. This finds the neighbour before an
+        # offset.
         self._begins: dict[int, int] = {}
         self._by_size: list[tuple[int, int]] = []
         self._add_gap(0, self.capacity_bytes)
@@ -62,13 +64,13 @@ class Arena:
         return self._by_size[-1][0] if self._by_size else 0
 
     def place_bytes(self, num_bytes: int) -> int:
-        """What a place for so many bytes takes, which the other calls are given."""
+        """The size of a place for a number of bytes. The other methods take sizes of places."""
         assert num_bytes > 0
         num_bytes += self._spare_bytes
         return num_bytes + -num_bytes % ALIGNMENT_BYTES
 
     def allocate(self, size_bytes: int) -> int | None:
-        """Take a place, and return its offset, a multiple of 64; None if no gap is large enough."""
+        """Allocate a place. Returns its offset, a multiple of 64, or None if no gap fits."""
         assert size_bytes > 0 and size_bytes % ALIGNMENT_BYTES == 0
         index = bisect_left(self._by_size, (size_bytes, 0))
         if index == len(self._by_size):
@@ -83,7 +85,7 @@ class Arena:
         return offset_bytes
 
     def free(self, offset_bytes: int) -> None:
-        """Give a place back; a KeyError if none begins there."""
+        """Free a place; raises KeyError if no place begins at the offset."""
         size_bytes = self._places.pop(offset_bytes)
         self.used_bytes -= size_bytes
         begin, end = offset_bytes, offset_bytes + size_bytes
@@ -99,12 +101,20 @@ class Arena:
     def window_around(
         self, offset_bytes: int, size_bytes: int, may_free: Callable[[int], bool]
     ) -> list[int] | None:
-        """Offsets of the places to free for a gap of so many bytes, ascending, this one included.
+        """Find places around one place whose release makes a gap of some size.
 
-        None if places stand in the way that may not be freed. Of all ways to do it the one that
-        frees the fewest bytes, the lowest of several. ``may_free`` says of the offset of another
-        place whether it may go, too. Takes time in proportion to the square of the parts of a
-        window, which are few unless sizes differ by orders of magnitude.
+        The method chooses the window that frees the fewest bytes, and the lowest of several. Its
+        time grows with the square of the parts in a window. There are few parts unless sizes differ
+        by orders of magnitude.
+
+        Args:
+            offset_bytes: A place that is freed in any case.
+            size_bytes: The size of the gap.
+            may_free: Whether the place at another offset may be freed, too.
+
+        Returns:
+            The offsets of the places to free, ascending, with the first one among them; None if
+            places that must stay are in the way.
         """
         center = _Part(offset_bytes, self._places[offset_bytes], True)
         if center.num_bytes >= size_bytes:
@@ -121,7 +131,7 @@ class Arena:
         may_free: Callable[[int], bool],
         next_of: Callable[[_Part], _Part | None],
     ) -> list[_Part]:
-        """Parts on one side, nearest first, until they are enough or one may not be freed."""
+        """The parts on one side, nearest first, up to enough bytes or to a place that must stay."""
         parts: list[_Part] = []
         part = center
         while lacking_bytes > 0:
@@ -160,13 +170,15 @@ class Arena:
 
 
 def _cheapest_window(parts: list[_Part], center: int, size_bytes: int) -> list[int] | None:
-    """Consecutive parts with the one at ``center`` that are large enough and free least."""
+    """The consecutive parts around ``center`` that are large enough and free the fewest bytes."""
     best: tuple[int, int, int] | None = None
     for first in range(center + 1):
-        total_bytes = freed_bytes = 0
+        total_bytes = 0
+        freed_bytes = 0
         for end, part in enumerate(parts[first:], first + 1):
             total_bytes += part.num_bytes
-            freed_bytes += part.num_bytes * part.is_used
+            if part.is_used:
+                freed_bytes += part.num_bytes
             if total_bytes >= size_bytes and end > center:
                 best = min(best or (freed_bytes, first, end), (freed_bytes, first, end))
                 break

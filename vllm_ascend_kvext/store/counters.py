@@ -17,35 +17,35 @@ class Refusal(enum.Enum):
     """Why a store is not made."""
 
     ALREADY_STORED = "already_stored"
-    """The tier has it."""
+    """The tier has the piece already."""
 
     BEING_STORED = "being_stored"
-    """Another store of it is under way."""
+    """Another store of the piece is in progress."""
 
     WORTH_LESS = "worth_less"
-    """Room could be made only by evicting what is worth more."""
+    """Only the eviction of entries that are worth more could make room."""
 
     NO_ROOM = "no_room"
-    """Everything that is worth less is in use, or the tier is too small."""
+    """All entries that are worth less are in use, or the tier is too small."""
 
     BUSY = "busy"
-    """Stores that have not ended hold so many pages that others lack them."""
+    """Unfinished stores hold so many pages that requests would lack them."""
 
     PAGES_GONE = "pages_gone"
-    """Some of its pages were not kept on the device up to now."""
+    """The device has not kept some pages of the piece."""
 
 
 class Removal(enum.Enum):
-    """Why something that was stored is not there any more."""
+    """Why an entry that was stored was removed."""
 
     EVICTED = "evicted"
-    """It gave way to something else."""
+    """The entry was evicted for another one."""
 
     REPLACED = "replaced"
-    """A longer piece has all its rows."""
+    """A longer entry has all its rows."""
 
     LOAD_FAILED = "load_failed"
-    """What fails once is not trusted again."""
+    """A load of the entry failed. An entry that fails once is not used again."""
 
     CLEARED = "cleared"
     """The prefix cache was reset."""
@@ -58,27 +58,28 @@ class TierCounters:
     entries_held: Annotated[
         int,
         Counted(
-            "Entries in host memory, those on their way there included.",
+            "Entries in host memory, including those that are being stored.",
             name="host_entries",
             is_gauge=True,
         ),
     ] = 0
     bytes_held: Annotated[
         int,
-        Counted("Host memory that they take on each worker.", name="host_bytes", is_gauge=True),
+        Counted("Host memory that entries take on each worker.", name="host_bytes", is_gauge=True),
     ] = 0
     stored_entries: Annotated[
         dict[Kind, int], Counted("Entries stored in host memory, by what they hold.", "kind")
     ] = field(default_factory=partial(zeros, Kind))
     stored_bytes: Annotated[
-        dict[Kind, int], Counted("Host memory that they took on each worker.", "kind")
+        dict[Kind, int], Counted("Host memory that stored entries took on each worker.", "kind")
     ] = field(default_factory=partial(zeros, Kind))
     removed_entries: Annotated[
         dict[Removal, int],
-        Counted("Entries that are not in host memory any more, by reason.", "reason"),
+        Counted("Entries that were removed from host memory, by reason.", "reason"),
     ] = field(default_factory=partial(zeros, Removal))
     removed_bytes: Annotated[
-        dict[Removal, int], Counted("Host memory that they took on each worker.", "reason")
+        dict[Removal, int],
+        Counted("Host memory that removed entries took on each worker.", "reason"),
     ] = field(default_factory=partial(zeros, Removal))
     refused_stores: Annotated[
         dict[Refusal, int], Counted("Stores that were not made, by reason.", "reason")
@@ -87,10 +88,14 @@ class TierCounters:
         int,
         Counted(
             "Stores and loads that failed, in whole or in part; what loads lack is computed.",
-            *("direction", "store", "transfer_failures"),
+            label="direction",
+            value="store",
+            name="transfer_failures",
         ),
     ] = 0
-    failed_loads: Annotated[int, Counted("", "direction", "load", "transfer_failures")] = 0
+    failed_loads: Annotated[
+        int, Counted("", label="direction", value="load", name="transfer_failures")
+    ] = 0
     shortfalls: Annotated[
         dict[Shortfall, int],
         Counted(

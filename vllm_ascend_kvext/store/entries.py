@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One thing that is stored, what can be the matter with it, and how it is loaded.
+"""The entries of the host tier, their states, and their loads.
 
-An entry's life; a transfer is its own store, or a load that has pinned it::
+The states of an entry. A transfer is the store of the entry, or a load that has pinned it::
 
     STORING ── store finished ──> STORED ── evicted, replaced, cleared ──> GONE
        │                            │
@@ -9,8 +9,8 @@ An entry's life; a transfer is its own store, or a load that has pinned it::
        └────────> LEAVING <─────────┘
                      └── its last transfer ends ──> GONE
 
-Only a STORED entry is a hit. A LEAVING one is known to nobody but its transfers, and holds its
-place until they end.
+Only a STORED entry is a hit. A LEAVING entry cannot be found any more. It keeps its place until its
+transfers end.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 
 class Kind(enum.IntEnum):
-    """What an entry holds. At one boundary the lower kind gives way first."""
+    """What an entry holds. At the same boundary, the lower kind is evicted first."""
 
     TAILS = 0
-    """Window tails and states at a boundary."""
+    """The window tails and states at one boundary."""
 
     ROWS = 1
-    """Full-attention rows of a stretch of tokens."""
+    """The full-attention rows of a range of tokens."""
 
 
 class EntryState(enum.Enum):
-    """See the module's drawing."""
+    """The states of an entry, see the drawing of the module."""
 
     STORING = "storing"
     STORED = "stored"
@@ -44,10 +44,7 @@ class EntryState(enum.Enum):
 
 
 class Piece(NamedTuple):
-    """What can be stored of a prefix.
-
-    Tails begin and end at their boundary.
-    """
+    """A part of a prefix that can be stored. Tails begin and end at their boundary."""
 
     kind: Kind
     first_tokens: int
@@ -80,11 +77,11 @@ class WantedPiece(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Belongs to the tier; callers read it.
+    """One stored piece of a prefix. The tier writes it, and callers read it.
 
     Attributes:
-        number: Counts up; no two entries of a tier have the same.
-        keys: The keys by which it can be found, ascending: one for each unit of its rows.
+        number: A number that counts up. No two entries of a tier have the same number.
+        keys: The keys by which the entry can be found, ascending: one for each unit of its rows.
         use: The latest use; see ``HostTier.next_use``.
         chunk_key: The key of its chunk's first unit, by which ``reuse`` knows the chunk however
             many of its tokens there are.
@@ -114,7 +111,7 @@ class Entry:
 
     @property
     def key(self) -> bytes:
-        """The chained hash at its end."""
+        """The chained hash at the end of the entry."""
         return self.keys[-1]
 
     @property

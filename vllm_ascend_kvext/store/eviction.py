@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gives way when a place is needed.
+"""Chooses which entries are evicted when a new entry needs a place.
 
-What is expected to bring the fewest hits for its time goes first, see ``reuse``; of what is equal,
-the least recently used. What was used last goes after all others: of what has just become popular,
-too few requests have been seen to expect more (as the window of W-TinyLFU: G. Einziger, R. Friedman
-and B. Manes, "TinyLFU: a highly efficient cache admission policy", ACM Transactions on Storage 13,
-2017). Tails whose rows are gone go before everything: nothing can resume there until the rows are
-stored again.
+The order of eviction:
 
-Where a load stops at the first hole, a prefix gives way from its end on: rows stay as long as rows
-or tails behind them are stored, or on their way. So nothing is kept that nobody can reach. Where
-holes are computed, each chunk goes by its own worth. What is being stored or loaded never gives
-way. A new entry pushes out only what is worth less than itself.
+1. Tails whose rows are gone. No request can resume there until the rows are stored again.
+2. Entries with the fewest expected hits for the time that they stay, see ``reuse``. Among equal
+   entries, the least recently used one goes first.
+3. Entries that were used last. A chunk that has just become popular has had too few requests to
+   show it (compare the window of W-TinyLFU: G. Einziger, R. Friedman and B. Manes, "TinyLFU: a
+   highly efficient cache admission policy", ACM Transactions on Storage 13, 2017).
 
-The order is looked for among a random sample of the ends, as LHD does: what an entry is worth
-changes while it waits, and a sample needs no order that would have to be kept up. Up to
-`NUM_SAMPLED` ends, the sample is all of them.
+If a load stops at the first hole, a prefix is evicted from its end on. Rows stay as long as rows or
+tails behind them are stored or are being stored. So no entry stays that a load cannot reach. If
+holes are computed, each chunk is evicted by its own priority. An entry that is being stored or
+loaded is never evicted. A new entry evicts only entries of lower priority.
 
-Entries differ in size, so the first in the order need not make a gap that is large enough. It is
-followed until what went makes one; after `MAX_TRIED` entries without one, the first that is large
-enough by itself goes, too, or else one together with lesser neighbours. Nothing is changed before a
-gap is found: all or nothing.
+The order is taken from a random sample of the ends, as in LHD. The priority of an entry changes
+while it waits, and a sample needs no sorted list that must be updated. If there are at most
+`NUM_SAMPLED` ends, the sample has all of them.
+
+Entries differ in size, so the first entry of the order may not make a large enough gap. Entries are
+chosen in order until they make such a gap. After `MAX_TRIED` entries without one, the first entry
+that is large enough by itself is chosen, too, or else an entry together with its neighbours of
+lower priority. Nothing is changed before a gap is found.
 """
 
 from __future__ import annotations
@@ -38,28 +40,30 @@ from vllm_ascend_kvext.store.prefix import TierGeometry
 from vllm_ascend_kvext.store.reuse import Reuse
 
 NUM_SAMPLED = 64
-"""Entries that are compared for one store: the one that goes is among the least 5 % nearly always
-(all but 4 of 100 times)."""
+"""The number of entries that are compared for one store. In 96 of 100 times, the chosen entry is
+among the 5 % of lowest priority."""
 
 RECENT_SHARE = 1 / 6
-"""Of the tier: what was used since so much was asked to be stored goes after all others. Of the
-traces of ``benchmarks/holes``, a smaller share costs more where other documents become popular
-(1.05 times the tokens of LRU with 1/8), and a larger one where contexts are compacted."""
+"""The share of the tier that is for recently used entries. An entry is recent if it was used since
+stores of so many bytes were requested. In the traces of ``benchmarks/holes``, a smaller share costs
+more where other documents become popular (1.05 times the tokens of LRU with 1/8), and a larger one
+where contexts are compacted."""
 
 MAX_TRIED = 8
-"""Entries that are tried in order before one goes out of order."""
+"""The number of entries that are tried in order before one is chosen out of order."""
 
 
-class Worth(NamedTuple):
-    """What an entry is worth; what gives way first compares as least.
+class Priority(NamedTuple):
+    """The priority of an entry. The entry of the lowest priority is evicted first.
 
     Attributes:
-        is_recent: Whether it is among what was used last.
-        density: Expected hits for the time it stays; below 0 for tails without rows.
-        use: The latest use.
-        nearness: The end in tokens, negated: of one use, the end of a prefix goes first.
-        kind: Of one boundary, tails go first.
-        number: The number of the entry.
+        is_recent: Whether the entry is among those that were used last.
+        density: The expected hits for the time that it stays; below 0 for tails without rows.
+        use: Its latest use.
+        nearness: Its end in tokens, negated: entries of one use are evicted from the end of the
+            prefix on.
+        kind: Its kind: tails are evicted before the rows at the same boundary.
+        number: Its number.
     """
 
     is_recent: bool
@@ -71,14 +75,14 @@ class Worth(NamedTuple):
 
 
 class EvictionOrder:
-    """The entries that may have to go.
+    """The entries that may be evicted.
 
     Args:
         arena: The places of the tier.
         index: The index of the tier.
         geometry: Where prefixes are cut.
-        reuse: What is known of when chunks are asked for again.
-        ends_first: Whether rows wait for what lies behind them.
+        reuse: What is known about when chunks are asked for again.
+        ends_first: Whether rows stay as long as entries behind them stay.
     """
 
     def __init__(
@@ -90,19 +94,22 @@ class EvictionOrder:
         self._reuse = reuse
         self._ends_first = ends_first
         self._random = random.Random(0)
-        # Uses that stored something, and how many bytes: as many as fill the share, one at least.
+        # The latest uses that stored something, and the bytes of each. There are as many as fill
+        # the share, and at least one.
         self._recent_bytes = RECENT_SHARE * arena.capacity_bytes
         self._latest: deque[list[int]] = deque([[0, 0]])
         self._latest_bytes = 0
-        # How many entries lie just behind a boundary, and the rows before it that wait for these.
+        # By the key of a boundary: how many entries begin there, and the rows before it that cannot
+        # be evicted until these entries are gone.
         self._behind: Counter[bytes] = Counter()
         self._blocked: dict[bytes, dict[Entry, None]] = {}
-        # What may go, in any order, and perhaps what may not; that is seen when it is sampled.
+        # Entries that may be evicted, in any order, with their positions. Some of them may not be
+        # evicted; that is checked when they are sampled.
         self._ends: list[Entry] = []
         self._places: dict[Entry, int] = {}
 
     def begin(self, entry: Entry) -> None:
-        """An entry is going to be stored."""
+        """Note an entry that is going to be stored."""
         if self._latest[-1][0] < entry.use:
             self._latest.append([entry.use, 0])
         self._latest[-1][1] += entry.num_bytes
@@ -113,13 +120,13 @@ class EvictionOrder:
             self._behind[entry.key_before] += 1
 
     def add(self, entry: Entry) -> None:
-        """An entry may have to go from now on."""
+        """Note an entry that may be evicted from now on."""
         if entry.is_evictable and entry not in self._places:
             self._places[entry] = len(self._ends)
             self._ends.append(entry)
 
     def forget(self, entry: Entry) -> None:
-        """An entry leaves, stored or not."""
+        """Forget an entry that leaves the tier, stored or not."""
         if entry in self._places:
             self._discard(self._places[entry])
         key = entry.key_before
@@ -136,32 +143,32 @@ class EvictionOrder:
         entries: Mapping[int, Entry],
         new: Entry,
         now: int,
-        precedence: Callable[[Entry], int] = lambda _: 0,
+        preference: Callable[[Entry], int] = lambda _: 0,
     ) -> list[Entry] | Refusal:
-        """What has to go for a new entry, in order; changes nothing that is stored.
+        """Choose the entries to evict for a new entry, in order. Nothing that is stored changes.
 
         Args:
             entries: The entries by the offset of their place.
-            new: The entry that has no place yet. What is worth as much or more stays.
+            new: The entry that has no place yet. Entries of equal or higher priority stay.
             now: The latest use of all.
-            precedence: Of a stored entry beside the new one. With less than 0 it goes first, with
-                more than 0 it stays.
+            preference: Overrules the priority of an entry beside the new one. An entry below 0 is
+                evicted first; an entry above 0 stays.
         """
         sample = self._sample()
         recent_use = self._latest[0][0]
-        if self._latest_bytes > self._recent_bytes:  # by the latest use alone
+        if self._latest_bytes > self._recent_bytes:  # The latest use alone exceeds the share.
             recent_use += 1
 
-        def worth(entry: Entry) -> Worth:
-            found = self._worth_of(entry, recent_use, now)
-            if entry is not new and precedence(entry) < 0:
+        def priority_of(entry: Entry) -> Priority:
+            found = self._priority_of(entry, recent_use, now)
+            if entry is not new and preference(entry) < 0:
                 return found._replace(is_recent=False, density=-1.0)
             return found
 
-        below = worth(new)
-        worths = sorted((worth(entry), entry) for entry in sample)
+        limit = priority_of(new)
+        by_priority = sorted((priority_of(entry), entry) for entry in sample)
         lesser = [
-            entry for its_worth, entry in worths if its_worth < below and precedence(entry) <= 0
+            entry for priority, entry in by_priority if priority < limit and preference(entry) <= 0
         ]
         tried: set[int] = set()
         for number, entry in enumerate(lesser[:MAX_TRIED], 1):
@@ -171,12 +178,12 @@ class EvictionOrder:
 
         def may_go(offset_bytes: int) -> bool:
             entry = entries[offset_bytes]
-            # What the same request uses is the beginning of its prefix.
+            # An entry that the same request uses is the beginning of its prefix, so it stays.
             return (
                 entry.is_evictable
-                and precedence(entry) <= 0
+                and preference(entry) <= 0
                 and entry.use < new.use
-                and worth(entry) < below
+                and priority_of(entry) < limit
                 and not self._is_blocked(entry)
             )
 
@@ -188,18 +195,20 @@ class EvictionOrder:
                 return list(dict.fromkeys([*lesser[:MAX_TRIED], *others]))
         return Refusal.WORTH_LESS if sample else Refusal.NO_ROOM
 
-    def _worth_of(self, entry: Entry, recent_use: int, now: int) -> Worth:
-        """What an entry is worth that is stored, or going to be."""
-        is_recent, density = False, -1.0
+    def _priority_of(self, entry: Entry, recent_use: int, now: int) -> Priority:
+        """The priority of an entry that is stored or is going to be stored."""
+        is_recent = False
+        density = -1.0
         if not self._is_orphan(entry):
             is_recent = entry.use >= recent_use
             density = self._reuse.density(entry.chunk_key, entry.use, now)
         piece = entry.piece
-        return Worth(is_recent, density, entry.use, -piece.end_tokens, piece.kind, entry.number)
+        return Priority(is_recent, density, entry.use, -piece.end_tokens, piece.kind, entry.number)
 
     def _sample(self) -> list[Entry]:
-        """Some of the ends."""
-        ends, found = self._ends, 0
+        """A random sample of the entries that may be evicted."""
+        ends = self._ends
+        found = 0
         while found < min(NUM_SAMPLED, len(ends)):
             chosen = found + int(self._random.random() * (len(ends) - found))
             entry = ends[chosen]
@@ -212,7 +221,7 @@ class EvictionOrder:
         return ends[:found]
 
     def _is_blocked(self, entry: Entry) -> bool:
-        """Whether something lies behind some rows. If so, they are added when that has gone."""
+        """Whether entries behind some rows keep them. If so, `forget` adds the rows again later."""
         behind = self._behind
         is_rows = entry.piece.kind is Kind.ROWS
         if not self._ends_first or not is_rows or behind.keys().isdisjoint(entry.keys):

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which entry a key leads to.
+"""Finds the entry that a key leads to.
 
-Rows are found at each unit of theirs, so that a prompt that parts ways in the middle of a chunk
-still finds what it shares. Where several entries have the rows before a boundary, the key leads to
-the one that begins first, the longest of several. An entry to which no key leads is of no use::
+An entry of rows can be found at each of its units. So a prompt that differs from another one from
+the middle of a chunk on still finds the rows that both share. If several entries have the rows
+before a boundary, the key leads to the entry that begins first, and to the longest one if several
+begin there. An entry to which no key leads is of no use::
 
     a prompt ended at B       [kC ....... B)            B leads to it
     the next turn adds        [kC ....... B)[B .. D)    D leads to the second, which begins at B
     the chunk as a whole      [kC ............... E)    B, D and E lead to it: the others may go
 
-Knows nothing of places and of what gives way. Calls take time in proportion to an entry's keys.
+The module knows neither places nor eviction. The time of a call grows with the keys of an entry.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
 
 _Table = dict[bytes, list[Entry]]
-"""Mostly one entry per key; where there are more, the one to which the key leads is the first."""
+"""The entries of each key, mostly one. The key leads to the first of them."""
 
 
 class Index:
@@ -30,49 +31,50 @@ class Index:
         self._storing: dict[Kind, _Table] = {kind: {} for kind in Kind}
 
     def stored(self, kind: Kind, key: bytes) -> Entry | None:
-        """The STORED entry with what lies before a boundary."""
+        """The STORED entry of what lies before a boundary; None if there is none."""
         entries = self._stored[kind].get(key)
         return entries[0] if entries else None
 
     def all_stored(self, kind: Kind, keys: Iterable[bytes]) -> list[Entry]:
-        """The same for many boundaries; those without an entry are left out."""
+        """The STORED entries of many boundaries. Boundaries without an entry are left out."""
         table = self._stored[kind]
         return [entries[0] for key in keys if (entries := table.get(key))]
 
     def storing(self, kind: Kind, key: bytes) -> Entry | None:
-        """The same for entries that are being stored."""
+        """The entry of what lies before a boundary that is being stored; None if there is none."""
         entries = self._storing[kind].get(key)
         return entries[0] if entries else None
 
     def present(self, kind: Kind, key: bytes) -> Entry | None:
-        """Stored or being stored, whichever has more of the rows."""
-        stored, storing = self._stored[kind].get(key), self._storing[kind].get(key)
+        """The entry that is stored or being stored; of both, the one with more of the rows."""
+        stored = self._stored[kind].get(key)
+        storing = self._storing[kind].get(key)
         if not storing:
             return stored[0] if stored else None
         return min(stored[0], storing[0], key=_reach) if stored else storing[0]
 
     def upto_stored(self, kind: Kind, keys: Sequence[bytes]) -> int:
-        """How many of some keys there are up to the last that leads to a STORED entry."""
+        """The number of keys up to the last one that leads to a STORED entry."""
         return _upto(self._stored[kind], keys)
 
     def upto_present(self, kind: Kind, keys: Sequence[bytes]) -> int:
-        """The same for entries that are stored or being stored."""
+        """The number of keys up to the last one with an entry that is stored or being stored."""
         num_stored = _upto(self._stored[kind], keys)
         storing = self._storing[kind]
         return max(num_stored, _upto(storing, keys)) if storing else num_stored
 
     def begin(self, entry: Entry) -> None:
-        """An entry is going to be stored."""
+        """Add an entry that is going to be stored."""
         table = self._storing[entry.piece.kind]
         for key in entry.keys:
             _insert(table, key, entry)
 
     def settle(self, entry: Entry) -> list[Entry]:
-        """An entry is stored, and takes over the keys of entries that have fewer of the rows.
+        """Make an entry STORED. It takes over the keys of entries that have fewer of the rows.
 
         Returns:
-            The entries to which no key leads any more; the entry itself is among them if others
-            have been stored that have all its rows.
+            The entries to which no key leads any more. The entry itself is one of them if all its
+            rows are in other stored entries.
         """
         kind = entry.piece.kind
         for key in entry.keys:
@@ -92,32 +94,32 @@ class Index:
         return useless
 
     def drop(self, entry: Entry) -> list[bytes]:
-        """An entry leaves, stored or not; returns its keys that lead to no stored entry now."""
+        """Remove an entry, stored or not. Returns its keys that lead to no stored entry now."""
         kind = entry.piece.kind
         is_stored = entry.state is EntryState.STORED
         table = (self._stored if is_stored else self._storing)[kind]
         for key in entry.keys:
             was_leading = _remove(table, key, entry)
-            heir = self.stored(kind, key)
-            if is_stored and was_leading and heir is not None:
-                heir.num_leading_keys += 1
+            successor = self.stored(kind, key)
+            if is_stored and was_leading and successor is not None:
+                successor.num_leading_keys += 1
         entry.num_leading_keys = 0
         return [key for key in entry.keys if self.stored(kind, key) is None]
 
 
 def _reach(entry: Entry) -> tuple[int, int]:
-    """Of two entries with the same row, the lesser is the better one to read it from."""
+    """The sort key of entries that have the same row. The row is read from the lesser entry."""
     return entry.piece.first_tokens, -entry.piece.end_tokens
 
 
 def _upto(table: _Table, keys: Sequence[bytes]) -> int:
     if table.keys().isdisjoint(keys):
-        return 0  # Mostly so, and quick.
+        return 0  # This is the usual case, and a quick check.
     return next(number for number in range(len(keys), 0, -1) if keys[number - 1] in table)
 
 
 def _insert(table: _Table, key: bytes, entry: Entry) -> bool:
-    """Whether the key leads to the entry from now on."""
+    """Add an entry to a key. Returns whether the key leads to it from now on."""
     entries = table.setdefault(key, [])
     place = 0
     while place < len(entries) and _reach(entries[place]) <= _reach(entry):
@@ -127,7 +129,7 @@ def _insert(table: _Table, key: bytes, entry: Entry) -> bool:
 
 
 def _remove(table: _Table, key: bytes, entry: Entry) -> bool:
-    """Whether the key led to the entry."""
+    """Remove an entry from a key. Returns whether the key led to it."""
     entries = table[key]
     was_leading = entries[0] is entry
     entries.remove(entry)

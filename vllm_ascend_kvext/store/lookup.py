@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a prefix is stored, why not more, and which pieces to store so that more is.
+"""Looks a prefix up: how much of it is stored, why not more, and which pieces are missing.
 
-Whoever reads a prefix walks back from a boundary: the entry that its key leads to begins at an
-earlier boundary of the same prefix, and so on. An entry never reaches into the next chunk: a chunk
-is stored as a whole, or in pieces that were added as the prompt grew, `MAX_PIECES` at most. Before
-it gets more it is stored once more, as one, and its pieces go. Changes nothing. Takes time in
-proportion to the chunks of the prefix, and to the units of those chunks whose neighbour is there;
-looking for all tails, to the units of the range.
+A lookup walks back from a boundary. The key of the boundary leads to an entry, this entry begins at
+an earlier boundary of the same prefix, and so on. An entry never reaches into the next chunk. A
+chunk is stored as a whole, or in at most `MAX_PIECES` pieces that were added as the prompt grew. If
+it needed more pieces, it is stored again as a whole, and its pieces are removed.
+
+A lookup changes nothing. Its time grows with the chunks of the prefix, and with the units of those
+chunks whose neighbour is stored. The search for all tails grows with the units of the range.
 """
 
 from __future__ import annotations
@@ -23,37 +24,38 @@ from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
 from vllm_ascend_kvext.store.remembered_keys import RememberedKeys
 
 MAX_PIECES = 4
-"""Each piece costs a load one more section per group; storing a chunk again costs all its rows."""
+"""The most pieces of a chunk. Each piece costs a load one more section per group. Storing a chunk
+again costs all its rows."""
 
 
 class Shortfall(enum.Enum):
-    """Why a lookup did not find more. Of several reasons, that of the longest prefix."""
+    """Why a lookup did not find more. If there are several reasons, the longest prefix decides."""
 
     BELOW_UNIT = "below_unit"
-    """No boundary lies between what the device has and the limit."""
+    """There is no boundary between the device's tokens and the limit."""
 
     BEING_STORED = "being_stored"
-    """The next rows or tails are on their way to the tier."""
+    """The next rows or tails are being stored."""
 
     EVICTED = "evicted"
-    """They were stored, and have given way."""
+    """The next rows or tails were stored, and have been evicted."""
 
     FAILED = "failed"
-    """Their store or their load failed."""
+    """The store or the load of the next rows or tails failed."""
 
     NEVER_STORED = "never_stored"
-    """The next rows were not stored, or that is too long ago to be remembered."""
+    """The next rows were never stored, or too long ago to be remembered."""
 
     NO_TAIL = "no_tail"
-    """Rows are there, but no tails were kept at any boundary of theirs."""
+    """Rows are stored, but no tails are stored at any of their boundaries."""
 
 
 Lost = RememberedKeys[Shortfall]
-"""Why a key leads nowhere: EVICTED or FAILED."""
+"""By key: why it leads to no entry, EVICTED or FAILED."""
 
 
 class StoredRows(NamedTuple):
-    """Rows of one entry, which may have more, at tokens of the prefix that was looked up."""
+    """Rows of one entry at some tokens of a prefix. The entry may have more rows."""
 
     entry: Entry
     first_tokens: int
@@ -61,10 +63,10 @@ class StoredRows(NamedTuple):
 
 
 class StoredRun(NamedTuple):
-    """Rows without a gap.
+    """Stored rows without a gap.
 
     Attributes:
-        first_tokens: Where they begin; the first entry may begin before.
+        first_tokens: Where the rows begin. The first entry may begin earlier.
     """
 
     first_tokens: int
@@ -73,9 +75,10 @@ class StoredRun(NamedTuple):
 
     @property
     def rows(self) -> list[StoredRows]:
-        """What is read of each entry.
+        """The rows that are read from each entry.
 
-        Rows that a later entry has, too, are those of another prefix in the earlier one::
+        If two entries have the same tokens, they are read from the later entry. The earlier entry
+        may have the rows of another prefix there::
 
             found by the key at 8      rows 0 ── 8 ── 16    of another request
             found by the key at 24          rows 8 ──────── 24
@@ -94,13 +97,13 @@ class StoredRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """How much of a prefix can be loaded without a gap.
+    """The part of a prefix that can be loaded without a gap.
 
     Attributes:
-        run: From what the device has to where the request can resume; empty if nothing can be
-            loaded. It has no entries if the model has no full attention.
-        tails: The tails at the boundary; None if the model has none, or nothing can be loaded.
-        shortfall: Why it is not more; None if there is no later boundary within the limit.
+        run: The rows from the end of the device's tokens to where the request can resume; empty if
+            nothing can be loaded. It has no entries if the model has no full attention.
+        tails: The tails at the boundary; None if the model has none, or if nothing can be loaded.
+        shortfall: Why the hit is not longer; None if the limit has no later boundary.
     """
 
     prefix: Prefix
@@ -110,28 +113,30 @@ class Hit:
 
     @property
     def after_tokens(self) -> int:
-        """What the device has."""
+        """The number of tokens that the device has."""
         return self.run.first_tokens
 
     @property
     def boundary_tokens(self) -> int:
-        """Where the request can resume."""
+        """The boundary at which the request can resume."""
         return self.run.end_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Looks at one prefix."""
+    """The lookup of one prefix."""
 
     index: Index
     geometry: TierGeometry
     prefix: Prefix
 
     def find_hit(self, lost: Mapping[Kind, Lost], limit_tokens: int, after_tokens: int) -> Hit:
-        """The last boundary up to which everything is STORED.
+        """Find the last boundary up to which everything is STORED.
 
         Args:
-            after_tokens: What the device has: rows before it are not needed.
+            lost: By kind, why keys lead to no entry.
+            limit_tokens: The latest boundary that may be found.
+            after_tokens: The number of tokens that the device has. Rows before are not needed.
         """
         limit_tokens = self._limit(limit_tokens)
         nothing = Hit(self.prefix, StoredRun(after_tokens, after_tokens, ()))
@@ -161,7 +166,7 @@ class Lookup:
     def first_run(
         self, limit_tokens: int, after_tokens: int, with_storing: bool = False
     ) -> StoredRun:
-        """The rows from a token on without a gap; empty if the first is not there."""
+        """The rows from a token on without a gap; an empty run if the first row is not stored."""
         limit_tokens = self._limit(limit_tokens)
         entries: list[Entry] = []
         position = after_tokens
@@ -177,15 +182,17 @@ class Lookup:
         return StoredRun(after_tokens, position, tuple(entries))
 
     def find_runs(self, limit_tokens: int, after_tokens: int) -> list[StoredRun]:
-        """The stored rows, in ascending order.
+        """The stored rows, ascending.
 
-        Rows in the middle of a chunk whose neighbours are not stored either may be left out: a
-        prompt that nobody has stored costs one question per chunk.
+        A prompt of which nothing is stored costs one question per chunk. So rows in the middle of a
+        chunk may be left out if their neighbours are not stored.
         """
         limit_tokens = self._limit(limit_tokens)
         runs: list[StoredRun] = []
         entries: list[Entry] = []
-        position = first_tokens = end_tokens = after_tokens
+        position = after_tokens
+        first_tokens = after_tokens
+        end_tokens = after_tokens
         while position < limit_tokens:
             target = min(self.geometry.chunk_end(position), limit_tokens)
             for run in self.runs_of_chunk(position, target, at_gap=position != end_tokens):
@@ -202,18 +209,26 @@ class Lookup:
         return runs
 
     def find_all_tails(self, limit_tokens: int, after_tokens: int) -> list[Entry]:
-        """The stored tails, in ascending order; those at ``after_tokens`` are among them."""
+        """The stored tails, ascending. Tails at ``after_tokens`` are included."""
         boundaries = self._boundaries(max(0, after_tokens - 1), self._limit(limit_tokens))
         return self.index.all_stored(Kind.TAILS, self.prefix.keys_at(boundaries))
 
     def runs_of_chunk(
         self, first_tokens: int, end_tokens: int, with_storing: bool = False, at_gap: bool = False
     ) -> list[StoredRun]:
-        """The rows of a part of one chunk, not an empty one; at a gap, only if it has the last."""
+        """The stored rows of a part of one chunk; the part is not empty.
+
+        Args:
+            first_tokens: Where the part begins.
+            end_tokens: Where the part ends.
+            with_storing: Whether entries that are being stored count, too.
+            at_gap: Whether the rows before the part are not stored. The part is then searched only
+                if its last row is stored.
+        """
         find = self.index.present if with_storing else self.index.stored
         last = find(Kind.ROWS, self.prefix.key_at(end_tokens))
         if last is not None and last.piece.first_tokens <= first_tokens:
-            return [StoredRun(first_tokens, end_tokens, (last,))]  # Nearly all chunks are so.
+            return [StoredRun(first_tokens, end_tokens, (last,))]  # This is the usual case.
         if last is None:
             if not at_gap:
                 end_tokens = self._end_before(first_tokens, end_tokens, with_storing)
@@ -232,7 +247,11 @@ class Lookup:
     def walk_back(
         self, first_tokens: int, end_tokens: int, with_storing: bool = False
     ) -> Iterator[tuple[int, Entry]]:
-        """Entries with rows of a range, the last first; and up to where each is read."""
+        """The entries with rows of a range, the last entry first.
+
+        Yields:
+            The token up to which an entry is read, and the entry.
+        """
         find = self.index.present if with_storing else self.index.stored
         key_at = self.prefix.key_at
         while end_tokens > first_tokens:
@@ -245,12 +264,14 @@ class Lookup:
                 end_tokens = entry.piece.first_tokens
 
     def missing_pieces(self, first_tokens: int, end_tokens: int) -> list[Piece]:
-        """What to store so that rows can be read up to a boundary.
+        """The pieces to store so that all rows up to a boundary can be read.
 
-        What is stored, or being stored, is left out.
+        Rows that are stored or being stored are left out, unless the chunk would get too many
+        pieces.
 
         Args:
-            first_tokens: Chunks that end at or before it are not looked at.
+            first_tokens: Chunks that end at or before this token are not examined.
+            end_tokens: The boundary.
         """
         if not self.geometry.needs_rows:
             return []
@@ -261,7 +282,8 @@ class Lookup:
         for chunk_first in range(first_tokens, end_tokens, chunk_tokens):
             chunk_end = min(chunk_first + chunk_tokens, end_tokens)
             gaps: list[Piece] = []
-            num_present, position = 0, chunk_first
+            num_present = 0
+            position = chunk_first
             for run in self.runs_of_chunk(chunk_first, chunk_end, with_storing=True):
                 if position < run.first_tokens:
                     gaps.append(Piece.rows(position, run.first_tokens))
@@ -275,13 +297,14 @@ class Lookup:
         return pieces
 
     def keys_of(self, piece: Piece) -> tuple[bytes, ...]:
-        """Of the boundaries at which a piece can be found, ascending.
+        """The keys of the boundaries at which a piece can be found, ascending.
 
         Raises:
-            TierError: It is not cut at units, or reaches into a second chunk.
+            TierError: If the piece is not cut at units, or reaches into a second chunk.
         """
         kind, first_tokens, end_tokens = piece
-        geometry, unit_tokens = self.geometry, self.geometry.unit_tokens
+        geometry = self.geometry
+        unit_tokens = self.geometry.unit_tokens
         if first_tokens >= 0 and not (first_tokens % unit_tokens or end_tokens % unit_tokens):
             if kind is Kind.TAILS and 0 < first_tokens == end_tokens:
                 return (self.prefix.key_at(end_tokens),)
@@ -294,9 +317,10 @@ class Lookup:
         )
 
     def _end_before(self, first_tokens: int, boundary_tokens: int, with_storing: bool) -> int:
-        """Where the rows of a range end that lacks those before its last boundary.
+        """The last boundary of a range, before its end, whose rows are stored.
 
-        One slice of keys takes less time than a question per boundary.
+        The rows before the end of the range are not stored. One slice of keys takes less time than
+        a question per boundary.
         """
         upto = self.index.upto_present if with_storing else self.index.upto_stored
         unit_tokens = self.geometry.unit_tokens
@@ -309,14 +333,14 @@ class Lookup:
         return self.geometry.floor(min(limit_tokens, self.prefix.num_tokens))
 
     def _boundaries(self, after_tokens: int, upto_tokens: int) -> range:
-        """Those behind a token, up to a boundary."""
+        """The boundaries behind a token, up to a boundary."""
         unit_tokens = self.geometry.unit_tokens
         return range(self.geometry.floor(after_tokens) + unit_tokens, upto_tokens + 1, unit_tokens)
 
     def _why_lost(
         self, lost: Mapping[Kind, Lost], kind: Kind, boundaries: range
     ) -> Shortfall | None:
-        """What is known of the longest prefix that ends at some boundaries."""
+        """Why the latest of some boundaries leads to no entry; None if that is not known."""
         for boundary in reversed(boundaries):
             key = self.prefix.key_at(boundary)
             if self.index.stored(kind, key) is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How prefixes are cut, and by which keys they are known.
+"""Says how prefixes are cut, and which keys they have.
 
-A key is the chained hash of all tokens before a boundary, as vLLM has it: equal keys mean equal
-prefixes, adapters, multi-modal input and salt included. Knows nothing of what is stored.
+A key is vLLM's chained hash of all tokens before a boundary. Equal keys mean equal prefixes, with
+equal adapters, multi-modal input and salt. The module knows nothing of what is stored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm_ascend_kvext.errors import TierError
 
 
 class Prefix(Protocol):
-    """The tokens of a request, as far as they are hashed."""
+    """The tokens of a request that have hashes."""
 
     @property
     def key_space(self) -> str:
@@ -23,13 +23,13 @@ class Prefix(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Up to where there are keys."""
+        """The number of tokens that have keys."""
 
     def key_at(self, boundary_tokens: int) -> bytes:
-        """The chained hash of the tokens before a boundary: a multiple of the tier's unit."""
+        """The chained hash of the tokens before a boundary, a multiple of the tier's unit."""
 
     def keys_at(self, boundaries: range) -> Sequence[bytes]:
-        """The same for many boundaries."""
+        """The chained hashes of many boundaries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class HashedPrefix:
     """A request's block hashes. The list may grow, and the prefix grows with it.
 
     Attributes:
-        hashes: One per ``tokens_per_hash`` tokens, each of all tokens up to its end.
+        hashes: One hash per ``tokens_per_hash`` tokens. It covers all tokens up to its end.
         tokens_per_hash: Tokens between two hashes; the tier's unit is a multiple of it.
     """
 
@@ -73,7 +73,7 @@ class HashedPrefix:
                 f"{boundaries.step}; ask at boundaries that are hashed"
             )
         if first % tokens or first < tokens or last > self.num_tokens:
-            self.key_at(first)  # One of the two raises.
+            self.key_at(first)  # One of the two calls raises.
             self.key_at(last)
         return self.hashes[first // tokens - 1 : last // tokens : boundaries.step // tokens]
 
@@ -83,9 +83,11 @@ class TierGeometry:
     """Where prefixes are cut, and what a resume needs.
 
     Attributes:
-        chunk_tokens: Rows are stored by chunks of so many tokens, or by pieces of one.
-        unit_tokens: Pieces begin and end, and requests resume, at multiples of it: the layout's
-            row unit. Divides ``chunk_tokens``.
+        chunk_tokens: The tokens of a chunk. Rows are stored in whole chunks or in pieces of one.
+        unit_tokens: The row unit of the layout. Pieces begin and end, and requests resume, at its
+            multiples. It divides ``chunk_tokens``.
+        needs_rows: Whether the model has full-attention rows.
+        needs_tails: Whether the model has window tails or states.
 
     Raises:
         TierError: If the numbers do not fit each other.
@@ -108,14 +110,14 @@ class TierGeometry:
             )
 
     def floor(self, tokens: int) -> int:
-        """The last boundary at or below some token."""
+        """The last boundary at or before a token."""
         return tokens - tokens % self.unit_tokens
 
     def chunk_start(self, boundary_tokens: int) -> int:
-        """Where the chunk begins that has the token before a boundary."""
+        """The beginning of the chunk with the token before a boundary."""
         last = boundary_tokens - 1
         return last - last % self.chunk_tokens
 
     def chunk_end(self, tokens: int) -> int:
-        """Where the chunk ends that has the token behind some tokens."""
+        """The end of the chunk with the token behind ``tokens`` tokens."""
         return tokens - tokens % self.chunk_tokens + self.chunk_tokens

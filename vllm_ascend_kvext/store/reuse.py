@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When chunks are asked for again, and what it is worth to keep them until then.
+"""Learns when chunks are asked for again, and how much it pays to keep them until then.
 
-What takes a place should bring the most hits for the time it takes it. So a chunk is worth its hit
-density: the hits that are expected of it, divided by how long it would have to stay::
+A place in the tier should bring the most hits for the time that it is taken. So the value of a
+chunk is its hit density: its expected hits, divided by the time that it would have to stay::
 
     density  =  P(asked for again)  /  E(time until then, or until it is given up)
 
 This is the rule of LHD (N. Beckmann, H. Chen and A. Cidon, "LHD: improving cache hit rate by
-maximizing hit density", NSDI 2018). Unlike the latest use, it lets go what is over, and keeps parts
-where not all fits: of ten conversations that go on in turn, the latest use loses each before its
-next turn.
+maximizing hit density", NSDI 2018). Eviction by the latest use keeps chunks that are not needed any
+more, and loses everything if not everything fits: if ten conversations continue in turn, each of
+them is evicted before its next turn. The hit density keeps some of them.
 
-Time is counted in uses, see ``HostTier.next_use``. Since a chunk was asked for last, it waits. How
-long it has waited is its age, and ages are told apart by powers of two, as stages::
+Time is counted in uses, see ``HostTier.next_use``. After a chunk was asked for, it waits. Its age
+is the time that it has waited. Ages are grouped by powers of two, as stages::
 
     stage   0   1     2       3
     age     1   2-3   4-7     8-15 uses ...
 
-For each stage it is counted how long chunks waited in it, and how many were asked for then. The
-quotient is how likely the next use asks for such a chunk: its hazard. Chunks that still wait count,
-so that what never comes back is seen as well. What was evicted counts, too: else only what is kept
-anyway would be learned from. Chunks of different classes come back differently: see `_Chunk`.
+For each stage, the module counts how long chunks waited in it, and how many of them were asked for
+in it. The quotient is the hazard: the probability that the next use asks for such a chunk. Chunks
+that still wait count, so chunks that never come back are counted, too. Evicted chunks also count.
+Otherwise the module would learn only from chunks that are kept anyway. Chunks of different classes
+come back at different rates, see `_Chunk`.
 
-Knows keys; knows nothing of entries and places.
+The module knows keys, but no entries and no places.
 """
 
 from __future__ import annotations
@@ -32,22 +33,26 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 NUM_STAGES = 15
-"""The last one has no end."""
+"""The number of stages. The last stage has no end."""
 
 NUM_ORIGINS = 3
+"""The number of origins, see `_Chunk`."""
+
 MAX_TIMES = 4
+"""Chunks that were asked for at least so many times are in one class."""
+
 NUM_CLASSES = NUM_ORIGINS * MAX_TIMES
 
 LEARNING_SHARE = 1 / 16
-"""Of the chunks that are known: so many are asked for between two looks at what was counted."""
+"""The densities are computed again when this share of the known chunks has been asked for."""
 
 PRIOR_REQUESTS = 0.5
-"""The chunks that so many requests ask for count as much as what is assumed."""
+"""The weight of the assumed hazard: it counts as much as the chunks of so many requests."""
 
 _MAX_HAZARD = 0.999
 
 Table = list[list[float]]
-"""By class and stage."""
+"""Numbers by class and stage."""
 
 
 @dataclass(slots=True)
@@ -55,10 +60,10 @@ class _Chunk:
     """What is known of a chunk.
 
     Attributes:
-        origin: What it was written behind: 0 for nothing that was known, 1 for a prompt that came
-            back for the first time, 2 for one that had done so before.
-        asked_at: The latest use that asked for it.
-        num_asked: How many requests asked for it, the first included.
+        origin: What the chunk was computed behind. 0: no known chunk. 1: a prompt that came back
+            for the first time. 2: a prompt that had come back before.
+        asked_at: The latest use that asked for the chunk.
+        num_asked: The number of requests that asked for it, with the first one.
     """
 
     origin: int
@@ -67,22 +72,23 @@ class _Chunk:
 
     @property
     def class_index(self) -> int:
-        """Chunks of one class are expected to come back alike."""
+        """The class of the chunk. Chunks of a class are expected to come back at the same rate."""
         return self.origin * MAX_TIMES + min(self.num_asked, MAX_TIMES) - 1
 
 
 class Reuse:
-    """Counts for all chunks, stored or not, and learns densities from the counts.
+    """Counts the reuse of all chunks, stored or not, and computes densities from the counts.
 
-    A request costs a constant number of steps for each of its chunks. Learning costs a step for
-    each request of which chunks still wait.
+    A request costs a constant number of steps per chunk. Learning costs one step for each request
+    whose chunks still wait.
 
     Args:
-        max_keys: How many chunks are known; those that were asked for longest ago are forgotten.
+        max_keys: The most chunks that are known. The chunk that was asked for longest ago is
+            forgotten first.
 
     Attributes:
-        came_back: How many chunks were asked for again, by class and stage.
-        densities: Hits per use, by class and stage, as learned last.
+        came_back: The number of chunks that were asked for again, by class and stage.
+        densities: The expected hits per use, by class and stage.
     """
 
     def __init__(self, max_keys: int) -> None:
@@ -92,20 +98,22 @@ class Reuse:
     def clear(self) -> None:
         """Forget everything."""
         self._chunks: OrderedDict[bytes, _Chunk] = OrderedDict()
-        # How many chunks wait, by the use that asked for them, and by class.
+        # By the use that asked for chunks, and by class: how many of them still wait.
         self._cohorts: dict[int, dict[int, int]] = {}
-        # Of chunks that do not wait any more.
+        # How long chunks waited, by class and stage. Chunks that still wait are not included.
         self._waited = _zeros()
         self.came_back = _zeros()
-        self._num_asked = self._num_requests = self._num_since_learned = 0
+        self._num_asked = 0
+        self._num_requests = 0
+        self._num_since_learned = 0
         self.densities: Table = [[1.0] * NUM_STAGES for _ in range(NUM_CLASSES)]
 
     def density(self, key: bytes, use: int, now: int) -> float:
-        """Hits per use that are expected of a chunk from now on.
+        """The expected hits per use of a chunk from now on.
 
         Args:
             key: The key of the chunk.
-            use: Its latest use that is known otherwise, by a load or a store.
+            use: The latest use of its entry, by a load or a store.
             now: The latest use of all.
         """
         chunk = self._chunks.get(key)
@@ -115,12 +123,12 @@ class Reuse:
         return self.densities[chunk.class_index][_stage_of(age)]
 
     def note_ended(self, asked: Iterable[bytes], answered: Iterable[bytes], now: int) -> None:
-        """A request has ended.
+        """Count the chunks of a request that has ended.
 
         Args:
-            asked: The keys of its prompt's chunks, in order.
-            answered: The keys of the chunks behind them.
-            now: The use of its end; later than those before.
+            asked: The keys of the chunks of its prompt, in order.
+            answered: The keys of the chunks behind the prompt.
+            now: The use of its end, which is later than all uses before.
         """
         self._num_requests += 1
         before: _Chunk | None = None
@@ -148,14 +156,14 @@ class Reuse:
             self._learn(now)
 
     def _add(self, key: bytes, chunk: _Chunk) -> None:
-        """It begins to wait."""
+        """Note that a chunk begins to wait."""
         self._chunks[key] = chunk
         self._chunks.move_to_end(key)
         cohort = self._cohorts.setdefault(chunk.asked_at, {})
         cohort[chunk.class_index] = cohort.get(chunk.class_index, 0) + 1
 
     def _leave(self, chunk: _Chunk, now: int) -> None:
-        """It waits no longer."""
+        """Note that a chunk does not wait any more."""
         class_index = chunk.class_index
         waited = self._waited[class_index]
         for stage, num_uses in _stages_until(now - chunk.asked_at):
@@ -168,9 +176,10 @@ class Reuse:
                 del self._cohorts[chunk.asked_at]
 
     def waited(self, now: int) -> Table:
-        """For how many uses chunks waited, by class and stage."""
+        """The number of uses for which chunks have waited, by class and stage."""
         waited = [list(row) for row in self._waited]
-        num_in_stage, in_last_stage = _zeros(), _zeros()
+        num_in_stage = _zeros()
+        in_last_stage = _zeros()
         for asked_at, cohort in self._cohorts.items():
             age = now - asked_at
             stage = _stage_of(age)
@@ -179,7 +188,7 @@ class Reuse:
                 num_in_stage[class_index][stage] += num_chunks
                 in_last_stage[class_index][stage] += num_uses * num_chunks
         for class_index, row in enumerate(waited):
-            num_beyond = 0.0  # They have passed the whole stage.
+            num_beyond = 0.0  # The number of chunks that have waited through the whole stage.
             for stage in reversed(range(NUM_STAGES)):
                 row[stage] += in_last_stage[class_index][stage] + num_beyond * (1 << stage)
                 num_beyond += num_in_stage[class_index][stage]
@@ -192,14 +201,14 @@ class Reuse:
 
 
 def learned_hazards(waited: Table, came_back: Table, prior_hits: float) -> Table:
-    """How likely the next use asks for a chunk, by class and stage.
+    """The probability that the next use asks for a chunk, by class and stage.
 
-    Where little was seen, it is as likely as is to be expected of the class and of the stage.
+    If there are few observations, the mean of the class and the mean of the stage decide.
 
     Args:
-        waited: For how many uses chunks waited.
-        came_back: How many of these uses asked for them.
-        prior_hits: So many hits count as much as what is assumed.
+        waited: The number of uses for which chunks waited, by class and stage.
+        came_back: How many of these uses asked for the chunk.
+        prior_hits: The weight of the assumed hazard, in hits.
     """
     all_waited = [sum(column) for column in zip(*waited, strict=True)]
     all_came_back = [sum(column) for column in zip(*came_back, strict=True)]
@@ -224,9 +233,10 @@ def learned_hazards(waited: Table, came_back: Table, prior_hits: float) -> Table
 
 
 def densities(hazards: list[float]) -> list[float]:
-    """Hits per use from the beginning of a stage to the end of the last one, by stage."""
+    """The hits per use from the beginning of each stage to the end of the last stage."""
     found = []
-    num_hits = num_uses = 0.0
+    num_hits = 0.0
+    num_uses = 0.0
     for stage in reversed(range(NUM_STAGES)):
         width = 1 << stage
         within = 1 - (1 - hazards[stage]) ** width
@@ -245,7 +255,7 @@ def _stage_of(age: int) -> int:
 
 
 def _stages_until(age: int) -> Iterator[tuple[int, int]]:
-    """The stages that a wait up to an age goes through, and how many uses each of them takes."""
+    """The stages of a wait up to an age, each with the number of uses in it."""
     last = _stage_of(age)
     for stage in range(last):
         yield stage, 1 << stage
@@ -253,7 +263,7 @@ def _stages_until(age: int) -> Iterator[tuple[int, int]]:
 
 
 def _origin_behind(chunk: _Chunk | None) -> int:
-    """The origin of what is written behind a chunk that has just been asked for."""
+    """The origin of a chunk that is computed behind a chunk that has just been asked for."""
     if chunk is None:
         return 0
     return min(chunk.num_asked, NUM_ORIGINS) - 1

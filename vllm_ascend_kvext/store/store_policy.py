@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is stored at all.
+"""Decides which prefixes are stored at all.
 
-Most prompts are never sent again, and storing them pushes out what is asked for. Seen twice, a
-prefix is likely to be seen a third time. Where a turn ends, the next one resumes: that cannot wait
-for a second request. Knows keys and request ids; knows nothing of room.
+Most prompts are never sent again, and storing them evicts prefixes that are asked for. A prefix
+that was seen twice is likely to be seen a third time. The end of a turn is stored at once, because
+the next turn resumes there. The module knows keys and request ids, but nothing of room.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import enum
 from vllm_ascend_kvext.store.remembered_keys import RememberedKeys
 
 _SEVERAL = ""
-"""In place of a request id."""
+"""Stands for several requests in place of a request id."""
 
 
 class StorePolicy(enum.Enum):
     """The values of the option ``store_policy``."""
 
     SECOND_TOUCH = "second_touch"
-    """What a second request computes or hits, and ends of turns."""
+    """Prefixes that a second request computes or hits, and ends of turns, are stored."""
 
     ALL = "all"
-    """Everything that is computed."""
+    """Everything that is computed is stored."""
 
     NEVER = "never"
-    """Nothing: what is in the tier can be loaded, and nothing is added."""
+    """Nothing is stored. Entries that are in the tier can be loaded."""
 
 
 class StoreChooser:
@@ -39,9 +39,10 @@ class StoreChooser:
         self._seen: RememberedKeys[str] = RememberedKeys(remembered_keys)
 
     def is_wanted(self, key: bytes, request_id: str) -> bool:
-        """Whether to store what a prefix ends with, which a request computes.
+        """Whether to store the last piece of a prefix that a request computes.
 
-        A request that comes back after a preemption is the same one, and no second touch.
+        A request that comes back after a preemption counts as the same request, so it is no second
+        touch.
         """
         if self.policy is not StorePolicy.SECOND_TOUCH:
             return self.policy is StorePolicy.ALL

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host tier of one engine, as the scheduler side of a connector uses it.
+"""The host tier of one engine. The scheduler side of a connector uses it.
 
-A request, from its admission on::
+The calls for a request, from its admission on::
 
     use = tier.next_use()
     hit = tier.look_up(prefix, limit_tokens, after_tokens)      what can be loaded
@@ -12,8 +12,8 @@ A request, from its admission on::
         entry = tier.begin_store(prefix, piece, num_bytes, use)     or a Refusal
         tier.finish_store(entry, row_map)                       or fail_store, once no worker writes
 
-Every call is synchronous, and the same calls lead to the same offsets: all workers are handed the
-same ones. Moves no bytes; does not know what a worker is.
+Every call is synchronous. The same calls lead to the same offsets, so all workers can use the same
+offsets. The tier moves no bytes, and does not know what a worker is.
 """
 
 from __future__ import annotations
@@ -37,19 +37,21 @@ _SHORTFALLS = {
     Removal.EVICTED: Shortfall.EVICTED,
     Removal.LOAD_FAILED: Shortfall.FAILED,
 }
-"""What a later lookup says of the keys; nothing is said of others."""
+"""The shortfall that a later lookup reports after a removal. Other removals are not reported."""
 
 
 class HostTier:
-    """What one host buffer holds.
+    """The entries of one host buffer.
 
     Args:
-        remembered_keys: Of how many keys of each kind it is known that they were evicted or failed,
-            and of how many chunks when they were asked for.
-        on_removed: Told of every entry that was stored and is not there any more.
-        evicts_ends_first: Whether rows stay as long as rows or tails behind them do: where a load
-            stops at the first gap, nothing can reach these.
-        spare_bytes: What every place has behind the bytes of its entry, for whoever shares them.
+        capacity_bytes: The size of the host buffer.
+        geometry: Where prefixes are cut.
+        remembered_keys: How many evicted or failed keys of each kind are remembered, and how many
+            chunks `Reuse` knows.
+        on_removed: Called for every stored entry that is removed.
+        evicts_ends_first: Whether rows stay as long as rows or tails behind them stay. If a load
+            stops at the first gap, it could not reach what lies behind evicted rows.
+        spare_bytes: Additional bytes of every place behind its entry, for a shared tier.
 
     Raises:
         TierError: If the capacity is too small to hold anything.
@@ -80,22 +82,24 @@ class HostTier:
         self._num_entries = 0
 
     def next_use(self) -> int:
-        """A moment, later than those before, by which ages are told.
+        """A new point in time, later than all before. Ages are differences of such points.
 
-        A request takes one when it is admitted, and another when it ends.
+        A request takes one when it is admitted, and another one when it ends.
         """
         self._latest_use += 1
         return self._latest_use
 
     def note_ended(self, prefix: Prefix, prompt_tokens: int, end_tokens: int) -> None:
-        """A request has ended. Call it once, before what it leaves is stored.
+        """Note that a request has ended. Call it once, before its remaining pieces are stored.
 
         Args:
-            prompt_tokens: Length of the prompt, which it asked for.
-            end_tokens: Up to where there are keys, and its answer may be asked for.
+            prefix: The tokens of the request.
+            prompt_tokens: The length of its prompt.
+            end_tokens: The end of its tokens that have keys. They include its answer.
         """
-        unit_tokens, chunk_tokens = self.geometry.unit_tokens, self.geometry.chunk_tokens
-        # A chunk is known by its first unit, however many of its tokens there are.
+        unit_tokens = self.geometry.unit_tokens
+        chunk_tokens = self.geometry.chunk_tokens
+        # The key of its first unit identifies a chunk, however many of its tokens there are.
         keys = prefix.keys_at(range(unit_tokens, end_tokens + 1, chunk_tokens))
         num_asked = len(range(unit_tokens, prompt_tokens + 1, chunk_tokens))
         self._reuse.note_ended(keys[:num_asked], keys[num_asked:], self._latest_use)
@@ -103,21 +107,26 @@ class HostTier:
     # Loads.
 
     def look_up(self, prefix: Prefix, limit_tokens: int, after_tokens: int = 0) -> Hit:
-        """The last boundary within a limit at which a request can resume; changes nothing."""
+        """Find the last boundary within a limit at which a request can resume. Changes nothing."""
         return self.lookup(prefix).find_hit(self._lost, limit_tokens, after_tokens)
 
     def lookup(self, prefix: Prefix) -> Lookup:
-        """Finds all that is stored of a prefix, with gaps between; changes nothing."""
+        """The lookup of a prefix, which also finds what is stored behind gaps. Changes nothing."""
         return Lookup(self._index, self.geometry, prefix)
 
     def begin_load(
         self, prefix: Prefix, boundary_tokens: int, entries: tuple[Entry, ...], use: int
     ) -> Load | None:
-        """Pin what was found. None, and nothing is pinned, if some of it is not there any more.
+        """Pin the entries of a load.
 
         Args:
-            boundary_tokens: Where the request resumes: its rows up to there are renewed.
-            use: That of the request's admission.
+            prefix: The tokens of the request.
+            boundary_tokens: Where the request resumes. Its rows up to there are renewed.
+            entries: The entries that were found.
+            use: The use of the request's admission.
+
+        Returns:
+            The load; None, with nothing pinned, if one of the entries is not stored any more.
         """
         if not all(entry.state is EntryState.STORED for entry in entries):
             return None
@@ -128,13 +137,14 @@ class HostTier:
         return Load(entries)
 
     def end_load(self, load: Load, unreadable: Collection[Entry] = ()) -> None:
-        """A load is over on all workers, or was not needed: its entries may go.
+        """Unpin the entries of a load that has ended on all workers, or that was not needed.
 
         Args:
-            unreadable: Entries that a worker could not read: they are not offered again.
+            load: The load.
+            unreadable: Entries that a worker could not read. They are removed.
 
         Raises:
-            TierError: If it has ended before.
+            TierError: If the load has ended before.
         """
         if load.has_ended:
             raise TierError(
@@ -142,7 +152,8 @@ class HostTier:
                 "load once, when the last worker is done"
             )
         load.has_ended = True
-        self.counters.failed_loads += bool(unreadable)
+        if unreadable:
+            self.counters.failed_loads += 1
         for entry in load.entries:
             has_failed = entry in unreadable
             entry.num_pins -= 1
@@ -154,10 +165,10 @@ class HostTier:
                 self._order.add(entry)
 
     def renew(self, prefix: Prefix, upto_tokens: int, use: int) -> None:
-        """Rows of a prefix are of use, even if the device has them and nothing is loaded.
+        """Mark the rows of a prefix as used, also if the device has them and nothing is loaded.
 
-        Walks back until it finds rows that were renewed at this moment or later; what lies before
-        them was, too.
+        The method walks back until it finds rows that were renewed at this use or later. The rows
+        before them were renewed then, too.
         """
         if not self.geometry.needs_rows:
             return
@@ -170,7 +181,7 @@ class HostTier:
     # Stores.
 
     def present_tokens(self, prefix: Prefix, limit_tokens: int) -> int:
-        """Up to which boundary the rows of a prefix are there, those being stored included."""
+        """The boundary up to which the rows of a prefix are stored or being stored."""
         if not self.geometry.needs_rows:
             return 0
         return self.lookup(prefix).first_run(limit_tokens, 0, with_storing=True).end_tokens
@@ -181,20 +192,20 @@ class HostTier:
         piece: Piece,
         num_bytes: int,
         use: int,
-        precedence: Callable[[Entry], int] = lambda _: 0,
+        preference: Callable[[Entry], int] = lambda _: 0,
     ) -> Entry | Refusal:
-        """Take a place for a piece of a prefix. Renews the rows before it, so that they stay.
+        """Take a place for a piece of a prefix. The rows before it are renewed, so that they stay.
 
         Args:
-            prefix: Has keys up to the piece's end.
+            prefix: A prefix with keys up to the end of the piece.
             piece: Rows within one chunk, or tails.
-            num_bytes: What they take in host memory, more than 0.
+            num_bytes: The bytes of the piece in host memory, more than 0.
             use: The latest use by the request.
-            precedence: See `EvictionOrder.choose`.
+            preference: See `EvictionOrder.choose`.
 
         Returns:
-            The entry, whose place begins at ``offset_bytes``; or why there is none. Nothing is
-            evicted for a refusal.
+            The entry, whose place begins at ``offset_bytes``, or why there is none. A refusal
+            evicts nothing.
 
         Raises:
             TierError: If a piece is not cut at units, or reaches into a second chunk.
@@ -213,7 +224,7 @@ class HostTier:
             self._num_entries,
             piece,
             keys,
-            -1,  # It has no place yet.
+            -1,  # The entry has no place yet.
             place_bytes,
             use,
             chunk_key=prefix.key_at(chunk_first + self.geometry.unit_tokens),
@@ -221,7 +232,7 @@ class HostTier:
             key_space=prefix.key_space,
         )
         self._order.begin(entry)
-        refusal = self._make_room(prefix, entry, precedence)
+        refusal = self._make_room(prefix, entry, preference)
         if refusal is not None:
             self._order.forget(entry)
             self.counters.refused_stores[refusal] += 1
@@ -236,14 +247,18 @@ class HostTier:
         return entry
 
     def finish_store(self, entry: Entry, row_map: Any = None) -> bool:
-        """The bytes are in place, on all workers; loads are planned against the row map.
+        """End a store whose bytes are in place on all workers.
+
+        Args:
+            entry: The entry.
+            row_map: The rows of the entry. Loads are planned against it.
 
         Returns:
-            Whether it can be found; not if the tier was cleared meanwhile, or if longer pieces of
-            the same rows were stored.
+            Whether the entry can be found. It cannot if the tier was cleared meanwhile, or if
+            longer entries have all its rows.
 
         Raises:
-            TierError: If it is not being stored.
+            TierError: If the entry is not being stored.
         """
         if not self._end_store(entry):
             return False
@@ -257,40 +272,45 @@ class HostTier:
         return entry.state is EntryState.STORED
 
     def fail_store(self, entry: Entry, is_own: bool = True) -> None:
-        """A store has ended, on all workers, and what it wrote is worth nothing.
+        """End a store, on all workers, whose bytes cannot be used.
 
-        Without ``is_own`` none has failed: what was to come from elsewhere did not.
+        Args:
+            entry: The entry.
+            is_own: Whether a store of this engine has failed. Otherwise a shared tier did not
+                deliver the entry, which does not count as a failed store.
 
         Raises:
-            TierError: If it is not being stored.
+            TierError: If the entry is not being stored.
         """
         if self._end_store(entry):
             self._leave(entry, Shortfall.FAILED if is_own else None)
-        self.counters.failed_stores += is_own
+        if is_own:
+            self.counters.failed_stores += 1
 
     def abandon_store(self, entry: Entry) -> None:
-        """Nobody finds an entry any more that is being stored, and may be for ever.
+        """Forget an entry that is being stored, perhaps for ever.
 
-        Its place is held until its store ends: until then something may write there.
+        No lookup finds the entry any more. Its place is held until its store ends, because bytes
+        may be written there until then.
         """
         if entry.state is EntryState.STORING:
             self._leave(entry)
 
     def pin(self, entry: Entry) -> Load | None:
-        """Keep an entry until `end_load`, and renew nothing; None if it is not stored."""
+        """Pin an entry until `end_load` without renewing rows; None if it is not stored."""
         if entry.state is not EntryState.STORED:
             return None
         entry.num_pins += 1
         return Load((entry,))
 
     def evict(self, is_chosen: Callable[[Entry], bool]) -> None:
-        """Entries that the caller chooses give way, for none other; none that a transfer uses."""
+        """Evict the entries that the caller chooses. Entries that a transfer uses stay."""
         for entry in list(self._entries.values()):
             if entry.is_evictable and is_chosen(entry):
                 self._remove(entry, Removal.EVICTED)
 
     def clear(self) -> None:
-        """Forget everything. Places that a transfer uses are held until it ends."""
+        """Forget everything. A place that a transfer uses is held until the transfer ends."""
         for entry in list(self._entries.values()):
             if entry.state is EntryState.STORED:
                 self._remove(entry, Removal.CLEARED)
@@ -311,13 +331,13 @@ class HostTier:
         return None
 
     def _make_room(
-        self, prefix: Prefix, entry: Entry, precedence: Callable[[Entry], int]
+        self, prefix: Prefix, entry: Entry, preference: Callable[[Entry], int]
     ) -> Refusal | None:
-        """Evict what is worth less, unless there is a gap; nothing if that is not enough."""
+        """Evict entries of lower priority if there is no gap. If that is not enough, evict none."""
         self.renew(prefix, entry.piece.end_tokens, entry.use)
         if entry.num_bytes <= self._arena.largest_gap_bytes:
             return None
-        chosen = self._order.choose(self._entries, entry, self._latest_use, precedence)
+        chosen = self._order.choose(self._entries, entry, self._latest_use, preference)
         if isinstance(chosen, Refusal):
             return chosen
         for victim in chosen:
@@ -325,7 +345,10 @@ class HostTier:
         return None
 
     def _end_store(self, entry: Entry) -> bool:
-        """Whether the entry is still wanted; if not, its place is released."""
+        """End the writing of an entry. Returns whether the entry is still wanted.
+
+        The place of an unwanted entry is released.
+        """
         if self._entries.get(entry.offset_bytes) is not entry or not entry.is_being_written:
             raise TierError(
                 f"host tier: expected an entry of this tier that is being stored, found {entry}; "
@@ -338,7 +361,7 @@ class HostTier:
         return False
 
     def _remove(self, entry: Entry, removal: Removal, is_known: bool = True) -> None:
-        """An entry that was stored is not there any more."""
+        """Remove an entry that was stored."""
         self.counters.removed_entries[removal] += 1
         self.counters.removed_bytes[removal] += entry.num_bytes
         self._leave(entry, _SHORTFALLS.get(removal))
@@ -346,7 +369,7 @@ class HostTier:
             self._on_removed(entry, removal)
 
     def _leave(self, entry: Entry, shortfall: Shortfall | None = None) -> None:
-        """Nobody finds the entry any more; its place is held until its last transfer ends."""
+        """Hide an entry from lookups. Its place is held until its last transfer ends."""
         kind = entry.piece.kind
         self._order.forget(entry)
         lost_keys = self._index.drop(entry)

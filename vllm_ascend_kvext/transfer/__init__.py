@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moving pages to one host buffer and back: descriptors, backends, oracle.
+"""Moves pages to one host buffer and back: descriptors and backends.
 
-Knows neither vLLM nor how a layout is found; torch is imported by the functions that are handed
-tensors.
+The modules know neither vLLM nor how a layout is found. Only functions that get tensors import
+torch.
 """

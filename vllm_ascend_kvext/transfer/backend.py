@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a backend is given and what it promises; and the one for pools in host memory."""
+"""The interface of a backend, and the backend for pools in host memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ if TYPE_CHECKING:
     import torch
 
 STREAMING_WHERE_IT_PAYS = -1
-"""Stores that go past the caches, of the compiled module's functions."""
+"""Lets the compiled module decide whether its stores bypass the caches."""
 
 
 class Transfer(NamedTuple):
-    """One request's copy. A named tuple, because a small transfer takes microseconds.
+    """The copies of one request.
 
-    Shapes: ``pools`` is ``[num_pools, 2]``, see `PoolColumn`; ``planes`` ``[num_planes, 9]``, see
-    `PlaneColumn`; ``runs`` ``[num_runs, 5]``, see `RunColumn`. The tensors behind pools and host
-    buffer say their devices, and keep them alive. The placement is for backends that copy on host
-    threads.
+    It is a named tuple, because a small transfer takes only microseconds.
+
+    Attributes:
+        pools: See `PoolColumn`. shape: ``[num_pools, 2]``.
+        planes: See `PlaneColumn`. shape: ``[num_planes, 9]``.
+        runs: See `RunColumn`. shape: ``[num_runs, 5]``.
+        placement: Where backends that copy on host threads run.
+        pool_tensors: The tensors of the pools. They name the device, and keep the memory alive.
+        host_tensor: The tensor of the host buffer, for the same two reasons.
     """
 
     pools: Table
@@ -42,7 +47,7 @@ class Transfer(NamedTuple):
 
 
 class Backend(Protocol):
-    """Moves the bytes of a `Transfer`; keeps no reference to it once they have arrived."""
+    """Moves the bytes of a `Transfer`. Once they have arrived, it keeps no reference to it."""
 
     @property
     def name(self) -> str: ...

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order between the kernels of the model and copies of the pages that they use.
+"""Keeps the order between the model's kernels and copies of the pages that these kernels use.
 
 On an NPU a step returns when its kernels are enqueued. A copy that began at once would read pages
-that are not written yet, or write pages that are still read. So the thread that enqueues kernels
-records an event, and whoever copies lets a stream of its own wait for it::
+that are not written yet, or write pages that kernels still read. So the thread that enqueues
+kernels records an event, and the copying thread lets its own stream wait for that event::
 
     model's thread    kernels enqueued, record() ....................... next step enqueued
     compute stream    kernels kernels kernels [event] kernels of the next step
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 class ComputeFence:
     """Lets copies wait for the kernels that have been enqueued so far.
 
-    As it is, for a model that runs on CPUs: a step has computed when it returns.
+    This base class is the fence of a model on CPUs, whose step has computed when it returns.
     """
 
     def record(self) -> Any:
-        """Mark what this thread's current stream has been given so far, for `run` of any thread."""
+        """Mark the work that this thread's current stream has so far, for `run` of any thread."""
         return None
 
     def run(self, recorded: Any, copy: Callable[[], None]) -> float:
-        """Copy after what was recorded, and return when the bytes have arrived.
+        """Copy after the recorded work, and return when the bytes have arrived.
 
         Returns:
-            Seconds that the copies took, without waiting for kernels.
+            The seconds that the copies took, without the wait for kernels.
 
         Raises:
-            Exception: What ``copy`` raises; nothing that it has enqueued is under way any more.
+            Exception: Any error of ``copy``. Copies that it enqueued before the error have ended.
         """
         begun_s = time.perf_counter()
         copy()
@@ -50,9 +50,10 @@ class ComputeFence:
 
 
 class AscendFence(ComputeFence):
-    """Of a model that runs on one NPU. It has not run on an NPU: tests use a stand-in.
+    """The fence of a model that runs on one NPU.
 
-    Every thread that copies has a stream of its own, so that none waits for copies of another.
+    Every copying thread has its own stream, so that no thread waits for the copies of another. The
+    class has not run on an NPU; tests use a stand-in.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,16 +76,17 @@ class AscendFence(ComputeFence):
                 copy()
                 end.record(stream)
             finally:
-                # Also after a failure: some copies may have been enqueued.
+                # This is needed after an error, too: some copies may have been enqueued.
                 stream.synchronize()
-        return float(begin.elapsed_time(end)) / 1000  # milliseconds
+        return float(begin.elapsed_time(end)) / 1000  # elapsed_time is in milliseconds.
 
     def _stream(self) -> Any:
         stream = getattr(self._of_thread, "stream", None)
         if stream is None:
-            # The current device is a thread's own; a new thread has the first one.
+            # Each thread has its own current device. In a new thread it is the first device.
             npu().set_device(self._device)
-            stream = self._of_thread.stream = npu().Stream(device=self._device)
+            stream = npu().Stream(device=self._device)
+            self._of_thread.stream = stream
         return stream
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPUs: those that vLLM's CPU platform binds a model to, and which share a core or a memory node.
+"""Finds the CPUs to which vLLM's CPU platform binds a model, and CPUs that share a core or node.
 
 vLLM starts each worker with variables of its OpenMP runtime, which bind the worker's threads
 (``vllm/utils/ompmultiprocessing.py``): ``KMP_AFFINITY`` (Intel), ``GOMP_CPU_AFFINITY`` (GNU) or
-``OMP_PLACES``. They name this worker's CPUs. ``VLLM_CPU_OMP_THREADS_BIND`` names those of all
-workers where the user has chosen them. What shares a core or a node Linux says below ``/sys``.
+``OMP_PLACES``. They name the CPUs of this worker. A user may choose the CPUs of all workers with
+``VLLM_CPU_OMP_THREADS_BIND``. Linux says below ``/sys`` which CPUs share a core or a memory node.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ _PLACE = re.compile(r"\{([^{}]*)\}")
 
 @dataclass(frozen=True, slots=True)
 class ModelCpus:
-    """Where the model runs; empty where nothing binds it.
+    """The CPUs on which the model runs.
 
-    ``has_all_workers`` says whether the CPUs of every worker on this machine are among them.
+    Attributes:
+        cpus: The CPUs; empty if nothing binds the model.
+        has_all_workers: Whether the CPUs of all workers on this machine are among them.
     """
 
     cpus: frozenset[int]
@@ -32,8 +34,8 @@ class ModelCpus:
 def model_cpus(environ: Mapping[str, str], process_cpus: Iterable[int]) -> ModelCpus:
     """Read the variables of this process.
 
-    What is bound in words that are not read here, such as ``OMP_PLACES=cores``, is taken to have
-    every CPU of the process: the main thread has one of them, the model's other threads the rest.
+    A value without numbers, such as ``OMP_PLACES=cores``, is not understood here. The model is then
+    assumed to use every CPU of the process: the main thread one, its other threads the rest.
     """
     chosen = environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto").strip()
     of_all_workers: frozenset[int] = frozenset()
@@ -47,7 +49,7 @@ def model_cpus(environ: Mapping[str, str], process_cpus: Iterable[int]) -> Model
 
 
 def is_main_thread_bound(environ: Mapping[str, str]) -> bool:
-    """Whether OpenMP has narrowed, or will narrow, what the main thread has."""
+    """Whether OpenMP has reduced, or will reduce, the CPUs of the main thread."""
     if environ.get("GOMP_CPU_AFFINITY") or environ.get("KMP_AFFINITY"):
         return True
     binding = environ.get("OMP_PROC_BIND", "").strip().lower()
@@ -55,7 +57,7 @@ def is_main_thread_bound(environ: Mapping[str, str]) -> bool:
 
 
 def _cpus_of_worker(environ: Mapping[str, str]) -> frozenset[int]:
-    """Empty where the variables name no numbers."""
+    """The CPUs of this worker; empty if the variables have no numbers."""
     intel = re.search(r"proclist=\[([^\]]*)\]", environ.get("KMP_AFFINITY", ""))
     if intel:
         return _numbers(intel.group(1).replace("{", "").replace("}", "")) or frozenset()
@@ -70,8 +72,8 @@ def _cpus_of_worker(environ: Mapping[str, str]) -> frozenset[int]:
 class CpuTopology:
     """Sets of CPUs that share a core, and sets that share a memory node.
 
-    A CPU that is in no set shares with none. Where nothing is known about memory nodes, every CPU
-    is on the same one.
+    A CPU that is in no set shares with no other CPU. If nothing is known about memory nodes, all
+    CPUs count as being on the same node.
     """
 
     cores: tuple[frozenset[int], ...] = ()
@@ -79,24 +81,24 @@ class CpuTopology:
 
     @classmethod
     def of_this_machine(cls, root: Path = Path("/sys/devices/system")) -> CpuTopology:
-        """Read it; what cannot be read is left out."""
+        """Read the topology of this machine. Files that cannot be read are left out."""
         cores = {_read(path) for path in root.glob("cpu/cpu[0-9]*/topology/thread_siblings_list")}
         nodes = {_read(path) for path in root.glob("node/node[0-9]*/cpulist")}
         return cls(tuple(cores - {frozenset()}), tuple(nodes - {frozenset()}))
 
     def same_core(self, cpus: frozenset[int]) -> frozenset[int]:
-        """The CPUs themselves, and those on the same cores."""
+        """The given CPUs, and all CPUs on the same cores."""
         return cpus.union(*(core for core in self.cores if core & cpus))
 
     def same_node(self, cpus: frozenset[int]) -> frozenset[int]:
-        """The CPUs on the same memory nodes."""
+        """The given CPUs, and all CPUs on the same memory nodes."""
         if not self.nodes:
             return frozenset(range(1 << 16))
         return cpus.union(*(node for node in self.nodes if node & cpus))
 
 
 def as_ranges(cpus: Iterable[int]) -> str:
-    """A list such as ``0-3,8``, ascending."""
+    """The CPUs as an ascending list such as ``0-3,8``."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][-1] + 1:
@@ -114,13 +116,13 @@ def _read(path: Path) -> frozenset[int]:
 
 
 def _numbers(text: str) -> frozenset[int] | None:
-    """Of a list such as ``0,2-4`` or ``0 2-8:2``; None where it is something else."""
+    """The numbers in a list such as ``0,2-4`` or ``0 2-8:2``; None for any other text."""
     numbers: set[int] = set()
     for item in text.replace(",", " ").split():
         found = _ITEM.fullmatch(item)
         if found is None:
             return None
         first, last, step = (int(part) if part else None for part in found.groups())
-        assert first is not None  # The pattern begins with it.
+        assert first is not None  # The pattern requires the first number.
         numbers.update(range(first, (first if last is None else last) + 1, step or 1))
     return frozenset(numbers)

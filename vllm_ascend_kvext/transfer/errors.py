@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with a transfer."""
+"""The errors of a transfer."""
 
 from vllm_ascend_kvext.errors import KvextError
 
@@ -7,7 +7,8 @@ from vllm_ascend_kvext.errors import KvextError
 class DescriptorError(KvextError, ValueError):
     """A descriptor table is wrong; no byte has moved.
 
-    The message begins with ``<table>[<row>].<column>``, and has both numbers and the remedy.
+    The message begins with ``<table>[<row>].<column>``. It names the expected and the found number,
+    and the remedy.
     """
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transfer op for keys that change their positions: they are rotated while they move.
+"""The transfer op for keys that change their positions. It rotates the keys while it moves them.
 
-A rotary embedding turns pair ``i`` of a key at position ``p`` by ``p * frequency[i]``. A key moves
-by ``d`` positions when it is turned by ``d * frequency[i]``, wherever it was. What the embedding
-has multiplied keys with, such as YaRN's attention factor, is in the stored keys: a difference of
-positions must not apply it again.
+A rotary embedding turns pair ``i`` of a key at position ``p`` by ``p * frequency[i]``. A turn by
+``d * frequency[i]`` moves a key by ``d`` positions, whatever its position was. An embedding may
+also multiply keys by a factor, such as YaRN's attention factor. Stored keys contain that factor
+already, so a change of position must not apply it again.
 
-Segments of a prompt go in one call, as chunks do: the planes are named once per segment, with a
-group number of its own, and every group has its shift.
+One call moves several segments of a prompt, as it does with chunks. The planes are listed once per
+segment, with a group number of their own, and every group has its own shift.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 class KeyRotation(NamedTuple):
     """Which planes of a transfer are keys, and by how much they turn.
 
-    Shapes: ``rotations`` is ``[num_rotations, 8]``, see `RotationColumn`; ``shifts``
-    ``[num_shifts, 2]``, see `ShiftColumn`. Frequencies are radians per position, 0 to 2 pi. dtype:
-    float64, shape: ``[num_frequencies]``, contiguous.
+    Attributes:
+        rotations: See `RotationColumn`. shape: ``[num_rotations, 8]``.
+        shifts: See `ShiftColumn`. shape: ``[num_shifts, 2]``.
+        frequencies: Radians per position, from 0 to 2 pi. dtype: float64, shape:
+            ``[num_frequencies]``, contiguous.
     """
 
     rotations: Table
@@ -50,13 +52,14 @@ def rotated_page_transfer(
 ) -> None:
     """Do what `page_transfer` does, and rotate keys in the same pass.
 
-    Angles are computed in float64, once per shift; keys are rotated in float32 and rounded once.
-    Both directions turn keys by the shift: what went one way comes back with the negative one.
+    Angles are computed in float64, once per shift. Keys are rotated in float32 and rounded once.
+    Both directions turn keys by the shift, so the negative shift undoes a rotation.
 
-    Arguments are those of `page_transfer`; the pools are in host memory.
+    The other arguments are those of `page_transfer`. The pools are in host memory.
 
     Raises:
-        DescriptorError: As of `page_transfer`, or for `rotation`; nothing has been written.
+        DescriptorError: A table of `page_transfer` or of `rotation` is wrong; nothing has been
+            written.
         BackendError: The pools are on a device; nothing has been written.
     """
     pools.require_current()

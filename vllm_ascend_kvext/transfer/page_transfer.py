@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transfer op: every group, plane and run of a request in one call, by the backend that fits.
+"""The transfer op: one call moves every group, plane and run of a request with a suitable backend.
 
-Several chunks of a request go in one call, each wherever it lies in the host buffer: the planes are
-named once per chunk, with that chunk's ``HOST_OFFSET_BYTES`` and a group number of its own.
+One call can move several chunks of a request, which lie anywhere in the host buffer. The planes are
+listed once per chunk, with the chunk's ``HOST_OFFSET_BYTES`` and a group number of their own.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.ascend_kvext.transfer")
 
-# Below this a descriptor of the DMA engine costs more than the bytes it moves. An estimate: it has
-# not been measured on an NPU.
+# For smaller runs, a descriptor of the DMA engine costs more than the bytes that it moves. The
+# value is an estimate; it has not been measured on an NPU.
 MIN_MEAN_RUN_BYTES_FOR_DMA = 16 * 1024
 
 _CPU = CpuBackend()
@@ -50,10 +50,11 @@ def page_transfer(
     Args:
         host: The host buffer. dtype: uint8, shape: [num_bytes], contiguous.
         planes: See `PlaneColumn`. shape: [num_planes, 9].
-        runs: See `RunColumn`; sorted by group. None of them moves nothing. shape: [num_runs, 5].
-        backend: None chooses by the pools' device and the mean run size.
-        placement: The CPUs of a copy on the host; None leaves it to the calling thread.
-        is_bundled: False makes one call of the backend per plane, with the same result.
+        runs: See `RunColumn`; sorted by group. An empty table moves nothing. shape: [num_runs, 5].
+        direction: Which way the bytes go.
+        backend: The backend; None chooses it by the pools' device and the mean run size.
+        placement: The CPUs of a copy on the host; None copies on the calling thread.
+        is_bundled: False calls the backend once per plane, with the same result.
         uses_kernel: Whether the AscendC kernel may serve an NPU, see `choose_backend`.
 
     Raises:
@@ -79,14 +80,18 @@ def page_transfer(
         if not len(runs):
             return
     backend = backend or choose_backend(transfer, pools.device_types, uses_kernel=uses_kernel)
-    for part in [transfer] if is_bundled else _by_plane(transfer):
+    if is_bundled:
+        backend.run(transfer)
+        return
+    for part in _by_plane(transfer):
         backend.run(part)
 
 
 def _by_plane(transfer: Transfer) -> Iterator[Transfer]:
-    """Transfers of one plane each that together do the same: to find a plane at fault.
+    """Split a transfer into transfers of one plane each, which helps to find a faulty plane.
 
-    The transfer must have been found valid: overlaps between planes cannot be seen in the parts.
+    The transfer must have been validated before, because its parts do not show whether planes
+    overlap.
     """
     groups = transfer.runs[:, RunColumn.GROUP]
     for index, group in enumerate(transfer.planes[:, PlaneColumn.GROUP]):
@@ -100,13 +105,13 @@ def _by_plane(transfer: Transfer) -> Iterator[Transfer]:
 def choose_backend(
     transfer: Transfer, device_types: Sequence[str], *, uses_kernel: bool = False
 ) -> Backend:
-    """The backend for where the pools are and how large the runs are.
+    """Choose a backend by the device of the pools and by the size of the runs.
 
     Args:
-        transfer: What is to move.
-        device_types: Where its pools are, without repetition.
-        uses_kernel: Whether small runs on an NPU are for the AscendC kernel. Where it cannot be
-            had, one WARNING says why, and the DMA engines serve them.
+        transfer: The transfer that the backend is to run.
+        device_types: The device types of its pools, without repetition.
+        uses_kernel: Whether the AscendC kernel moves small runs on an NPU. If the kernel is not
+            available, one WARNING says why, and the DMA engines move them.
 
     Raises:
         DescriptorError: A table is wrong.
@@ -137,7 +142,11 @@ def choose_backend(
 
 
 def mean_run_bytes(transfer: Transfer) -> float:
-    """Mean bytes of a run in one plane; 0 where nothing moves. Raises if a table is wrong."""
+    """The mean bytes of a run in one plane; 0 if nothing moves.
+
+    Raises:
+        DescriptorError: A table is wrong.
+    """
     num_bytes, num_plane_runs = native().validate(*transfer.descriptors)
     return num_bytes / num_plane_runs if num_plane_runs else 0.0
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which CPUs copies in host memory run on, and how many threads.
+"""Decides on which CPUs and in how many threads copies in host memory run.
 
-A worker of vLLM's CPU platform runs the model on CPUs that OpenMP binds it to, its main thread
-among them. A thread that is started there inherits that one CPU, so a copy would take the model's
-time. Copies therefore run on CPUs that are named: by the caller, or by `default_placement`.
+On vLLM's CPU platform, OpenMP binds the threads of a worker to CPUs, also its main thread. A thread
+that the main thread starts inherits its one CPU, so a copy there would take time from the model.
+Copies therefore run on CPUs that the caller or `default_placement` names.
 
-The default never leaves the CPUs that the process was started with. Linux does not keep that set
-once OpenMP has bound the main thread: a worker's is its parent's, unless a command such as
-``numactl`` stands between the two; of other processes it is what threads still have, or what the
-process had when this module was imported.
+The default uses only CPUs that the process was started with. Linux does not keep that set once
+OpenMP has bound the main thread. The set of a worker is taken from its parent process, unless a
+command such as ``numactl`` was started between the two. The set of any other process is what its
+threads still have, or what the process had when this module was imported.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ logger = logging.getLogger("vllm.ascend_kvext.transfer")
 _IMPORTED_IN = os.getpid()
 _CPUS_AT_IMPORT = frozenset(os.sched_getaffinity(_IMPORTED_IN))
 
-# What a set of CPUs of the C library can hold.
+# The CPUs that a CPU set of the C library can hold.
 _ANY_CPU = frozenset(range(1024))
-# Two threads come close to what one socket's memory gives to copies.
+# Two threads already copy nearly as fast as the memory of one socket allows.
 _MAX_DEFAULT_THREADS = 4
-# Where the model has every CPU: a tenth of the time of a thread that never sleeps.
+# The niceness of copies if the model uses every CPU. Beside a thread that never sleeps, they get a
+# tenth of its time.
 _NICENESS_BESIDE_MODEL = 10
 
 
 class CopyPlacement(NamedTuple):
-    """Where copies run; made by `on`, which has asked the kernel for the CPUs.
+    """Where copies run. The method `on` makes it, and checks that the kernel grants the CPUs.
 
-    CPUs ascend. A niceness of 0 is the default, one of 19 gives way to everything.
+    Attributes:
+        cpus: The CPUs, ascending; empty for the CPUs of the calling thread.
+        niceness: The niceness of the threads: 0 is the default, 19 yields to everything.
     """
 
     cpus: tuple[int, ...]
@@ -52,11 +55,14 @@ class CopyPlacement(NamedTuple):
     def on(
         cls, cpus: Iterable[int], *, num_threads: int | None = None, niceness: int = 0
     ) -> CopyPlacement:
-        """Copies on these CPUs; as many threads as CPUs, four at most, where none are named.
+        """Copies on some CPUs.
+
+        Args:
+            num_threads: The number of threads; None for one thread per CPU, four at most.
 
         Raises:
-            PlacementError: There is no CPU among them, or one that the kernel does not give to
-                this process; or a number is out of range.
+            PlacementError: The list is empty, the kernel does not grant one of the CPUs to this
+                process, or a number is out of range.
         """
         ascending = tuple(sorted(set(cpus)))
         if not ascending:
@@ -74,13 +80,13 @@ class CopyPlacement(NamedTuple):
 
 
 CALLING_THREAD = CopyPlacement((), 1)
-"""Copies on whatever CPU the caller has."""
+"""Copies in the calling thread, on the CPUs of that thread."""
 
 
 def default_placement(environ: Mapping[str, str]) -> CopyPlacement:
-    """CPUs of the process that the model does not run on; logs what it decides.
+    """Choose CPUs of the process on which the model does not run, and log the choice.
 
-    Where the model has every CPU, one thread of low priority runs beside it.
+    If the model uses every CPU, copies run in one thread of low priority beside it.
     """
     process_cpus = given_cpus(_process_cpus(environ))
     model = model_cpus(environ, process_cpus)
@@ -105,10 +111,10 @@ def default_placement(environ: Mapping[str, str]) -> CopyPlacement:
 def choose_cpus(
     process_cpus: frozenset[int], model: ModelCpus, topology: CpuTopology
 ) -> frozenset[int]:
-    """The CPUs of a process that its model leaves free; empty where there is none.
+    """The CPUs of a process that its model leaves free; empty if there are none.
 
-    Where only this worker's CPUs are known, other workers have those of other memory nodes. CPUs
-    that share no core with the model come before those that do.
+    If only this worker's CPUs are known, the CPUs of other memory nodes are left to other workers.
+    CPUs that share no core with the model are preferred to those that do.
     """
     free = process_cpus - model.cpus
     if model.cpus and not model.has_all_workers:
@@ -117,14 +123,15 @@ def choose_cpus(
 
 
 def _process_cpus(environ: Mapping[str, str]) -> frozenset[int]:
-    """What the process was started with, or the part of it that is known."""
+    """The CPUs that the process was started with, or the part of them that can be found out."""
     if not is_main_thread_bound(environ):
         return frozenset(os.sched_getaffinity(os.getpid()))
     cpus = _cpus_of_threads()
-    if os.getpid() == _IMPORTED_IN:  # Else what a fork has copied from its parent.
+    if os.getpid() == _IMPORTED_IN:  # A fork has the value of its parent, which may be wrong.
         cpus |= _CPUS_AT_IMPORT
-    # A shell's mask says nothing of the command that it has started: `taskset` changes it between
-    # the two. And when a parent has ended, `getppid` names another process.
+    # The CPUs of a shell say nothing about its command, because `taskset` may run between the two.
+    # Only a parent that started this process with multiprocessing counts. It must be alive: once it
+    # has ended, `getppid` names another process.
     parent = multiprocessing.parent_process()
     if parent is not None and parent.is_alive():
         with contextlib.suppress(OSError):
@@ -133,21 +140,21 @@ def _process_cpus(environ: Mapping[str, str]) -> frozenset[int]:
 
 
 def _cpus_of_threads() -> frozenset[int]:
-    """OpenMP binds each of its threads within what the process was started with."""
+    """The CPUs of all threads. OpenMP binds threads to CPUs that the process was started with."""
     cpus = frozenset(os.sched_getaffinity(os.getpid()))
     for thread_id in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):  # It may have ended.
+        with contextlib.suppress(OSError):  # The thread may have ended.
             cpus |= os.sched_getaffinity(int(thread_id))
     return cpus
 
 
 def given_cpus(wanted: frozenset[int] = _ANY_CPU) -> frozenset[int]:
-    """Those of the CPUs that the kernel gives to a thread of this process."""
+    """The part of some CPUs that the kernel grants to a thread of this process."""
     given = frozenset(os.sched_getaffinity(0))
 
     def ask() -> None:
         nonlocal given
-        os.sched_setaffinity(0, wanted)  # Of this thread alone.
+        os.sched_setaffinity(0, wanted)  # This changes the calling thread only.
         given = frozenset(os.sched_getaffinity(0))
 
     asking = threading.Thread(target=ask)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The storages that hold pages: looked at once, named by every transfer."""
+"""The storages that hold pages. They are examined once, and used by every transfer."""
 
 from __future__ import annotations
 
@@ -19,20 +19,27 @@ if TYPE_CHECKING:
 class Pools:
     """Registered storages.
 
-    Sleep mode and a reset of the KV caches take their memory away and give it back, perhaps at
-    other addresses. In between transfers are refused, until `register` says where it is.
-    ``table`` has the shape ``[num_pools, 2]``, see `PoolColumn`.
+    Sleep mode and a reset of the KV caches release the memory and allocate it again, perhaps at
+    other addresses. Until `register` is called with the new tensors, transfers are refused.
+
+    Attributes:
+        table: See `PoolColumn`. shape: ``[num_pools, 2]``.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        # Here, so that no first transfer imports it: a process that is forked meanwhile could not.
+        # The compiled module is imported here and not in the first transfer: a process that is
+        # forked during the import could not import it any more.
         native()
         self.register(tensors)
 
     def register(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take tensors of dtype uint8, shape ``[num_bytes]``, contiguous.
+        """Use these tensors from now on.
 
-        Raises `DescriptorError` if a tensor is something else; then nothing has changed.
+        Args:
+            tensors: The storages. dtype: uint8, shape: ``[num_bytes]``, contiguous.
+
+        Raises:
+            DescriptorError: A tensor has another form; nothing has changed.
         """
         for index, tensor in enumerate(tensors):
             require_bytes(f"pools[{index}]", tensor)
@@ -43,8 +50,8 @@ class Pools:
         self.device_types = tuple(sorted({tensor.device.type for tensor in tensors}))
 
     def require_current(self) -> None:
-        """Raise `DescriptorError` if memory is gone or has moved."""
-        # One stands for all: the memory of KV caches comes and goes together.
+        """Raise `DescriptorError` if the memory was released or has moved."""
+        # One check is enough, because the memory of all KV caches is released and moved together.
         if self.tensors and self.tensors[0].data_ptr() != self._first_address:
             raise DescriptorError(
                 "pools: expected storages where they were registered, found some elsewhere. "

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables that describe a transfer: one row per plane, per run and per pool; where keys are
-rotated on the way, also per plane that is, and per group.
+"""The tables that describe a transfer.
 
-All tables are numpy arrays of `DTYPE`, two-dimensional and C-contiguous; the enumerations are their
-columns, in order. The C++ side reads the same columns (``csrc/include/kvext/descriptors.h``,
-``csrc/include/kvext/rotation.h``).
-Which rows are valid is decided there, in one place.
+There is one row per plane, per run and per pool. A transfer that rotates keys also has one row per
+rotated plane and one per group. All tables are numpy arrays of `DTYPE`, two-dimensional and
+C-contiguous. The enumerations name their columns, in order.
+
+The C++ side reads the same columns (``csrc/include/kvext/descriptors.h``,
+``csrc/include/kvext/rotation.h``). Only the C++ side decides which rows are valid.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Frequencies = npt.NDArray[np.float64]
 
 
 class Direction(IntEnum):
-    """Which way the bytes go."""
+    """The direction in which the bytes move."""
 
     PAGES_TO_HOST = 0
     HOST_TO_PAGES = 1
@@ -51,8 +52,8 @@ class PlaneColumn(IntEnum):
 class RunColumn(IntEnum):
     """Columns of ``runs``, shape ``[num_runs, 5]``: consecutive rows of one page.
 
-    Sorted by group. A run holds for every plane of its group. Page 0 is the null page, which no
-    run may name.
+    Runs are sorted by group. A run applies to every plane of its group. Page 0 is the null page,
+    which no run may name.
     """
 
     GROUP = 0
@@ -70,7 +71,7 @@ class PoolColumn(IntEnum):
 
 
 class RowDtype(IntEnum):
-    """The types of keys that can be rotated; float32 is computed with for all of them."""
+    """The types of keys that can be rotated. The rotation of each is computed in float32."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -82,20 +83,20 @@ class RowDtype(IntEnum):
 
 
 class PairStyle(IntEnum):
-    """Which two elements of a rotated part of ``n`` pairs are pair ``i``."""
+    """Says which two elements of a rotated part with ``n`` pairs are pair ``i``."""
 
     HALVES = 0
-    """``i`` and ``n + i``: NeoX."""
+    """Elements ``i`` and ``n + i``, as in NeoX."""
     NEIGHBOURS = 1
-    """``2 * i`` and ``2 * i + 1``: GPT-J."""
+    """Elements ``2 * i`` and ``2 * i + 1``, as in GPT-J."""
 
 
 class RotationColumn(IntEnum):
     """Columns of ``rotations``, shape ``[num_rotations, 8]``: one plane whose rows are keys.
 
-    A row of the plane is ``NUM_HEADS`` heads of ``HEAD_BYTES``. In each of them ``NUM_PAIRS`` pairs
+    A row of the plane has ``NUM_HEADS`` heads of ``HEAD_BYTES``. In each head, ``NUM_PAIRS`` pairs
     from byte ``OFFSET_BYTES`` on are rotated, by the frequencies from ``FIRST_FREQUENCY`` on.
-    ``PLANE`` is a row of ``planes``; what no row names moves as it is.
+    ``PLANE`` is a row of ``planes``. A plane without a row here moves unchanged.
     """
 
     PLANE = 0
@@ -111,7 +112,7 @@ class RotationColumn(IntEnum):
 class ShiftColumn(IntEnum):
     """Columns of ``shifts``, shape ``[num_shifts, 2]``: by how many positions a group's keys move.
 
-    Ascending by group. Every group that moves rotated planes has one; 0 keeps every bit.
+    Rows ascend by group. Every group with rotated planes has a row. A shift of 0 keeps every bit.
     """
 
     GROUP = 0

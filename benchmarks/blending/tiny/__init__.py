@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of 130,000 parameters that answer questions about documents, and what blending costs them.
+"""Models of 130,000 parameters that answer questions about documents, and the cost of blending.
 
-`task.py` has the documents, `model.py` the models, `weights/` what they were trained to.
+`task.py` has the documents, `model.py` the models, and `weights/` the trained weights.
 """

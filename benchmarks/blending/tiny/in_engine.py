@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What blending costs the tiny models, in vLLM's engine.
+"""Measures what blending costs the tiny models, in vLLM's engine.
 
     python benchmarks/blending/tiny/in_engine.py [--variant V] [--seed S] [--questions N] [--quick]
 
@@ -9,8 +9,9 @@ at a time. *Right* is the share of right answers. *Computed* are tokens of a pro
 `question` computes twice included, and their share of it. *Context's* are answers that are wrong,
 and that the first stored documents give: those that others are stored behind (`context`).
 
-The selector `question` chooses at least one run of each document: next to it stand heads of about
-as many tokens. It compares at the layer with full attention that is best on other prompts.
+The selector `question` chooses at least one run of each document. The table has heads of about as
+many tokens next to it. The selector compares at the layer with full attention that is best on other
+prompts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-# Instead of this folder, whose modules are not to be found by their short names.
+# Modules are found by their full names below benchmarks/, not by short names in this folder.
 sys.path[0] = str(Path(__file__).parents[2])
 
 from common.cpu_engine import ENVIRON, CpuEngine  # noqa: E402
@@ -40,7 +41,8 @@ QUESTIONS = 512
 QUICK_QUESTIONS = 64
 QUESTION_SEED = 2_000_000
 MAX_STORES = 256
-"""At once: where stores fall behind, the connector refuses what would hold too many blocks."""
+"""The number of documents that are stored at once. If stores were slower, the connector would
+refuse some of them, because they would hold too many blocks."""
 
 HOST_GIB = 0.5
 ENGINE_OPTIONS = {
@@ -48,14 +50,14 @@ ENGINE_OPTIONS = {
     "max_model_len": 512,  # A quarter has room for a context of eight whole documents.
     "max_num_batched_tokens": 4096,
     "max_num_seqs": 64,
-    # Longer than a document behind its sink, so that what was stored is in no prefix cache, where
-    # the first document of a prompt would find it.
+    # A block is longer than a document behind its sink. Otherwise the first document of a prompt
+    # would hit the stored one in the prefix cache.
     "block_size": 32,
     "num_gpu_blocks_override": 4096,
 }
 EQUAL_TOKENS = tuple(range(task.FIRST_NOISE, task.FIRST_NOISE + task.NUM_NOISE)) * 4
-"""A segment for the check of keys: too few tokens occur twice in most documents, and nothing is
-reused before a segment has passed it."""
+"""A segment for the check of keys. Most documents have too few equal tokens, and nothing is reused
+before a segment has passed the check."""
 
 SEEDS_ARE_CHOSEN = """\
 The seeds are no fair sample. Others were left out after what `question` scored with them was seen:
@@ -68,8 +70,8 @@ class Row:
     """One mode of one model.
 
     Attributes:
-        computed_tokens: Mean of the tokens that were computed of a prompt.
-        computed_share: The same as a share of the prompt's tokens.
+        computed_tokens: The mean number of computed tokens of a prompt.
+        computed_share: The computed tokens as a share of the prompt's tokens.
     """
 
     model: str
@@ -115,7 +117,7 @@ def _of_runs(name: str, run_tokens: int, options: Mapping[str, Any]) -> Mode:
 
 
 def modes(variant: Variant, seed: int) -> tuple[Mode, ...]:
-    """Those next to each other compute about as many tokens. A document has 15."""
+    """The modes. Neighbours compute about the same number of tokens. A document has 15 tokens."""
     layer = CHECK_LAYERS[variant][seed]
     of_four, of_eight = (question(number, layer) for number in (4, 8))
     of_heads = heads("heads 4", 4)
@@ -126,7 +128,7 @@ def modes(variant: Variant, seed: int) -> tuple[Mode, ...]:
 def serve(mode: Mode, variant: Variant, seed: int, num_questions: int) -> Row:
     """Store all documents and ask all prompts, in this process.
 
-    Documents are shorter than what blending reuses: its constants are changed here.
+    Documents are shorter than the shortest reusable segment, so constants of blending are changed.
 
     Raises:
         RuntimeError: Some documents were not stored.
@@ -181,7 +183,7 @@ def serve(mode: Mode, variant: Variant, seed: int, num_questions: int) -> Row:
 def _says(
     context: Sequence[int], prompts: Sequence[tuple[int, ...]], said: np.ndarray
 ) -> np.ndarray:
-    """Whether documents have an answer as the value of the key that is asked for, or refers to."""
+    """Whether the context has an answer as the value of the key that a prompt asks for."""
     values = {
         context[at + 1]: context[at + 2] for at in range(len(context) - 2) if context[at] == task.IS
     }

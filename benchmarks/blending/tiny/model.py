@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of the trained models: Llama's layers, with full attention or, in turns, with windows.
 
-They were trained in three stages, each until nearly all answers were right: to copy random tokens
-that repeat, then the task with one document to eight, then the task with eight while the learning
-rate fell to nothing. Seeds that had not learned it in 1,100 steps were given up.
+The models were trained in three stages, each until nearly all answers were right. In the first they
+copied random tokens that repeat. In the second they learned the task with one to eight documents.
+In the third they learned the task with eight documents while the learning rate fell to zero. Seeds
+that had not learned the task in 1,100 steps were dropped.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ CHECK_LAYERS: Mapping[Variant, Mapping[int, int]] = {
     "full": {2: 2, 3: 2, 5: 2},
     "window": {0: 1, 1: 3, 2: 1},
 }
-"""By variant and seed: the layer with full attention whose attention to the documents chooses best
-on other prompts than those that are asked."""
+"""By variant and seed: the full-attention layer whose attention to the documents selects best. It
+was chosen on prompts that are not asked."""
 
 NUM_LAYERS = 4
 WINDOW_TOKENS = 8
-"""About half a document: a token's window mostly lies inside its document."""
+"""The window, about half a document. The window of most tokens lies inside their document."""
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -38,7 +39,7 @@ CONFIG = {
     "num_hidden_layers": NUM_LAYERS,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
-    "head_dim": 32,  # vLLM's CPU attention takes no smaller one.
+    "head_dim": 32,  # vLLM's CPU attention supports no smaller size.
     "hidden_act": "silu",
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
@@ -55,7 +56,7 @@ WINDOWS = {
 
 
 def write_folder(variant: Variant, seed: int, folder: Path) -> None:
-    """A model folder that vLLM and transformers load."""
+    """Write a model folder that vLLM and transformers can load."""
     folder.mkdir(parents=True, exist_ok=True)
     config = CONFIG | (WINDOWS if variant == "window" else {})
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")

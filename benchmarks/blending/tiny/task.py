@@ -10,7 +10,7 @@ earlier document. A document computed alone cannot know that value: what it know
 from the context. A prompt is the beginning-of-sequence token, documents, and ``<ask> key``; the
 answer is the one token that comes next.
 
-Knows neither a model nor an engine: arrays of numpy in, arrays out.
+The module knows neither a model nor an engine. Its functions take and return arrays of numpy.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ FACT_TOKENS = 4
 NOISE_PER_DOCUMENT = 2
 DOCUMENT_TOKENS = 1 + FACTS_PER_DOCUMENT * FACT_TOKENS + NOISE_PER_DOCUMENT
 NUM_DOCUMENTS = 8
-"""In a prompt that is asked."""
+"""The number of documents in a prompt."""
 
 SHARE_OF_REFERENCES = 0.4
-"""Of the facts that have a document before them."""
+"""The share of references among the facts that have a document before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class Asked:
     """Prompts with one question each, about a fact that refers to an earlier document.
 
     Attributes:
-        tokens: Beginning of sequence, documents and question, shape: [prompts, tokens].
-        answers: The tokens that answer them, shape: [prompts].
+        tokens: The beginning of sequence, documents and question. shape: [prompts, tokens].
+        answers: The tokens of the answers. shape: [prompts].
     """
 
     tokens: np.ndarray
@@ -53,7 +53,7 @@ class Asked:
 
 
 def ask_references(rng: np.random.Generator, num_prompts: int) -> Asked:
-    """Random prompts; those of them that have no reference are left out.
+    """Make random prompts. Prompts without a reference are left out.
 
     No key occurs in two facts of a prompt.
     """
@@ -62,7 +62,7 @@ def ask_references(rng: np.random.Generator, num_prompts: int) -> Asked:
     values = rng.integers(FIRST_VALUE, FIRST_VALUE + NUM_VALUES, (num_prompts, num_facts))
     document_of = np.arange(num_facts) // FACTS_PER_DOCUMENT
     is_reference = (document_of > 0) & (rng.random(keys.shape) < SHARE_OF_REFERENCES)
-    # Each refers to a plain fact of an earlier document, by a draw among them.
+    # Each reference refers to a random plain fact of an earlier document.
     is_target = ~is_reference[:, None, :] & (document_of[None, :] < document_of[:, None])
     draws = np.where(is_target, rng.random(is_target.shape), -1.0)
     targets = draws.argmax(axis=2)
@@ -80,10 +80,10 @@ def ask_references(rng: np.random.Generator, num_prompts: int) -> Asked:
 
 
 def _documents(rng: np.random.Generator, facts: np.ndarray) -> np.ndarray:
-    """Facts, shape: [prompts, facts, FACT_TOKENS], with noise between them."""
+    """Documents of facts with noise between them. facts: shape: [prompts, facts, FACT_TOKENS]."""
     num_documents = facts.shape[1] // FACTS_PER_DOCUMENT
     shape = (len(facts) * num_documents, DOCUMENT_TOKENS)
-    # Pieces of a document: its facts and its noise, in random order, facts ascending.
+    # The pieces of a document are its facts and its noise in random order; facts ascend.
     num_pieces = FACTS_PER_DOCUMENT + NOISE_PER_DOCUMENT
     is_fact = _distinct(rng, shape[0], num_pieces) < FACTS_PER_DOCUMENT
     lengths = np.where(is_fact, FACT_TOKENS, 1)

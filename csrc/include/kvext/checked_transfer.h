@@ -10,7 +10,7 @@
 
 namespace kvext {
 
-// Begins with <table>[<row>].<column>, and has both numbers and the remedy.
+// The message begins with <table>[<row>].<column>, and has both numbers and the remedy.
 class DescriptorError : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;
@@ -27,14 +27,14 @@ struct Group {
   int64_t host_rows_end = 0;  // behind the last host row of any run
 };
 
-// Refers to the tables it was made from: they must outlive it, unchanged.
+// It refers to the tables that it was made from: they must outlive it, unchanged.
 class CheckedTransfer {
  public:
   // Throws DescriptorError; changes nothing but its own memory.
   explicit CheckedTransfer(const Transfer& transfer);
 
   const Transfer& transfer() const { return transfer_; }
-  // Those that have runs, by number.
+  // The groups that have runs, by number.
   const std::vector<Group>& groups() const { return groups_; }
   // Rows of Transfer::planes, group by group, ascending in each.
   const std::vector<int64_t>& plane_order() const { return plane_order_; }

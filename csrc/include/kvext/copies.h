@@ -16,7 +16,7 @@ struct Copy {
   int64_t num_bytes;
 };
 
-// What one run moves in one plane, or a part of that.
+// The bytes that one run moves in one plane, or a part of them.
 struct PlaneRunPart {
   int64_t place;  // of the plane, in CheckedTransfer::plane_order
   int64_t row_bytes;
@@ -62,7 +62,7 @@ void for_each_part(const CheckedTransfer& checked, int64_t begin, int64_t end, V
   }
 }
 
-// Joins copies that follow each other: what is adjacent at both ends becomes one copy.
+// Joins copies that follow each other: copies that are adjacent at both ends become one.
 template <typename Visit>
 class Joiner {
  public:

@@ -11,11 +11,11 @@
 
 namespace kvext {
 
-// Where copies run.
+// The CPUs and the priority of the threads that copy.
 struct Placement {
-  // Ascending, without repetition. Empty: wherever the thread that starts them may run.
+  // CPUs, ascending, without repetition. Empty: wherever the thread that starts them may run.
   std::vector<int> cpus;
-  // As of nice(2): 0 is the default, 19 gives way to everything.
+  // The value of nice(2): 0 is the default, 19 gives way to everything.
   int niceness = 0;
 
   bool operator==(const Placement& other) const {
@@ -23,13 +23,14 @@ struct Placement {
   }
 };
 
-// Names the CPUs that the kernel does not give to this process.
+// The message names the CPUs that the kernel does not give to this process.
 class PlacementError : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;
 };
 
-// Starts a thread there. Throws PlacementError where the kernel does not give all of the CPUs.
+// Starts a thread on the CPUs of a placement. Throws PlacementError where the kernel does not give
+// all of them.
 void require_cpus(const Placement& placement);
 
 // Whether large copies write past the caches.
@@ -44,10 +45,10 @@ struct CopyOptions {
 // Moves every byte of a transfer. Throws PlacementError before the first one moves.
 void page_transfer(const CheckedTransfer& checked, const CopyOptions& options);
 
-// The same, and rotates keys on their way.
+// Moves every byte of a transfer, and rotates keys on their way.
 void rotated_page_transfer(const CheckedRotation& rotation, const CopyOptions& options);
 
-// One plain copy with the same threads, front to back: what a transfer is measured against.
+// Does one plain copy with the same threads, front to back: a transfer is measured against it.
 void copy(void* destination, const void* source, int64_t num_bytes, const CopyOptions& options);
 
 }  // namespace kvext

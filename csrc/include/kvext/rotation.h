@@ -2,8 +2,8 @@
 // Keys that are rotated to other positions while they move, and what has been found valid of that.
 //
 // A rotary embedding turns pair i of a key at position p by p * frequency[i]. To move the key by d
-// positions is therefore to turn it by d * frequency[i], wherever it was. What the embedding has
-// multiplied keys with (YaRN's attention factor) is in them already, and stays as it is.
+// positions is therefore to turn it by d * frequency[i], wherever it was. A factor that the embedding
+// has multiplied keys with (YaRN's attention factor) is in them already, and stays as it is.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ namespace kvext {
 
 enum class RowDtype : int64_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
-// Which two elements of the rotated part of n pairs are pair i.
+// Which two elements are pair i, in a rotated part of n pairs.
 enum class PairStyle : int64_t {
   kHalves = 0,     // i and n + i: NeoX
   kNeighbours = 1  // 2 * i and 2 * i + 1: GPT-J
@@ -37,7 +37,7 @@ struct Rotation {
   int64_t first_frequency;  // of num_pairs
 };
 
-// By how many positions the keys of a transfer's group move.
+// The number of positions by which the keys of a transfer's group move.
 struct Shift {
   static constexpr int64_t kColumns = 2;
   int64_t group;
@@ -48,8 +48,8 @@ static_assert(sizeof(Rotation) == Rotation::kColumns * sizeof(int64_t));
 static_assert(sizeof(Shift) == Shift::kColumns * sizeof(int64_t));
 
 struct KeyRotation {
-  Table<Rotation> rotations;  // of planes that are not named nothing is rotated
-  Table<Shift> shifts;        // ascending; of every group that moves rotated planes
+  Table<Rotation> rotations;  // planes that are not named move as they are
+  Table<Shift> shifts;        // ascending; one for every group that moves rotated planes
   const double* frequencies = nullptr;  // radians per position
   int64_t num_frequencies = 0;
 };
@@ -74,7 +74,7 @@ struct RotationKernel {
                  const HeadRotation& head);
 };
 
-// Best first; the last one is always "plain".
+// The kernels of this CPU, the best first; the last one is always "plain".
 const std::vector<RotationKernel>& rotation_kernels();
 
 // Refers to the transfer that it was made from, which must outlive it.
@@ -86,15 +86,15 @@ class CheckedRotation {
   CheckedRotation& operator=(const CheckedRotation&) = delete;
 
   const CheckedTransfer& transfer() const { return transfer_; }
-  // How rows of a place in CheckedTransfer::plane_order turn; null: they move as they are.
+  // How the rows of a place in CheckedTransfer::plane_order turn; null where they move as they are.
   const HeadRotation* head_rotation(int64_t place) const {
     return places_[place] < 0 ? nullptr : &head_rotations_[places_[place]];
   }
 
  private:
   const CheckedTransfer& transfer_;
-  // Cosines and sines by positions, first frequency and pairs. Layers are nearly always alike: they
-  // are computed once per shift.
+  // Cosines and sines by positions, first frequency and pairs. They are computed once per shift, for
+  // layers are nearly always alike.
   std::map<std::tuple<int64_t, int64_t, int64_t>, std::vector<float>> angles_;
   std::vector<HeadRotation> head_rotations_;
   std::vector<int64_t> places_;  // in head_rotations_, or -1

@@ -10,7 +10,7 @@ namespace {
 
 // Many kernels for meta tensors are Python code, and take longer than all else: a model's steps ask
 // for the same again and again.
-constexpr size_t kMostKnown = 1 << 16;
+constexpr size_t kMaxKnown = 1 << 16;
 
 class Signature {
  public:
@@ -120,7 +120,7 @@ const Inferred& infer(const c10::OperatorHandle& op, int generator, const Stack&
   if (!is_whole) return unknown = run_on_meta(op, generator, arguments);
   auto found = known.find(signature.bytes());
   if (found == known.end()) {
-    if (known.size() >= kMostKnown) known.clear();
+    if (known.size() >= kMaxKnown) known.clear();
     found = known.emplace(signature.bytes(), run_on_meta(op, generator, arguments)).first;
   }
   return found->second;

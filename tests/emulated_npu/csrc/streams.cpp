@@ -12,7 +12,7 @@
 namespace emulated_npu {
 namespace {
 
-constexpr size_t kMostPending = 20000;  // a device's queues are not endless either
+constexpr size_t kMaxPending = 20000;  // a device's queues are not endless either
 constexpr uint64_t kPhaseTasks = 128;   // a stream is slow, or work runs at once, for so long
 constexpr std::array<double, 5> kEagerness = {0, 0, 0.03, 0.3, 1};
 constexpr std::array<double, 4> kUrgency = {1, 1, 0.8, 0.2};
@@ -140,7 +140,7 @@ void Scheduler::enqueue(c10::Stream stream, Task task) {
     const auto eagerness = kEagerness[draw(queue, phase, Draw::kEagerness) % kEagerness.size()];
     if (draw_share(queue, sequence, Draw::kEager) < eagerness)
       count = 1 + draw(queue, sequence, Draw::kCount) % 16;
-    if (queue.tasks.size() > kMostPending) count = kMostPending / 2;
+    if (queue.tasks.size() > kMaxPending) count = kMaxPending / 2;
   }
   if (count) run_some(count);
 }

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of blending share."""
+"""Code of the tests of blending."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model says of a blended prompt, in plain torch. Knows nothing of vLLM and of the package.
+"""Computes a blended prompt in plain torch. The module knows nothing of vLLM and of the package.
 
 The models are those of transformers; only their attention is replaced, by one that keeps keys and
 values by position and masks them itself. A blended prompt takes three passes::
@@ -27,7 +27,7 @@ _ATTENTION = "keys and values by position"
 
 @dataclass(slots=True)
 class _Rows:
-    """Of one layer, by position: of a token that is not there, nothing is known.
+    """The rows of one layer, by position. The rows of some tokens are not known.
 
     Rotated keys, and values: dtype: float64, shape: [key heads, tokens, head elements].
     ``are_known``: shape: [tokens].
@@ -39,9 +39,9 @@ class _Rows:
 
 
 class Reused(NamedTuple):
-    """Tokens of a prompt whose keys and values are those of a ``segment`` computed alone.
+    """Tokens of a prompt whose keys and values come from a ``segment`` that was computed alone.
 
-    The segment is given by its first and end token in the prompt. So many others stand before it.
+    The segment has its first and end token in the prompt, and the number of segments before it.
     """
 
     first_tokens: int
@@ -51,17 +51,18 @@ class Reused(NamedTuple):
 
 
 class _Turns(NamedTuple):
-    """Of one layer. dtype: float64, shape: [positions, pairs]."""
+    """The rotations of one layer. dtype: float64, shape: [positions, pairs]."""
 
     cosines: torch.Tensor
     sines: torch.Tensor
 
 
 class Oracle:
-    """One model; prompts with what follows them have at most ``max_tokens``.
+    """One model. Prompts with their replies have at most ``max_tokens``.
 
-    A segment is computed behind the first of ``sinks`` with at least as many documents as stand
-    before it in the prompt, or the last. They ascend: pairs of a number of documents, and tokens.
+    ``sinks`` are pairs of a number of documents and tokens, ascending by the number. A segment is
+    computed behind the first sink with at least as many documents as stand before the segment in
+    the prompt, or behind the last sink.
     """
 
     def __init__(
@@ -78,9 +79,10 @@ class Oracle:
     def log_probabilities(
         self, prompt: Sequence[int], reply: Sequence[int], reused: Sequence[Reused] = ()
     ) -> torch.Tensor:
-        """Of each token of a reply that is given, and of all others in its place.
+        """The log-probabilities of each token of a given reply, and of all others in its place.
 
-        What is ``reused`` is disjoint; all else is computed but the last token of the reply.
+        The ``reused`` tokens are disjoint. All other tokens are computed, except the last one of
+        the reply.
 
         Returns:
             dtype: float32, shape: [reply tokens, vocabulary].
@@ -148,7 +150,7 @@ class Oracle:
     def _compute(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: Sequence[_Rows] | None
     ) -> torch.Tensor:
-        """One pass. Keys and values go to `rows`; without them, no token sees another."""
+        """Compute one pass. Keys and values go to `rows`; without them, no token sees another."""
         for index, layer in enumerate(self._layers):
             layer.positions = positions
             layer.rows = None if rows is None else rows[index]
@@ -159,14 +161,15 @@ class Oracle:
         return logits
 
     def _read_turns(self, num_positions: int) -> list[_Turns]:
-        """What the model hands to its layers to rotate queries and keys by."""
+        """The rotations of queries and keys that the model passes to its layers."""
         turns: list[_Turns] = []
 
         def keep(module: Any, args: Any, named: dict[str, Any]) -> None:
             cosines, sines = (each[0].double() for each in named["position_embeddings"])
             half = cosines.shape[-1] // 2
             if torch.equal(cosines[:, :half], cosines[:, half:]):  # Once for each half of a head.
-                cosines, sines = cosines[:, :half], sines[:, :half]
+                cosines = cosines[:, :half]
+                sines = sines[:, :half]
             turns.append(_Turns(cosines, sines))
 
         hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in self._layers]
@@ -179,13 +182,15 @@ class Oracle:
 def _turned(
     keys: torch.Tensor, turns: _Turns, positions: torch.Tensor, is_back: bool = False
 ) -> torch.Tensor:
-    """Keys rotated by their positions, or back from there to position 0.
+    """Rotate keys by their positions, or back from there to position 0.
 
-    Halves of a head are pairs. What the model multiplies cosines and sines by stays as it is.
+    The halves of a head are pairs. A factor of the model on cosines and sines is kept.
     """
-    cosines, sines = turns.cosines[positions], turns.sines[positions]
+    cosines = turns.cosines[positions]
+    sines = turns.sines[positions]
     length = (cosines**2 + sines**2).sqrt()
-    cosines, sines = cosines / length, sines / length
+    cosines = cosines / length
+    sines = sines / length
     if is_back:
         sines = -sines
     pairs = cosines.shape[-1]
@@ -205,7 +210,7 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As transformers calls it. shapes: [1, heads, tokens, head elements].
+    """The attention function that transformers calls. shapes: [1, heads, tokens, head elements].
 
     Returns:
         shape: [1, tokens, heads, head elements].

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of a first pass, beside those of plain torch; of the prompts of ``scenarios.question``."""
+"""Compares the scores of a first pass with plain torch, for prompts of ``scenarios.question``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_TOKENS = max(len(prompt.token_ids) for prompt in PROMPTS)
 
 
 def behind_heads(place: int, head_tokens: int) -> list[list[int]]:
-    """Stored tokens of a prompt that `heads` would reuse."""
+    """The stored tokens of a prompt that the selector `heads` would reuse."""
     return [
         [first + head_tokens, end]
         for (first, end), number in zip(PROMPTS[place].segments, ORDERS[place], strict=True)
@@ -33,7 +33,8 @@ def score_errors(
     Heads are not computed, and the end of what is long behind them stands first; the question is
     what stands behind the last segment, stored or not. In the control, segments are computed anew.
     """
-    asked, reuse_ends = PROMPTS[place], behind_heads(place, head_tokens)[-1][1]
+    asked = PROMPTS[place]
+    reuse_ends = behind_heads(place, head_tokens)[-1][1]
     stored = [
         [first, end]
         for (first, end), number in zip(asked.segments, ORDERS[place], strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a prompt of `scenarios.blending` is to be reused, and what an oracle says of it."""
+"""The expected reuse of a prompt of `scenarios.blending`, and the answer of an oracle."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from support.scenarios.answers import Answer
 from support.scenarios.documents import STORED_LENGTHS
 
 MIN_TOKENS = 32
-"""Shorter parts of a segment are always computed."""
+"""The shortest reused part of a segment. Shorter parts are always computed."""
 MAX_TOKENS = 1200
-"""Of a prompt with its reply."""
+"""The most tokens of a prompt with its reply."""
 
 
 def expected_reuse(
@@ -22,9 +22,9 @@ def expected_reuse(
     window_tokens: int = 0,
     beginning: Sequence[int] | None = None,
 ) -> list[Reused]:
-    """What is to be reused behind the exact beginning; the missing document has its own length.
+    """The expected reuse behind the exact beginning. The missing document has its own length.
 
-    Behind the ``beginning`` that segments were computed behind, one has no head.
+    A segment behind the ``beginning`` that it was computed behind has no head.
     """
     found = []
     for num_before, (first, end) in enumerate(answer.segments):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Mooncake connectors of vLLM-Ascend, with nothing behind them that sends.
+"""The Mooncake connectors of vLLM-Ascend, without Mooncake's engine, which would send.
 
     {"kv_connector": "MooncakeConnectorV1", "kv_connector_module_path": MODULE}
 
@@ -25,7 +25,7 @@ RPC_PORT = 4242
 
 
 class NoNetwork:
-    """What the connectors ask Mooncake's engine for before they send. More raises."""
+    """The calls of Mooncake's engine that the connectors make before they send. Others raise."""
 
     def get_rpc_port(self) -> int:
         return RPC_PORT

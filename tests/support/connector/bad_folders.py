@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File systems that do not work, mounted over a folder for a while. Root may do it, on Linux."""
+"""Mounts broken file systems over a folder. That needs root, on Linux."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOBODY = 65534
 
 
 def _mount(kind: str, folder: Path, options: str) -> None:
-    """Raises OSError where it may not."""
+    """Mount a file system. Raises OSError if the process may not."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"test", os.fsencode(folder), kind.encode(), 0, options.encode()):
         raise OSError(ctypes.get_errno(), f"{kind} cannot be mounted over {folder}")
@@ -25,7 +25,7 @@ def _unmount(folder: Path) -> None:
 
 
 class Hanging:
-    """From `begin` to `end`, whoever looks into the folder waits: FUSE, and nobody serves it."""
+    """A FUSE file system without a server. From `begin` to `end`, every access waits."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -37,7 +37,7 @@ class Hanging:
             _mount("fuse", self._folder, f"fd={self._file},rootmode=40000,user_id=0,group_id=0")
 
     def end(self) -> None:
-        """Those who wait get an error."""
+        """End the mount. Waiting accesses get an error."""
         if self._file is not None:
             _unmount(self._folder)
             os.close(self._file)
@@ -56,7 +56,7 @@ def hanging(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def full(folder: Path, num_bytes: int) -> Iterator[None]:
-    """An empty disk of this size."""
+    """Mount an empty disk of a given size."""
     _mount("tmpfs", folder, f"size={num_bytes},mode=700")
     try:
         yield
@@ -66,8 +66,9 @@ def full(folder: Path, num_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def forbidden(folder: Path) -> Iterator[None]:
-    """A folder that this process may not use any more; root becomes somebody else meanwhile."""
-    mode, user_id = folder.stat().st_mode, os.geteuid()
+    """Make a folder unusable for this process. A root process changes its user inside the block."""
+    mode = folder.stat().st_mode
+    user_id = os.geteuid()
     folder.chmod(0)
     if not user_id:
         os.seteuid(_NOBODY)

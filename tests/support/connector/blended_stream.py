@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pages of a request are to hold in whose prompt segments are reused.
+"""The expected pages of a request that reuses segments in its prompt.
 
 A reused token has the digest that it had in its segment, and was moved. What is computed behind it
 depends on all that lies before, as it is: on the moved digests, and not on the tokens alone::
@@ -18,17 +18,17 @@ from support.scheduler.token_stream import TokenStream, mix
 
 
 class Moved(NamedTuple):
-    """The row of a reused token: the digest that it had where it was computed, and its move."""
+    """The row of a reused token: its digest where it was computed, and its move in positions."""
 
     digest: int
     shift_tokens: int
 
 
 class BlendedStream(TokenStream):
-    """A stream some of whose rows may be placed; all others are computed."""
+    """A stream in which some rows may be placed. All other rows are computed."""
 
     def __init__(self, prompt: Sequence[int], seed: str = "") -> None:
-        self._mixtures: list[int] = []  # by token: of everything up to it
+        self._mixtures: list[int] = []  # By token: the mixture of everything up to it.
         self.placed: Mapping[int, Moved] = {}
         super().__init__(prompt, seed)
 
@@ -38,12 +38,12 @@ class BlendedStream(TokenStream):
 
     @property
     def shifts(self) -> list[int]:
-        """By how many positions rows were moved."""
+        """By row: the number of positions by which it was moved."""
         computed = Moved(0, 0)
         return [self.placed.get(index, computed).shift_tokens for index in range(len(self))]
 
     def place(self, placed: Mapping[int, Moved]) -> None:
-        """These are the reused rows, by position."""
+        """Set the reused rows, by position."""
         self.placed = placed
         tokens = self.tokens.copy()
         self.replace(())
@@ -51,7 +51,8 @@ class BlendedStream(TokenStream):
 
     def extend(self, tokens: Iterable[int]) -> None:
         for token in tokens:
-            index, before = len(self), self.last_digest
+            index = len(self)
+            before = self.last_digest
             moved = self.placed.get(index)
             if moved is None:
                 digest = mixture = mix(before, token)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated engine that knows what its blended requests have reused, from what is reported.
+"""A simulated engine that knows from reports which rows its blended requests have reused.
 
-Where a request gets blocks for placed rows, its stream is told: from the request's own tokens, and
-not from what is stored. Where it begins again, or its load fails, all of it is exact.
+When a request gets blocks for placed rows, its stream is updated from the request's own tokens, and
+not from stored rows. If the request begins again, or its load fails, all its rows are exact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm_ascend_kvext.segments.token_rows import SegmentRows
 
 
 class Reused(NamedTuple):
-    """The rows of segments that a request has loaded behind ``exact_tokens``, ascending."""
+    """The rows of segments that a request has loaded behind its ``exact_tokens``, ascending."""
 
     exact_tokens: int
     placed: tuple[SegmentRows, ...]
@@ -37,11 +37,11 @@ class Reused(NamedTuple):
 
 
 class BlendingEngine(SimulatedEngine):
-    """As `SimulatedEngine`.
+    """A `SimulatedEngine` that blends.
 
     Attributes:
-        reused: By request, as long as something of it is reused.
-        own_plans: Requests that nobody has sent: by them, ``own_segments`` are learned.
+        reused: By request: its reused rows, as long as it has some.
+        own_plans: The requests of the engine itself, which learn ``own_segments``.
     """
 
     def __init__(self, layout: PagedLayout, options: EngineOptions, script: TransferScript) -> None:
@@ -53,7 +53,8 @@ class BlendingEngine(SimulatedEngine):
         self.own_segments: list[tuple[int, ...]] = []
         self._streams: dict[str, BlendedStream] = {}
         side = self.side
-        self._allocated, self._plan_step = side.update_state_after_alloc, side.build_connector_meta
+        self._allocated = side.update_state_after_alloc
+        self._plan_step = side.build_connector_meta
         self._note_output = side.update_connector_output
         side.update_state_after_alloc = self._learn_admission  # type: ignore[method-assign]
         side.build_connector_meta = self._learn_loads  # type: ignore[method-assign]
@@ -80,7 +81,7 @@ class BlendingEngine(SimulatedEngine):
         blended.options = replace(blended.options, **options)
 
     def add_request(self, plan: RequestPlan) -> Request:
-        """The request's prompt may have been changed: see ``connector.segment_stores``."""
+        """Add a request. The connector may change its prompt, see ``connector.segment_stores``."""
         request = super().add_request(plan)
         self._expect(request, plan)
         return request
@@ -116,7 +117,7 @@ class BlendingEngine(SimulatedEngine):
     def _learn_admission(self, request: Request, block_ids: Any, num_tokens: int) -> None:
         self._allocated(request, block_ids, num_tokens)
         if not num_tokens and not request.num_computed_tokens:
-            self._place(request.request_id, None)  # Else it goes on with what it has loaded.
+            self._place(request.request_id, None)  # Otherwise it goes on with its loaded rows.
 
     def _learn_loads(self, *args: Any) -> ConnectorMetadata:
         jobs = self._plan_step(*args)
@@ -140,7 +141,7 @@ class BlendingEngine(SimulatedEngine):
             seed = self.plans[request_id].seed
             tokens = self.requests[request_id].all_token_ids
             for rows in reused.placed:
-                # It was computed behind a sink, and is moved from there.
+                # The segment was computed behind a sink, and its rows are moved from there.
                 sink_ids = self._sink_of(request_id, rows)
                 start = rows.shift_tokens + len(sink_ids)
                 alone = TokenStream([*sink_ids, *tokens[start : rows.end_tokens]], seed)
@@ -162,7 +163,7 @@ class BlendingEngine(SimulatedEngine):
 
 
 def loaded_tokens(load: LoadJob) -> int:
-    """Tokens that a load brings, of the request's own prefix and of segments."""
+    """The tokens of a load, of the request's own prefix and of segments."""
     left_out = {token for hole in load.holes for token in range(*hole)}
     own_tokens = len(set(range(*load.tokens)) - left_out)
     return own_tokens + sum(rows.num_tokens for rows in load.extras)

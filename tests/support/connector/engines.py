@@ -23,7 +23,7 @@ from support.scheduler.workload import RequestPlan
 def engine_of(
     layout: PagedLayout, script: TransferScript | None = None, **options: Any
 ) -> Iterator[SimulatedEngine]:
-    """By default all is stored, nothing is evicted, and hits are the host's alone."""
+    """An engine. By default it stores everything, evicts nothing, and hits only in host memory."""
     values: dict[str, Any] = {
         "num_blocks": 1200,
         "max_num_seqs": 8,
@@ -47,7 +47,7 @@ def zeroing() -> Iterator[None]:
 
 
 def make_holes(engine: SimulatedEngine, *holes: tuple[int, int]) -> None:
-    """Entries with rows of these tokens leave the tier."""
+    """Remove the entries with rows of these tokens from the tier."""
     engine.tier.evict(lambda entry: holds_rows_of(entry, holes))
 
 
@@ -58,7 +58,7 @@ def plan_of(request_id: str, prompt: Iterable[int], max_tokens: int = 3) -> Requ
 
 
 def watch_computed(engine: SimulatedEngine) -> dict[str, list[tuple[int, int]]]:
-    """From now on, the tokens that steps compute, by request or row."""
+    """Record the tokens that steps compute from now on, by request or row."""
     computed: dict[str, list[tuple[int, int]]] = {}
     execute = engine.runner.execute
 
@@ -80,7 +80,7 @@ def watch_computed(engine: SimulatedEngine) -> dict[str, list[tuple[int, int]]]:
 
 
 def step_without_admissions(engine: SimulatedEngine, num_steps: int = 1) -> None:
-    """Requests are asked about, and get no blocks, as when others need all that are free."""
+    """Let no request get blocks, as if other requests needed all free ones."""
     manager = engine.scheduler.kv_cache_manager
     with mock.patch.object(manager, "allocate_slots", return_value=None):
         for _ in range(num_steps):
@@ -88,7 +88,7 @@ def step_without_admissions(engine: SimulatedEngine, num_steps: int = 1) -> None
 
 
 def fail_next(engine: Any, *numbers: int) -> None:
-    """Of the loads of each worker from here on, these fail."""
+    """Let some loads of each worker fail, by their numbers from now on."""
     for worker in engine.workers:
         worker.transfers.counts.clear()
         worker.transfers._script = TransferScript(failing_load_numbers=frozenset(numbers))

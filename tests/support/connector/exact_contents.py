@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether what engines keep under a hash of tokens is the exact KV of these tokens.
+"""Checks that engines keep the exact KV of tokens under the hash of these tokens.
 
-Hashes and digests come from *shadows*: requests of the same tokens that no engine has seen. Looked
-at are the hashes of the engine's requests, every block of the local prefix cache, every event, and
-every entry of the host tier, those of segments included.
+Hashes and digests come from *shadows*: requests of the same tokens that no engine has seen. The
+checks cover the hashes of the engine's requests, every block of the local prefix cache, every
+event, and every entry of the host tier, also those of segments.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vllm_ascend_kvext.transfer.schema import Direction
 
 
 class _Known(NamedTuple):
-    """Tokens that have a hash: those of a stream up to an end."""
+    """Tokens that have a hash: the tokens of a stream up to an end."""
 
     stream: TokenStream
     end_tokens: int
@@ -48,7 +48,7 @@ class _Known(NamedTuple):
 
 
 class _Segment(NamedTuple):
-    """A segment that has a key. The digests are those behind its sink."""
+    """A segment that has a key. Its digests are those behind its sink."""
 
     token_ids: tuple[int, ...]
     digests: list[int]
@@ -56,7 +56,7 @@ class _Segment(NamedTuple):
 
 
 class ExactContents:
-    """Of one engine, whose groups all have blocks as long as what is hashed."""
+    """Checks one engine, in which the blocks of all groups are as long as the hashed blocks."""
 
     def __init__(self, engine: BlendingEngine, max_tokens: int) -> None:
         sizes = {group.block_tokens for group in engine.layout.groups}
@@ -73,13 +73,13 @@ class ExactContents:
         self.counts: Counter[str] = Counter()
 
     def expect(self, plan: RequestPlan) -> None:
-        """A request has been added to the engine."""
+        """Note a request that was added to the engine."""
         prompt = tuple(self._engine.requests[plan.request_id].prompt_token_ids)
         self._shadows[plan.request_id] = self._engine.make_request(replace(plan, prompt=prompt))
         self._streams[plan.request_id] = TokenStream((), plan.seed)
 
     def expect_segment(self, token_ids: tuple[int, ...], plan: RequestPlan) -> None:
-        """A segment may be stored, with or without the contexts that its salt has by now."""
+        """Note a segment that may be stored, with or without the contexts of its salt."""
         unit_tokens = self._engine.tier.geometry.unit_tokens
         segments = segments_of(self._engine.side)
         assert segments is not None
@@ -91,10 +91,10 @@ class ExactContents:
                 self._segments[key] = _Segment(token_ids, digests, len(sink_ids))
 
     def check(self, *, is_end: bool = False) -> None:
-        """Look at everything.
+        """Check everything.
 
         Args:
-            is_end: Look once more at what was looked at before.
+            is_end: Whether to check again what was checked before.
         """
         self._learn()
         self._check_hashes()
@@ -113,7 +113,7 @@ class ExactContents:
                     self._check_entry(entry)
 
     def _learn(self) -> None:
-        """Take in the tokens that requests have got since the last check."""
+        """Note the tokens that requests have got since the last check."""
         for request_id, shadow in self._shadows.items():
             tokens = self._engine.requests[request_id].output_token_ids[
                 len(shadow.output_token_ids) :
@@ -134,7 +134,7 @@ class ExactContents:
         segments = segments_of(self._engine.side)
         for request_id, request in self._engine.scheduler.requests.items():
             if request.is_finished():
-                continue  # Its load is still under way.
+                continue  # The load of an ended request is still under way.
             hashes = self._shadows[request_id].block_hashes
             found = request.block_hashes
             assert len(found) == len(hashes), request_id
@@ -168,7 +168,7 @@ class ExactContents:
             digests.setdefault(group, []).append(
                 known.digests(known.end_tokens - self._hash_block_size)
             )
-        # As if one request had all of these blocks, one behind the other.
+        # The blocks are checked as if one request had all of them, one behind the other.
         for group, table in tables.items():
             of_group = np.concatenate(digests[group])
             for worker in self._engine.workers:
@@ -184,7 +184,7 @@ class ExactContents:
         self.counts["events"] += 1
 
     def _check_entry(self, entry: Entry) -> None:
-        """An entry that is known by hashes of prompts holds their exact KV."""
+        """Check that an entry with hashes of prompts holds their exact KV."""
         end_tokens = entry.piece.end_tokens
         known = self._known.get(entry.keys[-1])
         assert known is not None and known.end_tokens == end_tokens, f"{entry}: nobody's hash"
@@ -193,7 +193,7 @@ class ExactContents:
         self.counts[entry.piece.kind.name.lower()] += 1
 
     def _check_segment(self, entry: Entry) -> None:
-        """An entry of a segment holds what the segment is worth on its own."""
+        """Check that an entry of a segment holds the KV of the segment alone."""
         stored = entry.row_map
         segment = self._segments.get(entry.keys[-1])
         assert segment is not None, f"{entry}: the key of no segment"
@@ -217,7 +217,7 @@ class ExactContents:
 
 
 class _Scratch:
-    """Pages that nobody else has, into which entries of a worker's host memory are loaded."""
+    """Separate pages, into which entries of a worker's host memory are loaded."""
 
     def __init__(self, engine: BlendingEngine, worker: SimulatedWorker, max_tokens: int) -> None:
         groups = engine.layout.groups
@@ -237,7 +237,7 @@ class _Scratch:
         self._contents = PageContents(pages, worker.side._vllm_config.parallel_config.rank)
 
     def check(self, entry: Entry, digests: Any) -> None:
-        """An entry holds rows of these digests, or the tails behind the last of them."""
+        """Check that an entry holds rows of these digests, or the tails behind the last of them."""
         piece = entry.piece
         is_rows = piece.kind is Kind.ROWS
         groups = tuple(

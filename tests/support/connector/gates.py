@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that waits until a test lets it go on, and notes in which order it is done."""
+"""Lets work wait until a test releases it, and notes the order in which it is done."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Gate:
-    """Open at first. A thread that comes to it while it is closed waits."""
+    """A gate that is open at first. Threads wait at it while it is closed."""
 
     def __init__(self) -> None:
         self._is_open = threading.Event()
@@ -27,7 +27,7 @@ class Gate:
         self._is_open.set()
 
     def wait_for_arrival(self) -> None:
-        """Return once a thread has come to the gate, as often as this is called."""
+        """Wait until the next thread has come to the gate."""
         assert self._arrivals.acquire(timeout=DEADLINE_S), "nothing came to the gate"
 
     def pass_through(self) -> None:
@@ -36,7 +36,7 @@ class Gate:
 
 
 def until(found: Callable[[], ResultT], what: str = "it") -> ResultT:
-    """What ``found`` returns once it is true."""
+    """Wait until ``found`` returns a true value, and return that."""
     deadline_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline_s:
         if result := found():

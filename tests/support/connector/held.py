@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scheduler side holds for requests at one moment: to find what leaks."""
+"""Lists what a scheduler side holds for requests at one moment, to find leaks."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from vllm_ascend_kvext.segments.scheduler.segments_side import segments_of
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What is held; nothing by default.
+    """What a scheduler side holds; nothing by default.
 
     Attributes:
-        request_ids: Requests of which anything is remembered.
+        request_ids: Requests that the side remembers.
         pinned_ids: Requests that pin entries of the tier.
         loading_ids: Requests whose load is under way.
-        hole_ids: Requests some of whose holes are not computed.
-        loaded_hole_ids: Those of them whose load has ended: they wait for nothing else.
+        hole_ids: Requests with holes that are not computed yet.
+        loaded_hole_ids: Requests of ``hole_ids`` whose load has ended.
         num_planned_stores: Stores of the step that is being planned.
         num_stores: Stores that workers make.
-        num_referenced_blocks: Blocks that are kept from being reallocated. One that is referenced
-            twice counts twice.
+        num_referenced_blocks: Blocks that are kept from being reallocated. A block that is
+            referenced twice counts twice.
         num_awaited_blocks: Blocks that stores of segments will reference.
-        num_begun_segments: Segments that requests of our own compute, or that workers store for
-            them. Queued ones are not held for anybody.
+        num_begun_segments: Segments that the engine's own requests compute, or that workers store
+            for them. Queued segments do not count.
     """
 
     request_ids: frozenset[str] = frozenset()
@@ -41,8 +41,10 @@ class Held:
 
 
 def held_by(side: ConnectorScheduler) -> Held:
-    """What a scheduler side holds at this moment."""
-    states, parked, room = side._states, side.holes._parked, side._room
+    """List what a scheduler side holds at this moment."""
+    states = side._states
+    parked = side.holes._parked
+    room = side._room
     loading = {each for each, state in states.items() if state.under_way is not None}
     pinned = {each for each, state in states.items() if state.admission.pinned is not None}
     request_ids = {*states, *parked, *room._parked} | {room._first_waiting_id} - {None}

@@ -28,7 +28,7 @@ MAX_TOKENS = 400
 
 
 class LearningEngine(BlendingEngine):
-    """Keeps what it answers, and looks at all that it does."""
+    """Keeps its answers, and checks all its steps."""
 
     def __init__(self, layout: PagedLayout, options: EngineOptions, script: TransferScript) -> None:
         super().__init__(layout, options, script)
@@ -57,7 +57,7 @@ class LearningEngine(BlendingEngine):
         beginning: Sequence[int] | None = None,
         **more: Any,
     ) -> str:
-        """A request names some documents, behind a beginning: unless it is given, of its own."""
+        """Send a request that names some documents behind a beginning, by default a new one."""
         if beginning is None:
             beginning = tokens(random.Random(self.num_asked), 5)
         prompt: list[int] = [*beginning]
@@ -70,18 +70,18 @@ class LearningEngine(BlendingEngine):
         return self.send(prompt, max_tokens, extra_args=tuple(args.items()), **more).request_id
 
     def answer(self, *documents: Sequence[int], **more: Any) -> None:
-        """The same, and nothing is left to do."""
+        """Send a request that names some documents, and step until nothing is left to do."""
         self.ask(*documents, **more)
         self.serve()
 
     def show_twice(self, *documents: Sequence[int], **more: Any) -> None:
-        """Two requests have documents, one after the other."""
+        """Send two requests with documents, one after the other."""
         for _ in range(2):
             self.ask(*documents, **more)
             self.step_until(lambda: len(self.answers) == self.num_asked)
 
     def store(self, document: Sequence[int], is_stored: Any = True, **more: Any) -> None:
-        """A client has a document stored."""
+        """Store a document, as a client does."""
         plan = self.send(document, 1, extra_args=((STORE_KEY, is_stored),), **more)
         self.contents.expect_segment(document, plan)
 
@@ -95,7 +95,7 @@ class LearningEngine(BlendingEngine):
         self.ask(QUESTION, max_tokens=1)
 
     def begin_learning(self, *documents: Sequence[int]) -> None:
-        """Nothing but requests of its own runs, which compute some documents."""
+        """Let the engine learn some documents while nothing else runs."""
         self.queue(*documents)
         self.step_until(lambda: self.own_ids)
         assert list(self.scheduler.requests) == self.own_ids
@@ -114,7 +114,7 @@ class LearningEngine(BlendingEngine):
         return step
 
     def step_tokens(self) -> int:
-        """Tokens that a step computes."""
+        """Take a step, and return the number of computed tokens."""
         return sum(each.num_tokens for each in self.step().scheduled)
 
     def serve(self) -> None:
@@ -129,13 +129,13 @@ class LearningEngine(BlendingEngine):
 
     @property
     def own_ids(self) -> list[str]:
-        """Of its own requests that have not ended."""
+        """The engine's own requests that have not ended."""
         own = {plan.request_id for plan in self.own_plans}
         return [request_id for request_id in self.scheduler.requests if request_id in own]
 
     @property
     def learned(self) -> list[tuple[int, ...]]:
-        """What its own requests have computed, or were to."""
+        """The segments that the engine's own requests have computed or are computing."""
         return self.own_segments
 
     @property

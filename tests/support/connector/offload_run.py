@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs an `OffloadWorkload` to its end, and looks at everything that could be left over."""
+"""Runs an `OffloadWorkload` to its end, and checks everything that could be left over."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ MAX_STEPS = 4000
 
 @contextmanager
 def offloading_installed() -> Iterator[None]:
-    """As in a process in which nothing is configured, or adaptive retention is."""
+    """Install the features of a process without settings, or with adaptive retention."""
     with installed("fast-prefix-cache"), retention_installed(), installed("connector"):
         yield
 
 
 @dataclass(slots=True)
 class Offloaded:
-    """What requests have answered; those that were aborted have no finish reason."""
+    """The answers of requests. Aborted requests have no finish reason."""
 
     counts: Counter[str] = field(default_factory=Counter)
     outputs: dict[str, list[int]] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Offloaded:
 
 
 def run_offloading(workload: OffloadWorkload) -> Offloaded:
-    """Run a workload with all checks, where `offloading_installed`."""
+    """Run a workload with all checks, inside `offloading_installed`."""
     rng = random.Random(f"events/{workload.name}")
     result = Offloaded()
 
@@ -94,7 +94,7 @@ def _serve(
 
 
 def check_blocks(engine: SimulatedEngine) -> None:
-    """Every block is free or referenced, as often as requests and the connector hold it."""
+    """Check that every block is free, or is referenced as often as it is held."""
     pool = engine.block_pool
     held: Counter[int] = Counter()
     for manager in engine.managers:
@@ -114,8 +114,10 @@ def check_blocks(engine: SimulatedEngine) -> None:
 
 
 def check_nothing_is_left(engine: SimulatedEngine) -> None:
-    """No request, no transfer: nothing is held, pinned or being stored."""
-    side, tier, pool = engine.side, engine.tier, engine.block_pool
+    """Check that nothing is held, pinned or being stored without requests and transfers."""
+    side = engine.side
+    tier = engine.tier
+    pool = engine.block_pool
     assert not engine.scheduler.requests
     assert not side.has_transfers and not side.holes
     assert engine.held == Held()
@@ -130,7 +132,7 @@ def check_nothing_is_left(engine: SimulatedEngine) -> None:
 
 
 def evict_one(engine: SimulatedEngine, rng: random.Random) -> None:
-    """Any entry that nobody loads leaves the tier, mostly rows, whatever lies behind them."""
+    """Remove some entry that is not loaded from the tier, mostly rows with others behind them."""
     entries = [entry for entry in engine.entries if entry.is_evictable]
     if rng.random() < 0.9:
         entries = [entry for entry in entries if entry.piece.kind is Kind.ROWS]
@@ -161,7 +163,7 @@ def _reset(engine: SimulatedEngine, rng: random.Random, counts: Counter[str]) ->
 
 
 def _can_preempt_for_reset(engine: SimulatedEngine) -> bool:
-    """Whether upstream can: no request may hold blocks that does not run."""
+    """Whether upstream can reset: no request that does not run may hold blocks."""
     scheduler = engine.scheduler
     running = {request.request_id for request in scheduler.running}
     return all(manager.req_to_blocks.keys() <= running for manager in engine.managers)
@@ -178,7 +180,8 @@ def _record(step: Step, result: Offloaded) -> None:
 
 def _check_outputs(workload: OffloadWorkload, result: Offloaded) -> None:
     for plan in workload.requests:
-        output, expected = result.outputs.get(plan.request_id, []), plan.expected_output()
+        output = result.outputs.get(plan.request_id, [])
+        expected = plan.expected_output()
         is_finished = result.finish_reasons.get(plan.request_id) in ("stop", "length")
         right = expected if is_finished else expected[: len(output)]
         assert output == right, f"{plan.request_id}: expected {right}, found {output}"
@@ -186,7 +189,8 @@ def _check_outputs(workload: OffloadWorkload, result: Offloaded) -> None:
 
 
 def _count(engine: SimulatedEngine, counts: Counter[str]) -> None:
-    counters, tier = engine.side.counters, engine.tier.counters
+    counters = engine.side.counters
+    tier = engine.tier.counters
     counts["requests"] += len(engine.requests)
     counts["hit requests"] += counters.hit_requests
     counts["hit tokens"] += counters.hit_tokens

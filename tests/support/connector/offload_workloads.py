@@ -27,7 +27,7 @@ _MAX_PROMPT_TOKENS = 960
 
 
 class EngineKind(enum.Enum):
-    """What the engines of some workloads have in common."""
+    """The kinds of engines of the workloads."""
 
     SYNC = "sync"
     ASYNC = "async"
@@ -35,7 +35,7 @@ class EngineKind(enum.Enum):
 
 
 class OffloadWorkload(NamedTuple):
-    """What determines a run; before these shares of its steps, something else happens, too."""
+    """What determines a run. Before some shares of its steps, further events happen."""
 
     name: str
     layout: PagedLayout
@@ -43,12 +43,12 @@ class OffloadWorkload(NamedTuple):
     script: TransferScript
     requests: tuple[RequestPlan, ...]
     abort_share: float
-    """One request goes, more often than others one that loads."""
+    """The share of steps before which a request is aborted, mostly one that loads."""
     reset_share: float
     eviction_share: float
-    """Some entry leaves the tier."""
+    """The share of steps before which an entry is removed from the tier."""
     is_adaptive: bool
-    """The device's prefix cache retains what adaptive retention chooses."""
+    """Whether the device has adaptive retention."""
 
 
 def random_offload(
@@ -76,7 +76,7 @@ def random_offload(
 
 
 def chats(rng: random.Random, layout: Layout, num_requests: int) -> Iterator[RequestPlan]:
-    """Requests by arrival."""
+    """The requests in order of arrival."""
     max_prompt_tokens = max(_MAX_PROMPT_UNITS * layout.unit_tokens, 96)
     max_prompt_tokens = min(max_prompt_tokens, _MAX_PROMPT_TOKENS)
     lengths = range(max_prompt_tokens // 6, max_prompt_tokens // 2)
@@ -139,7 +139,7 @@ def _options(
     held_tokens = tokens_in_flight(max_num_batched_tokens, is_async)
     num_blocks = blocks_for_longest(layout, requests, held_tokens)
     return EngineOptions(
-        # Loads hold their blocks while they wait for each other.
+        # Requests that load hold their blocks while they wait for each other.
         num_blocks=int(num_blocks * rng.choice((1, 1.2, 1.5, 3))) + 1,
         max_num_seqs=rng.choice((3, 8, 16)),
         max_num_batched_tokens=max_num_batched_tokens,
@@ -164,7 +164,7 @@ def _options(
 def blocks_for_longest(
     layout: Layout, requests: tuple[RequestPlan, ...], max_tokens_in_flight: int
 ) -> int:
-    """Blocks that the longest request needs when it runs alone."""
+    """The blocks that the longest request needs when it runs alone."""
     longest_tokens = max(len(plan.prompt) + plan.max_tokens for plan in requests)
     num_blocks = 0
     for group in layout.groups:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model would write to the pages of one worker, and what attention would read.
+"""Writes to the pages of one worker like a model, and reads them like attention.
 
 The bytes of a row are a function of the digest of all tokens up to it, the tensor, the rank and the
-place in the row, and of how far the row was moved since it was computed. Knows tensors and digests;
-knows nothing of connectors and of schedulers.
+place in the row, and of how far the row was moved since it was computed. The
+module knows tensors and digests, but no connectors and no schedulers.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 Digests = np.ndarray[Any, np.dtype[np.uint64]]
 Shifts = np.ndarray[Any, np.dtype[np.int64]]
-"""By token: by how many positions its row was moved."""
+"""By token: the number of positions by which its row was moved."""
 
 _SHIFT_BYTES = 251
 _OF_SOMEBODY_ELSE = 0xA7
 
 
 def token_axis_of(paged: PagedTensor) -> int:
-    """The axis that counts tokens, behind that of pages; of one view (vLLM 0.30) behind heads."""
+    """The axis that counts tokens. It follows pages, or heads in the one view of vLLM 0.30."""
     if paged.token_axis is not None:
         return paged.token_axis
     return 2 if HAS_ONE_VIEW and paged.tensor.ndim == 4 else 1
 
 
 class WrongBytesError(AssertionError):
-    """A request would attend to bytes that are not those of its own tokens."""
+    """A request would attend to bytes of other tokens."""
 
 
 def moved_bytes(shifts: Any) -> Any:
-    """What a move adds to each byte of a row."""
+    """The value that a move adds to each byte of a row."""
     return np.asarray(shifts % _SHIFT_BYTES, np.uint8)
 
 
 class PageContents:
-    """The pages of one worker; each rank writes other bytes."""
+    """The pages of one worker. Each rank writes other bytes."""
 
     def __init__(self, pages: LayoutFixture, rank: int = 0) -> None:
         self._tensors = [
@@ -57,12 +57,12 @@ class PageContents:
     def write(
         self, tables: Sequence[Sequence[int]], digests: Digests, start: int, end: int
     ) -> None:
-        """A step computes the tokens from ``start`` to before ``end``."""
+        """Write the tokens from ``start`` to before ``end``, as a step does."""
         for tensor in self._tensors:
             tensor.write(tables[tensor.group], digests, start, end)
 
     def check_states(self, tables: Sequence[Sequence[int]], digests: Digests, start: int) -> None:
-        """Recurrent layers read the state after ``start`` tokens before they write."""
+        """Check the state after ``start`` tokens, which recurrent layers read before they write."""
         for tensor in self._tensors:
             if tensor.is_state and start:
                 tensor.check(tables[tensor.group], digests, start - 1, start)
@@ -75,7 +75,7 @@ class PageContents:
         end: int,
         shifts: Shifts | None,
     ) -> None:
-        """Attention reads what the tokens from ``start`` to before ``end`` need: theirs, too."""
+        """Check the rows that attention reads for the tokens from ``start`` to before ``end``."""
         for tensor in self._tensors:
             if not tensor.is_state:
                 first = tensor.first_read(start)
@@ -84,23 +84,23 @@ class PageContents:
     def check_group(
         self, group: int, table: Sequence[int], digests: Digests, first: int, end: int
     ) -> None:
-        """Pages of one KV cache group hold the tokens from ``first`` to before ``end``."""
+        """Check that the pages of one group hold the tokens from ``first`` to before ``end``."""
         for tensor in self._tensors:
             if tensor.group == group:
                 tensor.check(table, digests, first, end)
 
     def overwrite(self, pages: Sequence[int]) -> None:
-        """Somebody else writes to these pages."""
+        """Write other bytes to these pages."""
         for tensor in self._tensors:
             tensor.overwrite(pages)
 
     def row_bytes(self, digests: Digests) -> list[Any]:
-        """What each tensor has of tokens that were not moved. shape: [num_tokens, row_bytes]."""
+        """The rows of tokens that were not moved, by tensor. shape: [num_tokens, row_bytes]."""
         return [tensor.row_bytes(digests) for tensor in self._tensors]
 
 
 class _TensorContents:
-    """One registered tensor, by slots: each has the entry of so many tokens."""
+    """One registered tensor as slots. A slot has the entry of a fixed number of tokens."""
 
     def __init__(self, paged: PagedTensor, salt: int) -> None:
         self.group = paged.group
@@ -131,7 +131,8 @@ class _TensorContents:
         entries = self._entries(start, end)
         pages = np.asarray(table, np.int64)[entries // self._slots]
         has_page = pages != NULL_PAGE
-        entries, pages = entries[has_page], pages[has_page]
+        entries = entries[has_page]
+        pages = pages[has_page]
         if len(entries):
             self._bytes[pages, entries % self._slots] = self._expected(entries, digests, end)
 
@@ -171,7 +172,7 @@ class _TensorContents:
         return self._expected(entries, digests, len(digests)).reshape(len(entries), -1)
 
     def _entries(self, first: int, end: int) -> Any:
-        """Entries that are complete; of a state, the one at the end."""
+        """The complete entries; for states, only the one at the end."""
         if self.is_state:
             return np.array([(end - 1) // self._tokens])
         return np.arange(first // self._tokens, end // self._tokens)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both sides of KvextConnector on one worker's pages: store, corrupt every page, load, compare.
 
-Block tables are made by hand: a page is there if the definition of its group's attention reads it.
-What has to come back is copied by the same definition, tensor by tensor; then every byte of every
-storage is compared. So pages of others, padding and rows that no resume reads are canaries.
+Block tables are made by hand: they have the pages that the definition of the group's attention
+reads. The expected rows are copied by the same definition, tensor by tensor. Then every byte of
+every storage is compared. So other pages, padding, and rows that no resume reads are checked, too.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from vllm_ascend_kvext.token_range import TokenRange
 CHUNK_TOKENS = 1024
 HOST_BYTES = 512 << 20
 MANY_BLOCKS = 1 << 20
-"""Stores may hold a share of the pool only. That is not what is tested."""
+"""A pool so large that the limit of stores, a share of the pool, has no effect."""
 
 _NULL_ID = 0
 _DEADLINE_S = 20.0
 
 BlockIds = list[list[int]]
 _Places = tuple[Sequence[PagedTensor], BlockIds]
-"""Tensors, and the blocks of a request in them."""
+"""Tensors, and the block tables of a request in them."""
 
 
 def paged_request(request_id: str, num_tokens: int, hash_block_size: int) -> Any:
-    """A request that is known by its number of tokens: all requests begin with the same ones."""
+    """A request with a number of tokens. All requests begin with the same tokens."""
     return SimpleNamespace(
         request_id=request_id,
         num_tokens=num_tokens,
@@ -65,7 +65,7 @@ def paged_request(request_id: str, num_tokens: int, hash_block_size: int) -> Any
 
 
 class _Contents:
-    """A copy of a worker's storages, and its tensors in it."""
+    """A copy of a worker's storages, with its tensors."""
 
     def __init__(self, pages: LayoutFixture) -> None:
         found = pages.storages()
@@ -90,10 +90,10 @@ class PageRoundTrip:
         self._random = random.Random(seed)
         pages.fill(seed)
         self._original = _Contents(pages)
-        """What requests have computed."""
+        """The pages that requests have computed."""
         pages.fill(seed + 1)
         self._expected = _Contents(pages)
-        """What ought to be in the pages after a load."""
+        """The expected pages after a load."""
         self._garbage = pages.copy_of_storages()
         layers = {name: AttentionLayer() for name in pages.kv_caches}
         self._worker = WorkerSide(
@@ -115,14 +115,14 @@ class PageRoundTrip:
         self._worker.shutdown()
 
     def run(self, turns: Sequence[int], local_tokens: int = 0) -> int:
-        """Store some turns of a conversation, load what the last of them has left, and compare.
+        """Store some turns of a conversation, load the last one, and compare.
 
         Args:
-            turns: Tokens of each, the longest last.
-            local_tokens: Of the request that loads: on the device already.
+            turns: The number of tokens of each turn, the longest last.
+            local_tokens: The tokens of the loading request that are on the device already.
 
         Returns:
-            How many tokens were loaded.
+            The number of loaded tokens.
         """
         boundaries = [tokens - tokens % self.unit_tokens for tokens in turns]
         source_ids = self._block_ids(turns[-1], boundaries)
@@ -162,13 +162,14 @@ class PageRoundTrip:
         return ids
 
     def _compare(self) -> None:
-        """Every byte of every storage."""
+        """Compare every byte of every storage."""
         pairs = zip(self._storages, self._expected.storages, strict=True)
         if all(torch.equal(found, expected) for found, expected in pairs):
             return
         wrong: dict[int, list[int]] = {}
         for found, expected in zip(self._pages.tensors, self._expected.tensors, strict=True):
-            one, other = found.by_row(), expected.by_row()
+            one = found.by_row()
+            other = expected.by_row()
             differs = (one != other).reshape(*one.shape[:2], -1).any(dim=2)
             if differs.any():
                 wrong.setdefault(found.group, differs.nonzero()[0].tolist())
@@ -198,7 +199,7 @@ class _Sides:
         self.unit_tokens = self._side.tier.geometry.unit_tokens
 
     def store(self, request: Any, block_ids: BlockIds) -> None:
-        """A request computes all of its tokens, and ends."""
+        """Let a request compute all of its tokens, and end."""
         self._requests[request.request_id] = request
         for manager, ids in zip(self._managers, block_ids, strict=True):
             blocks = [self._pool.blocks[number] for number in ids]
@@ -213,7 +214,7 @@ class _Sides:
         self._step({})
 
     def load(self, request: Any, local_tokens: int, block_ids: BlockIds) -> int:
-        """A request is matched, loads, and ends; returns how many tokens it loads."""
+        """Let a request match, load and end. Returns the number of loaded tokens."""
         self._requests[request.request_id] = request
         num_tokens = self._side.get_num_new_matched_tokens(request, local_tokens)
         assert num_tokens is not None
@@ -254,7 +255,7 @@ class _Sides:
 
 
 def counts_around(layout: KVLayout, unit_tokens: int, max_tokens: int) -> list[int]:
-    """Token counts at, one before and one after every boundary of a layout, up to a limit."""
+    """Token counts at every boundary of a layout up to a limit, and one before and after it."""
     marks = {unit_tokens, CHUNK_TOKENS}
     for group in layout.groups:
         marks |= {group.tokens_per_page, group.tokens_per_row, group.window_tokens}
@@ -264,7 +265,7 @@ def counts_around(layout: KVLayout, unit_tokens: int, max_tokens: int) -> list[i
 
 
 def _copy_needed(source: _Places, target: _Places, tokens: TokenRange) -> None:
-    """Copy the rows of a range that going on from its end reads."""
+    """Copy the rows of a range that a resume at its end reads."""
     for one, other in zip(source[0], target[0], strict=True):
         rows = rows_needed(one.reach, tokens.first_tokens, tokens.end_tokens)
         rows_per_page = one.reach.tokens_per_page // one.reach.tokens_per_row
@@ -284,7 +285,7 @@ def rows_needed(reach: Reach, first: int, end: int) -> list[int]:
 
 @functools.cache
 def pages_read(reach: Reach, boundary: int) -> set[int]:
-    """Pages with tokens that going on from a boundary reads."""
+    """The pages with tokens that a resume at a boundary reads."""
     tokens = (token for token in range(boundary) if reach.reads(token, boundary))
     return {token // reach.tokens_per_page for token in tokens}
 

@@ -38,8 +38,8 @@ class PagedLayout(Layout):
     """A layout that has pages.
 
     Attributes:
-        make: Of a number of blocks: the config and tensors of one worker.
-        host_bytes: Of host memory: too little for anything, for most, and enough.
+        make: Makes the config and tensors of one worker for a number of blocks.
+        host_bytes: Sizes of host memory: too little for anything, for most, and enough.
     """
 
     make: Make
@@ -93,7 +93,7 @@ def _small_pages(
 
 
 def _one_view_each(layout: Layout, specs: list[Any], num_blocks: int) -> LayoutFixture:
-    """As vLLM 0.30 lays layers of one page size out on a CPU: one view each, in one storage."""
+    """The layout of vLLM 0.30 on a CPU for layers of one page size: one view each, one storage."""
     groups = [
         KVCacheGroupSpec(_names(index), spec, is_eagle_group=group.is_eagle)
         for index, (group, spec) in enumerate(zip(layout.groups, specs, strict=True))
@@ -125,7 +125,7 @@ def _reach(group: Group, addressing: RowAddressing | None) -> Reach:
 def _tensors(
     group: Group, storage: torch.Tensor, num_blocks: int, page_bytes: int
 ) -> list[tuple[torch.Tensor, int | None]]:
-    """The tensors of one layer, and which of their axes counts tokens."""
+    """The tensors of one layer, each with its axis that counts tokens."""
     parts: list[tuple[tuple[int, ...], torch.dtype, int | None]]
     if group.attention is Attention.MAMBA:
         parts = [(*state, None) for state in zip(_STATES["shapes"], _STATES["dtypes"], strict=True)]
@@ -149,7 +149,7 @@ def _tensors(
 
 
 def _deepseek_v4_layout() -> PagedLayout:
-    """As upstream vLLM plans it; what the scheduler's harness reads of it is made from the plan."""
+    """The layout that vLLM plans, and the facts of it that the scheduler's harness reads."""
     make = partial(fixtures.deepseek_v4, "auto", 4)
     made = make(16)
     config: Any = made.scheduler_config
@@ -189,4 +189,4 @@ LAYOUTS: tuple[PagedLayout, ...] = (
 STATE_LAYOUTS = (MAMBA, MAMBA_WINDOW)
 
 UPSTREAM_LAYOUTS = (_deepseek_v4_layout(),)
-"""As vLLM itself plans them; slower than the others."""
+"""Layouts that vLLM itself plans. They are slower than the others."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of a small attention backend, which orders the elements of a page in a way of its own.
+"""Pages of a small attention backend, which has its own order of elements in a page.
 
-Keys are transposed, and the second half of the tokens of a page comes first; values lie as the
-shape says.
+Keys are transposed, and the second half of a page's tokens comes first. Values lie as the shape
+says.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
-NUM_PAGES, BLOCK, HEADS, HEAD = 24, 8, 2, 16
+NUM_PAGES = 24
+BLOCK = 8
+HEADS = 2
+HEAD = 16
 
 
 def registered(num_pages: int = NUM_PAGES, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -21,7 +24,7 @@ def registered(num_pages: int = NUM_PAGES, dtype: torch.dtype = torch.float32) -
 
 
 class SmallBackend:
-    """In place of `CpuBackend`."""
+    """A stand-in for `CpuBackend`."""
 
     name = "SMALL_ATTN"
 
@@ -36,14 +39,15 @@ class SmallBackend:
         value_cache: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        pages, in_page = slots // BLOCK, slots % BLOCK
+        pages = slots // BLOCK
+        in_page = slots % BLOCK
         transposed = key_cache.view(len(key_cache), HEADS, HEAD, BLOCK)
         transposed[pages, :, :, (in_page + BLOCK // 2) % BLOCK] = keys
         value_cache[pages, :, in_page] = values
 
 
 def attention(**attributes: Any) -> torch.nn.Module:
-    """As much of vLLM's attention module as is read."""
+    """The attributes of vLLM's attention module that are read."""
     module = torch.nn.Module()
     sizes = {"head_size": HEAD, "num_kv_heads": HEADS, "sliding_window": None}
     for name, value in (sizes | attributes).items():
@@ -53,13 +57,16 @@ def attention(**attributes: Any) -> torch.nn.Module:
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """vLLM's class of this name, as far as it is read and compared."""
+    """A class of the same name as vLLM's, with the attributes that are read and compared."""
 
     __module__ = "vllm.model_executor.layers.rotary_embedding.base"
 
     def __init__(self, base: float = 10_000.0, num_positions: int = 512) -> None:
         super().__init__()
-        self.base, self.head_size, self.rotary_dim, self.is_neox_style = base, HEAD, HEAD, True
+        self.base = base
+        self.head_size = HEAD
+        self.rotary_dim = HEAD
+        self.is_neox_style = True
         angles = torch.arange(num_positions)[:, None] * self._compute_inv_freq(base)
         self.register_buffer("cos_sin_cache", torch.cat([angles.cos(), angles.sin()], -1))
 
@@ -80,7 +87,8 @@ def small_model(*rotary: torch.nn.Module | None, **attributes: Any) -> torch.nn.
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList()
     for module in rotary:
-        layer, inner = torch.nn.Module(), torch.nn.Module()
+        layer = torch.nn.Module()
+        inner = torch.nn.Module()
         if module is not None:
             inner.rotary_emb = module
         inner.attn = attention(**attributes)
@@ -90,7 +98,7 @@ def small_model(*rotary: torch.nn.Module | None, **attributes: Any) -> torch.nn.
 
 
 def attention_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """By layer name, as vLLM's ``static_forward_context``."""
+    """Layers by name, as in vLLM's ``static_forward_context``."""
     return {
         f"model.layers.{index}.self_attn.attn": layer.self_attn.attn
         for index, layer in enumerate(model.layers)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers that wait until they are let go, and fail where a test says so.
+"""Transfers that wait until a test releases them, and that fail where a test says so.
 
-With a script, what ends in which step does not depend on how fast threads are: between two steps
-the transfer thread stands still.
+With a script, the step in which a transfer ends does not depend on the speed of threads. Between
+two steps the transfer thread stands still.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class TransferScript:
     """How the transfers of a worker go.
 
     Attributes:
-        seed: Decides which fail, and how many end in a step.
-        failing_stores: So many of all stores fail.
-        failing_loads: The same of loads.
-        failing_load_numbers: Loads that fail, counted from 1. A load that is made again part by
-            part counts once more for each.
-        max_per_step: Of what has begun, up to so many transfers end in a step; None ends all.
+        seed: Decides which transfers fail, and how many end in a step.
+        failing_stores: The share of stores that fail.
+        failing_loads: The share of loads that fail.
+        failing_load_numbers: The numbers of loads that fail, from 1. If a load is made again part
+            by part, each part has a number of its own.
+        max_per_step: The most begun transfers that end in a step; None for all.
     """
 
     seed: int = 0
@@ -45,7 +45,7 @@ class TransferScript:
 
 
 class ScriptedTransfers:
-    """The ``move`` of one `WorkerSide`; each rank goes at its own pace."""
+    """The ``move`` of one `WorkerSide`. Each rank has its own pace."""
 
     def __init__(self, script: TransferScript, rank: int = 0) -> None:
         self._script = script
@@ -66,7 +66,7 @@ class ScriptedTransfers:
         page_transfer(pools, host, planes, runs, direction, **how)
 
     def is_to_fail(self, direction: Direction) -> bool:
-        """A transfer begins: wait until it is let go. Whether it fails then, half done."""
+        """Wait until a begun transfer is released. Returns whether it fails then, half done."""
         if threading.get_ident() != self._model_thread:
             self._wait()
         is_store = direction is Direction.PAGES_TO_HOST
@@ -80,7 +80,7 @@ class ScriptedTransfers:
         return False
 
     def end_some(self, side: WorkerSide) -> None:
-        """Let some of what has begun end, and return when the thread stands still again."""
+        """Let some begun transfers end, and return when the thread stands still again."""
         most = self._script.max_per_step
         if most is None:
             while self._stands(side):
@@ -93,7 +93,7 @@ class ScriptedTransfers:
         self._stands(side)
 
     def open(self) -> None:
-        """Nothing waits any more."""
+        """Release all transfers, also those to come."""
         with self._changed:
             self._num_passes = 1 << 60
             self._num_waiting = 0
@@ -113,7 +113,7 @@ class ScriptedTransfers:
             self._changed.notify_all()
 
     def _stands(self, side: WorkerSide) -> bool:
-        """Whether a transfer waits; returns once that, or that nothing is under way, is certain."""
+        """Whether a transfer waits. Returns as soon as one waits or none is under way."""
         thread = side._thread
         deadline_s = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline_s:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects of a shared tier in a folder, as tests look at them and damage them."""
+"""Reads and damages objects of a shared tier in a folder, for tests."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ def objects(folder: Path) -> list[Path]:
 
 
 def forge(folder: Path, path: Path, content: bytes) -> None:
-    """Have an object hold other bytes, with a trailer that is right for them."""
-    namespace, rank = path.parts[-5], int(path.parts[-4][1:])
+    """Give an object other bytes, with the right trailer for them."""
+    namespace = path.parts[-5]
+    rank = int(path.parts[-4][1:])
     path.unlink()
     tier = FilesTier(f"file://{folder}", None, rank)
     tier.register(memoryview(bytearray(content)))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both sides of KvextConnector on vLLM's real scheduler, with real pages and without a model.
 
-The scheduler, its patches, the connector's sides, threads and copies are those of an engine. What
-stands in for the model writes bytes that depend on all tokens before them, and looks at every byte
+The scheduler, its patches, the connector's sides, threads and copies are those of an engine. The
+stand-in for the model writes bytes that depend on all tokens before them, and checks every byte
 that attention would read.
 """
 
@@ -51,10 +51,10 @@ _PLAIN = TransferScript()
 
 
 class SimulatedWorker:
-    """Real pages and the connector's real worker side, which is called as vLLM's runner does.
+    """Real pages and the connector's real worker side, which is called like by vLLM's runner.
 
-    See ``v1/worker/gpu_model_runner.py`` and ``kv_connector_model_runner_mixin.py``. What is sent
-    to it and by it is pickled, as between processes.
+    See ``v1/worker/gpu_model_runner.py`` and ``kv_connector_model_runner_mixin.py``. Messages to
+    and from it are pickled, as between processes.
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class SimulatedWorker:
             extension=None if extension is None else extension.worker_side(vllm_config, None),
             secondary=self.shared,
         )
-        # The device would say which rows can be addressed; here it is a CPU for all layouts.
+        # The device would decide which rows can be addressed. Here it is a CPU for all layouts.
         build = partial(build_layout, addressing=pages.addressing)
-        # A model would say how its keys turn; here is none.
+        # Without a model there is nothing to say how keys are rotated.
         segments = partial(SimulatedSegments, pages, self.transfers)
         with (
             mock.patch.object(worker_side, "build_layout", build),
             mock.patch.object(segments_worker, "WorkerSegments", segments),
         ):
             self._connector.register_kv_caches(pages.kv_caches)
-        # Nothing computes with it; its weights are those of the model's folder.
+        # The model computes nothing. Its weights are those of the model's folder.
         self._model = torch.nn.Identity()
         loaded_models.remember(self._model)
         loaded_models.note_files(Path(vllm_config.model_config.model).glob("*.safetensors"))
@@ -95,7 +95,7 @@ class SimulatedWorker:
             return _sent(self._connector.get_handshake_metadata())
 
     def begin(self, scheduler_output: Any) -> None:
-        """Before the forward."""
+        """Do the work of the worker before the forward."""
         metadata = _sent(scheduler_output.kv_connector_metadata)
         self._connector.handle_preemptions(metadata)
         self._connector.bind_connector_metadata(metadata)
@@ -103,7 +103,7 @@ class SimulatedWorker:
             self._connector.start_load_kv(None)
 
     def end(self, scheduler_output: Any) -> KVConnectorOutput:
-        """After the forward, if there was one."""
+        """Do the work of the worker after the forward, if there was one."""
         connector = self._connector
         if not _loads_before_forward(scheduler_output):
             connector.start_load_kv(None)
@@ -131,7 +131,7 @@ class SimulatedWorker:
 
 
 def _loads_before_forward(scheduler_output: Any) -> bool:
-    """Since vLLM 0.30 loads begin after the forward, unless the step says otherwise."""
+    """Whether loads begin before the forward. Since vLLM 0.30 the step says so."""
     return getattr(scheduler_output, "has_sync_kv_loads", True)
 
 
@@ -192,14 +192,14 @@ def _content_of(row: _Row) -> _Content:
     if not isinstance(stream, BlendedStream):
         return _Content(digests, None)
     shifts = np.zeros(len(digests), np.int64)
-    shifts[: len(stream)] = stream.shifts  # Drafts lie behind them.
+    shifts[: len(stream)] = stream.shifts  # The tokens behind them are drafts.
     computed = range(row.start, row.end)
     assert not any(map(computed.__contains__, stream.placed)), f"{row.request_id}: {computed}"
     return _Content(digests, shifts)
 
 
 def _compute(worker: SimulatedWorker, rows: Sequence[_Row], expected: Sequence[_Content]) -> None:
-    """Every layer has written before any layer reads, across all requests of the step."""
+    """Write and check a step. Every layer writes before any layer reads, for all requests."""
     contents = worker.contents
     row = None
     try:
@@ -221,7 +221,7 @@ class SimulatedEngine(SchedulerEngine):
     """One scheduler and its workers.
 
     Attributes:
-        clock: Of the scheduler side: seconds that only grow.
+        clock: The clock of the scheduler side: seconds that only grow.
     """
 
     layout: PagedLayout
@@ -270,11 +270,11 @@ class SimulatedEngine(SchedulerEngine):
 
     @property
     def entries(self) -> list[Entry]:
-        """What the tier has, or will have once a store has ended; the oldest first."""
+        """The entries of the tier, also those that are being stored, the oldest first."""
         return list(self.tier._entries.values())
 
     def reset(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """As `EngineCore.reset_prefix_cache` does."""
+        """Reset the prefix cache, as `EngineCore.reset_prefix_cache` does."""
         core = SimpleNamespace(
             scheduler=self.scheduler,
             step_fn=lambda: (self.step(), True),

@@ -36,7 +36,7 @@ def plain_staging(num_bytes: int) -> HostBuffer:
 
 
 class SimulatedTokenPages:
-    """The pages of a fixture, a row of a tensor per token; a `TokenPages`."""
+    """A `TokenPages` with the pages of a fixture, one row of a tensor per token."""
 
     def __init__(self, pages: LayoutFixture) -> None:
         self._rows = [
@@ -67,7 +67,7 @@ class SimulatedTokenPages:
             of_tensor[pages, in_page] = place.reshape(len(pages), *of_tensor.shape[2:])
 
     def _places(self, slots: Slots, rows: HostRows) -> Any:
-        """Index of each plane, its rows in host memory, and where they are in pages."""
+        """For each plane: its index, its rows in host memory, and their places in pages."""
         memory = rows.memory.numpy()
         for index, (plane, group) in enumerate(zip(self.planes, self._groups, strict=True)):
             first = rows.plane_offsets_bytes[index] + rows.first_row * plane.row_bytes
@@ -81,7 +81,7 @@ class SimulatedTokenPages:
 
 
 class SimulatedMover(SegmentMover):
-    """A `SegmentMover` whose moves fail and go on as ``transfers`` say."""
+    """A `SegmentMover` whose moves follow the script of ``transfers``."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class SimulatedMover(SegmentMover):
 
 
 class SimulatedSegments:
-    """In place of `WorkerSegments`, whose arguments follow pages and transfers of the worker."""
+    """A stand-in for `WorkerSegments`. Its arguments follow the worker's pages and transfers."""
 
     def __init__(
         self, pages: LayoutFixture, transfers: ScriptedTransfers, *of_worker: object

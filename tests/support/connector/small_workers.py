@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers with a few small pages on the CPU, as different models have them.
 
-On a CPU a page is one row. What must move is said here by torch indexing on the registered
+On a CPU a page is one row. The expected bytes are found by torch indexing on the registered
 tensors, without the layout's code.
 """
 
@@ -43,9 +43,10 @@ _LATENT = {"num_kv_heads": 1, "dtype": torch.bfloat16}
 
 
 def _fixture(*groups: tuple[str, Any, tuple[int, ...], Reach]) -> LayoutFixture:
-    """Groups of two layers, by the ends of their names, with the shape of a page."""
+    """Groups of two layers with the shape of a page, by the ends of their names."""
     kv_caches: dict[str, torch.Tensor] = {}
-    described, tensors = [], []
+    described = []
+    tensors = []
     for index, (name, spec, shape, reach) in enumerate(groups):
         of_group = {
             f"model.layers.{layer}.{name}": torch.zeros((NUM_PAGES, *shape), dtype=spec.dtype)
@@ -64,7 +65,7 @@ def single_group() -> LayoutFixture:
 
 
 def deepseek_v4_like() -> LayoutFixture:
-    """As vLLM-Ascend has it: latents of two ratios, a window, states of a compressor."""
+    """A worker as in vLLM-Ascend: latents of two ratios, a window, and states of a compressor."""
     states = {"num_kv_heads": 1, "dtype": torch.float32}
     return _fixture(
         (
@@ -98,7 +99,7 @@ TOKENS = TokenRange(0, 128)
 
 
 class SmallWorker:
-    """A worker side, its pages, jobs for it, and what it has reported, which may not be seen twice.
+    """A worker side, its pages, its jobs and its reports. A report may not come twice.
 
     ``job`` is a store of the first `TOKENS`, which are in the pages of ``tables``. ``arguments``
     are those of `WorkerSide`.
@@ -127,7 +128,7 @@ class SmallWorker:
         self.job = self.store(1, TOKENS, self.tables)
 
     def tables_of(self, tokens: TokenRange, first_page: int = 1) -> tuple[TablePart, ...]:
-        """What a transfer of these tokens needs of a request's block tables.
+        """The part of a request's block tables that a transfer of these tokens needs.
 
         The request has the pages from ``first_page`` on, in falling order.
         """
@@ -136,7 +137,7 @@ class SmallWorker:
         return tuple(TablePart(pages[0], tuple(next(free) for _ in pages)) for pages in taken)
 
     def _pages_used(self, group: int, tokens: TokenRange) -> list[int]:
-        """Pages of a request that resuming at the end of a range needs, counted from its first."""
+        """The pages that a resume at the end of a range needs, counted from the request's first."""
         return sorted(
             {
                 row * reach.tokens_per_row // reach.tokens_per_page
@@ -146,7 +147,7 @@ class SmallWorker:
         )
 
     def store(self, number: int, tokens: TokenRange, tables: Sequence[TablePart]) -> StoreJob:
-        """A store of one chunk behind those of earlier calls."""
+        """A store of one chunk, whose place follows those of earlier calls."""
         chunk = PlacedChunk(tokens, self._host_end_bytes)
         self._host_end_bytes = self.planner.plan_store([chunk], tables).host_bytes
         return StoreJob(number, (chunk,), tuple(tables))
@@ -157,7 +158,7 @@ class SmallWorker:
         tables: Sequence[TablePart] | None = None,
         **changes: Any,
     ) -> LoadJob:
-        """A load of what a store has stored, by default of ``job`` into its own pages."""
+        """A load of a stored chunk, by default of ``job`` into its own pages."""
         store = store or self.job
         row_maps = self.planner.plan_store(store.chunks, store.block_ids).row_maps
         places = [chunk.host_offset_bytes for chunk in store.chunks]
@@ -175,7 +176,7 @@ class SmallWorker:
         ]
 
     def take(self) -> EndedJobs:
-        """What has been reported since the last time."""
+        """Collect the reports since the last call."""
         ended = self.side.end_step()
         assert ended.loads.isdisjoint(self.loads)
         assert ended.results.jobs_ended.keys().isdisjoint(self.results.jobs_ended)

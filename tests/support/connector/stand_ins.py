@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV connectors that move nothing: what stands beside a KvextConnector, or in its place.
+"""KV connectors that move nothing, for use beside a KvextConnector or in its place.
 
 {"kv_connector": "NullConnector", "kv_connector_module_path": "support.connector.stand_ins"}
 """
@@ -22,7 +22,7 @@ MODULE = "support.connector.stand_ins"
 
 
 class NullConnector(KVConnectorBase_V1, SupportsHMA):
-    """Has nothing, and keeps nothing."""
+    """A connector that has nothing and stores nothing."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         return 0, False
@@ -46,16 +46,16 @@ class NullConnector(KVConnectorBase_V1, SupportsHMA):
 
 @dataclass
 class Address(KVConnectorHandshakeMetadata):
-    """Where a worker can be reached: what Mooncake's connector says of it."""
+    """The address of a worker, as in the handshake of Mooncake's connector."""
 
     local_ip: str
     handshake_port: int
 
 
 class AddressedConnector(NullConnector):
-    """Tells where its workers are, and reads that of all, as Mooncake's connector does.
+    """A connector whose workers send their addresses, like Mooncake's connector.
 
-    Its scheduler side fails unless each of its workers has said it.
+    Its scheduler side fails unless each of its workers has sent its address.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""As much of vLLM's configuration as a worker of the connector reads."""
+"""The parts of vLLM's configuration that a worker of the connector reads."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ def vllm_config(layers: dict[str, AttentionLayer] | None = None, **values: Any) 
 
 
 def worker_options(host_bytes: int = 8 << 20, **values: Any) -> ConnectorOptions:
-    """The options of a connector with one worker, which has so much host memory."""
+    """The options of a connector with one worker and some host memory."""
     return ConnectorOptions(host_memory_gib=host_bytes / (1 << 30), **values)

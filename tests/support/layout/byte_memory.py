@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages and host memory as plain arrays, and a request whose every row has bytes of its own."""
+"""Pages and host memory as plain arrays, and a request in which every row has its own bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_group(
     compress_ratio: int = 1,
     first_storage: int = 0,
 ) -> LayoutGroup:
-    """A group whose planes have a storage each, with padding before and after every page."""
+    """A group in which each plane has a storage, with padding before and after every page."""
     rows = tokens_per_page // tokens_per_row
     planes = tuple(
         Plane(
@@ -69,7 +69,7 @@ def make_group(
 
 
 def make_layout(groups: Sequence[LayoutGroup], num_pages: int) -> KVLayout:
-    """Groups whose ``first_storage`` count on from each other."""
+    """A layout of groups with consecutive storages."""
     storages = tuple(
         RegisteredStorage(4096 << index, 16 + num_pages * plane.page_stride_bytes)
         for index, plane in enumerate(plane for group in groups for plane in group.planes)
@@ -81,14 +81,14 @@ def make_layout(groups: Sequence[LayoutGroup], num_pages: int) -> KVLayout:
 def chunk_bytes(
     layout: KVLayout, chunk: PlacedChunk, states: StatePolicy = StatePolicy.EXACT
 ) -> int:
-    """Host bytes that a chunk takes."""
+    """The host bytes of a chunk."""
     planner = TransferPlanner(layout, states)
     tables = [[1] * chunk.tokens.end_tokens] * layout.num_scheduler_groups
     return planner.plan_store([chunk], tables).host_bytes - chunk.host_offset_bytes
 
 
 def dense_layout(layout: KVLayout) -> KVLayout:
-    """The same pages, of whose groups every row is kept."""
+    """A layout with the same pages, in which every row of all groups is kept."""
     groups = (
         replace(group, kind=GroupKind.FULL, window_tokens=0, restart_tokens=0, holds_states=False)
         for group in layout.groups
@@ -110,7 +110,7 @@ class PageMemory:
         return self.storages[plane.storage][start : start + plane.row_bytes]
 
     def fill_pages(self, block_ids: Sequence[Sequence[int]]) -> None:
-        """Every row of a request's pages gets its own bytes, in all groups."""
+        """Give every row of a request's pages its own bytes, in all groups."""
         for index, group in enumerate(self.layout.groups):
             for number, page in enumerate(block_ids[group.kv_cache_group_id]):
                 for row in range(group.rows_per_page) if page else ():
@@ -120,6 +120,6 @@ class PageMemory:
 
 
 def content(group: int, plane: Plane, row: int) -> Bytes:
-    """What a request has in this row; never `UNTOUCHED`."""
+    """The byte of a request in this row. It is never `UNTOUCHED`."""
     first = 101 * plane.storage + 59 * group + 37 * row
     return (_STEPS[: plane.row_bytes] * (1 + row) + first) % UNTOUCHED

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Specs, configs and tensors that have what the layout reads of the real ones, and no memory.
+"""Specs, configs and tensors with the attributes that the layout reads, and without memory.
 
-Classes are named after vLLM's, because specs are told apart by the names of their bases.
+Classes have vLLM's names, because the names of their bases identify specs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FakeStorage:
 
 @dataclass(frozen=True)
 class FakeTensor:
-    """Strides and offset in elements, as in torch."""
+    """A tensor without memory. Strides and offset count elements, as in torch."""
 
     storage: FakeStorage
     shape: tuple[int, ...]
@@ -122,7 +122,7 @@ class FullAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class MLAAttentionSpec(FullAttentionSpec):
-    """Upstream's: ``block_size`` counts tokens."""
+    """vLLM's spec: ``block_size`` counts tokens."""
 
     compress_ratio: int = 1
 
@@ -134,7 +134,7 @@ class MLAAttentionSpec(FullAttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class AscendMLAAttentionSpec(MLAAttentionSpec):
-    """vLLM-Ascend's: ``block_size`` counts rows; ``real_page_size_bytes`` is not overridden."""
+    """vLLM-Ascend's spec: ``block_size`` counts rows, and ``real_page_size_bytes`` is inherited."""
 
     scale_dim: int = 0
     scale_dtype: FakeDtype = FLOAT16
@@ -149,7 +149,7 @@ class AscendMLAAttentionSpec(MLAAttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class DeclaredMLASpec(MLAAttentionSpec):
-    """Of vLLM and vLLM-Ascend 0.30: ``block_size`` counts tokens, the spec says how many rows."""
+    """The spec of vLLM and vLLM-Ascend 0.30: ``block_size`` counts tokens, and it has the rows."""
 
     compress_ratio: int | None = None
     tokens_per_state: object = 1
@@ -241,7 +241,7 @@ class KVCacheConfig:
 
 
 def config(num_blocks: int, *groups: tuple[object, ...] | dict[str, object]) -> KVCacheConfig:
-    """Groups are ``(spec, *layer_names)`` each, or a dictionary of specs by layer: a bundle."""
+    """A config. A group is ``(spec, *layer_names)``, or a bundle: a dict of specs by layer."""
     specs = []
     for group in groups:
         if isinstance(group, dict):
@@ -253,5 +253,5 @@ def config(num_blocks: int, *groups: tuple[object, ...] | dict[str, object]) -> 
 
 
 def cache_groups(kv_cache_config: Any) -> list[CacheGroup]:
-    """What is read of each group of a config, from the worker's or the scheduler's side."""
+    """The facts of each group of a config, on the worker's or the scheduler's side."""
     return [cache_group(specs) for specs in read_layer_specs(kv_cache_config) if specs]

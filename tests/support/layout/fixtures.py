@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts as the installed vLLM plans, allocates and shapes them; nothing is computed on them.
+"""Layouts that the installed vLLM plans, allocates and shapes. Nothing is computed on them.
 
 Each function makes a new worker: config, tensors in memory of their own, and by hand what the
 tensors hold. Planning and shaping are vLLM's own functions; only the layers are made up.
@@ -42,7 +42,7 @@ from vllm_ascend_kvext.layout.model import RowAddressing
 
 
 class FlashInferHndBackend(AttentionBackend):
-    """Shape and order of FlashInfer's backend with heads outside tokens."""
+    """A backend with the shape and order of FlashInfer, with heads outside tokens."""
 
     @staticmethod
     def get_kv_cache_shape(
@@ -61,7 +61,10 @@ class FlashInferHndBackend(AttentionBackend):
         return (KVCacheLayout.LBHNC,)
 
 
-HEADS, HEAD_SIZE, BLOCK, WINDOW = 2, 64, 16, 40
+HEADS = 2
+HEAD_SIZE = 64
+BLOCK = 16
+WINDOW = 40
 
 
 def _full_and_window(block: int, num_layers: int = 4) -> dict[str, KVCacheSpec]:
@@ -112,14 +115,14 @@ def keys_and_values(
     )
 
 
-# All pages of K, then all of V.
+# The tensor has all pages of K, and then all pages of V.
 keys_then_values = partial(keys_and_values, RocmAttentionBackend, 2)
 # vLLM's CPU backend stores K transposed: a page is one row.
 cpu_attention = partial(keys_and_values, CPUAttentionBackend, None, addressing=None)
 
 
 def latent_rows() -> LayoutFixture:
-    """MLA; before vLLM 0.30 in three dimensions."""
+    """MLA, before vLLM 0.30 with three dimensions."""
     spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     backends = {"": MLACommonBackend}
     config, scheduler_config = plan({f"{layer}.attn": spec for layer in range(3)}, backends, 150)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the token behind a boundary reads, counted token by token: what a chunk has to keep.
+"""Counts token by token what the token behind a boundary reads, which a chunk has to keep.
 
-Slow, and plainly the definition of each attention. Knows nothing of how the layout plans it.
+The code is slow, and is plainly the definition of each attention. It knows nothing of the layout's
+planning.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from vllm_ascend_kvext.layout.model import LayoutGroup
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """One group. See ``LayoutGroup`` for the fields."""
+    """The reach of one group. See ``LayoutGroup`` for the fields."""
 
     kind: GroupKind
     tokens_per_page: int
@@ -29,19 +30,19 @@ class Reach:
         return cls(*(getattr(group, field.name) for field in fields(cls)))
 
     def reads(self, token: int, end: int) -> bool:
-        """Whether going on from ``end`` reads this token."""
+        """Whether a resume at ``end`` reads this token."""
         if self.kind is GroupKind.FULL:
             return True
         if self.kind is GroupKind.STATE:
-            return token == end - 1  # whose page is the state at the end
+            return token == end - 1  # The page of the last token is the state at the end.
         if token <= end - self.window_tokens:
             return False
         return not self.restart_tokens or token // self.restart_tokens == end // self.restart_tokens
 
     def rows_read(self, first: int, end: int) -> list[int]:
-        """Rows of a chunk in pages that are read; rows that are not whole do not count.
+        """The rows that a store keeps: the whole rows of a chunk in pages that are read.
 
-        What a store keeps: it stands for the last end of a whole row.
+        The boundary is the end of the last whole row.
         """
         end -= end % self.tokens_per_row
         pages = {token // self.tokens_per_page for token in range(end) if self.reads(token, end)}
@@ -50,7 +51,7 @@ class Reach:
         return [row for row in rows if row // rows_per_page in pages]
 
     def rows_needed(self, first: int, end: int) -> list[int]:
-        """Rows in pages that are read, the last of them perhaps in part: what a load moves."""
+        """The rows that a load moves: rows in pages that are read, the last one perhaps in part."""
         end -= end % self.compress_ratio
         pages = {token // self.tokens_per_page for token in range(end) if self.reads(token, end)}
         return sorted(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fixture of a layout is, and how its tensors are read without the layout's code.
+"""Fixtures of layouts, whose tensors are read without the layout's code.
 
-A fixture states by hand which axis of each registered tensor counts pages and which counts tokens;
-whatever moves is then compared with torch indexing on those tensors.
+A fixture states by hand which axis of each registered tensor counts pages and which counts tokens.
+Moved bytes are then compared with torch indexing on those tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PagedTensor:
     blocks_per_page: int = 1
 
     def by_row(self) -> torch.Tensor:
-        """A view of shape ``[num_pages, rows_per_page, ...]``; integers keep the bits of a NaN."""
+        """A view of shape ``[num_pages, rows_per_page, ...]`` of integers, which keep NaN bits."""
         tensor = self.tensor.view(_AS_INTEGER[self.tensor.element_size()])
         if self.token_axis is None:
             blocks = tensor.movedim(self.page_axis, 0)
@@ -71,7 +71,7 @@ class LayoutFixture:
         return build_layout(self.config, self.kv_caches, self.nz_layers, addressing=self.addressing)
 
     def storages(self) -> list[torch.Tensor]:
-        """The bytes of every storage that tensors lie in."""
+        """The bytes of every storage with tensors."""
         found: dict[int, torch.UntypedStorage] = {}
         for entry in self.kv_caches.values():
             for tensor in tensors_of(entry):
@@ -82,7 +82,7 @@ class LayoutFixture:
         return [storage.clone() for storage in self.storages()]
 
     def fill(self, seed: int) -> None:
-        """Random bytes everywhere, in padding too."""
+        """Fill all storages with random bytes, padding included."""
         random = np.random.default_rng(seed)
         for storage in self.storages():
             storage.numpy()[:] = random.integers(0, 256, storage.numel(), dtype=np.uint8)
@@ -91,7 +91,7 @@ class LayoutFixture:
         return {paged.reach for paged in self.tensors if paged.group == group}
 
     def check_groups(self) -> None:
-        """The groups that are read are those stated by hand, on both sides.
+        """Check that the groups on both sides are those stated by hand.
 
         The worker's config has bundles of specs, the scheduler's the first spec of each.
         """
@@ -99,7 +99,8 @@ class LayoutFixture:
         assert groups == cache_groups(self.scheduler_config)
         found = set()
         for of_layout in self.layout().groups:
-            index, reach = of_layout.kv_cache_group_id, Reach.of(of_layout)
+            index = of_layout.kv_cache_group_id
+            reach = Reach.of(of_layout)
             assert groups[index] == CacheGroup(
                 reach.kind, reach.tokens_per_page, reach.window_tokens, reach.holds_states
             )
@@ -113,7 +114,7 @@ def paged_tensors(
     describe: dict[str, Sequence[tuple[int | None, ...]]],
     reaches: dict[str, Reach],
 ) -> tuple[PagedTensor, ...]:
-    """One per tensor, for configs in which a layer is in one group.
+    """The paged tensors of a config in which each layer is in one group.
 
     ``describe`` and ``reaches`` are by the end of a layer's name; the former has
     ``(page_axis, token_axis, blocks_per_page)``, shortened from the right, for each tensor.

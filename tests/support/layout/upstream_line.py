@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the lines of vLLM name differently where KV caches are planned, allocated and shaped.
+"""Hides how releases of vLLM differ in planning, allocating and shaping KV caches.
 
 Since 0.30 a backend says how many rows of which size a page has (``customize_spec``) and which
 orders of axes it reads; vLLM then makes one view ``[pages, heads, rows, content]`` per layer.
@@ -31,7 +31,7 @@ HAS_ONE_VIEW = "tokens_per_state" in _FIELDS
 """Whether this is vLLM 0.30 or later."""
 
 Backends = Mapping[str, type]
-"""By the end of a layer's name."""
+"""Backends by the end of a layer's name."""
 
 
 def compressed(tokens_per_row: int) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def page_axis_of(backend: Any) -> int:
 
 
 def token_axis_of(token_axis: int | None) -> int | None:
-    """The axis that counts tokens, given that of the backend's own shape.
+    """The axis that counts tokens, given that axis of the backend's own shape.
 
     In the one view something stands before the rows, so that a page is one row.
     """
@@ -58,7 +58,7 @@ def token_axis_of(token_axis: int | None) -> int | None:
 
 
 def views(number: int) -> int:
-    """Tensors that a layer registers, given the number that it has before 0.30."""
+    """The number of tensors that a layer registers, given its number before 0.30."""
     return 1 if HAS_ONE_VIEW else number
 
 
@@ -76,7 +76,7 @@ def plan(
     config = kv_cache_utils.get_kv_cache_config_from_groups(
         vllm_config, groups, available_memory=1 << 40
     )
-    if HAS_ONE_VIEW:  # as the engine core does
+    if HAS_ONE_VIEW:  # The engine core does the same.
         config.kv_cache_layout = vllm_config.cache_config.kv_cache_layout
     return config, kv_cache_utils.generate_scheduler_kv_cache_config([config])
 
@@ -84,7 +84,7 @@ def plan(
 def _resolved(
     vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], backends: Backends
 ) -> dict[str, KVCacheSpec]:
-    """The specs as backends have them; with them, the order of axes in ``vllm_config``."""
+    """The specs of the backends. The order of axes in ``vllm_config`` is set, too."""
     from vllm.v1.attention.backends import utils
 
     found = {
@@ -103,7 +103,7 @@ def _resolved(
 
 
 def config_by_layers(groups: list[KVCacheGroupSpec], num_blocks: int) -> KVCacheConfig:
-    """Of vLLM 0.30: layers of one page size, each with pages of its own; groups share them."""
+    """A config of vLLM 0.30: layers of one page size have their own pages; groups share them."""
     from vllm.v1.kv_cache_interface import KVCacheTensor
 
     page_bytes = groups[0].kv_cache_spec.page_size_bytes
@@ -121,7 +121,7 @@ def config_by_layers(groups: list[KVCacheGroupSpec], num_blocks: int) -> KVCache
         ],
         kv_cache_groups=groups,
     )
-    config.kv_cache_layout = "LBHNC"  # the one that the CPU backend reads
+    config.kv_cache_layout = "LBHNC"  # The CPU backend reads this order.
     return config
 
 
@@ -166,7 +166,7 @@ def _shaped_by_backends(
         for index, group in enumerate(config.kv_cache_groups)
         for name in group.layer_names
     ]
-    # As much of a model runner as allocating and shaping KV caches reads.
+    # The attributes of a model runner that allocating and shaping KV caches read.
     runner = SimpleNamespace(
         device="cpu",
         runner_only_attn_layers=frozenset(),

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds between retention's state and the block pool."""
+"""Checks of retention's state against the block pool."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has to hold between retention's state and a pool of blocks. Imports no vLLM."""
+"""Checks retention's state against a pool of blocks. The module imports no vLLM."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from support.retention import inspection
+
 
 def num_checkpoints(cache_state: Any) -> int:
-    """Boundaries that can be resumed from."""
-    return sum(bool(node["tail"]) for node in cache_state.describe())
+    """The number of boundaries at which a request can resume."""
+    return sum(bool(node["tail"]) for node in inspection.describe(cache_state))
 
 
 def check_cache_state(
     retention: Any, blocks: Iterable[Any], free_blocks: Iterable[Any], is_exact: bool = True
 ) -> None:
-    """Structure, counts of needs and the order of free blocks agree with each other.
+    """Check that structure, counts of needs and the order of free blocks agree with each other.
 
-    ``free_blocks`` are in the order in which they will be reallocated. With ``is_exact`` false,
-    blocks were uncached that the checkpoints did not give up: the order is not looked at then.
+    ``free_blocks`` are in the order in which they will be reallocated. If ``is_exact`` is false,
+    blocks were uncached that the checkpoints did not give up. The order is not checked then.
     """
     cache_state = retention.cache_state
-    nodes = cache_state.describe()
+    nodes = inspection.describe(cache_state)
     check_structure(nodes, [group.block_tokens for group in retention.full_groups])
     assert cache_state.counts()[0] == sum(bool(node["tail"]) for node in nodes)
     needs: Counter[int] = Counter()
@@ -30,9 +32,9 @@ def check_cache_state(
         for ids in (*node["runs"], node["tail"]):
             needs.update(ids)
     for request in retention._request_states.values():
-        needs.update(request.held_blocks())
+        needs.update(inspection.held_blocks(request))
     for block in blocks:
-        counted = cache_state.num_needs(block.block_id)
+        counted = inspection.num_needs(cache_state, block.block_id)
         assert counted == needs[block.block_id], f"{block} is miscounted as needed {counted} times"
     if not is_exact:
         return
@@ -46,11 +48,12 @@ def check_cache_state(
 
 
 def check_structure(nodes: list[dict[str, Any]], block_tokens: list[int]) -> None:
-    """Parents and children agree, and no boundary is there for nothing."""
+    """Check that parents and children agree, and that every boundary is needed."""
     by_key = {node["key"]: node for node in nodes}
     num_children = Counter(node["parent_key"] for node in nodes)
     for node in nodes:
-        tokens, parent_tokens = node["boundary_tokens"], node["parent_tokens"]
+        tokens = node["boundary_tokens"]
+        parent_tokens = node["parent_tokens"]
         assert parent_tokens < tokens
         assert node["is_in_order"] == bool(node["tail"]), f"{node} is never evicted"
         assert len(set(node["tail"])) == len(node["tail"]), f"{node} has a block twice"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adaptive retention in a test process, and what has to hold between its state and the block pool.
+"""Adaptive retention in a test process, and checks of its state against the block pool.
 
-The state says which cached blocks are worth something; a block that it does not know would stay in
-the cache for ever, and one that they know twice would be given up twice.
+The state says which cached blocks are worth keeping. A block that it does not know would stay in
+the cache for ever, and a block that it knows twice would be given up twice.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from unittest import mock
 
 from support.installed import installed, retention_installed
 from support.retention.cache_state import check_cache_state, num_checkpoints
+from support.retention.started import retention_of
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.transcript import Step
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.settings import RETENTION_VARIABLE, Retention
 
 
 def adaptive_chosen() -> AbstractContextManager[Any]:
-    """The environment as a block manager finds it where retention is adaptive."""
+    """The environment of a block manager with adaptive retention."""
     return mock.patch.dict(os.environ, {RETENTION_VARIABLE: Retention.ADAPTIVE.value})
 
 
 @contextmanager
 def adaptive_retention() -> Iterator[None]:
-    """Adaptive retention as a user gets it: with the repairs and the faster prefix cache."""
+    """Install adaptive retention as for a user, with the repairs and the faster prefix cache."""
     with installed("fast-prefix-cache"), retention_installed(), adaptive_chosen():
         yield
 
@@ -41,7 +41,7 @@ def cache_state_of(block_manager: Any) -> Any:
 
 
 class CheckpointsAccountForCache:
-    """Every cached block that no request holds belongs to a checkpoint, or is surplus.
+    """Check that every cached block without a request belongs to a checkpoint or is surplus.
 
     A `support.scheduler.run.Check`; it looks closer whenever no request is left.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a conversation can hit at each point of its life, and what keeping that costs.
+"""Measures what a conversation can hit at each point of its life, and what keeping that costs.
 
-On the layouts of either family of managers.
+The layouts are those of either family of managers.
 """
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ from dataclasses import dataclass, field
 
 from vllm.v1.request import Request
 
+from support.retention import inspection
+from support.retention.started import retention_of
 from support.scheduler.block_manager import BlockManager
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 
 Hits = dict[str, int]
-"""Name of a point in the life of a request -> tokens that a lookup hits there."""
+"""By the name of a point in the life of a request: the tokens that a lookup hits there."""
 
 
 class UnderPressure(BlockManager):
-    """Whenever a request looks the cache up, others have taken all that is surplus."""
+    """A cache in which other requests take all surplus blocks before each lookup."""
 
     def request(self, token_ids: Sequence[int], **arguments: object) -> Request:
         retained = retention_of(self.manager.coordinator).cache_state
-        self.pool.evict_blocks(set(retained.surplus()))
+        self.pool.evict_blocks(set(inspection.surplus(retained)))
         return super().request(token_ids, **arguments)
 
     def preempt(self, request: Request) -> None:
         super().preempt(request)
         retained = retention_of(self.manager.coordinator).cache_state
-        self.pool.evict_blocks(set(retained.surplus()))
+        self.pool.evict_blocks(set(inspection.surplus(retained)))
 
 
 def serve_conversation(
@@ -76,7 +77,7 @@ def serve_conversation(
 
 
 def serve_prompt_only(world: BlockManager, num_prompt_tokens: int) -> Hits:
-    """Serve a request that ends with its first token, and extend it."""
+    """Serve a request that ends with its first token, and then a request that extends it."""
     rng = random.Random(num_prompt_tokens)
     prompt = [rng.randrange(1000) for _ in range(num_prompt_tokens)]
     request = world.request(prompt)
@@ -91,7 +92,7 @@ def serve_prompt_only(world: BlockManager, num_prompt_tokens: int) -> Hits:
 
 @dataclass
 class Difference:
-    """Where two worlds differ, counted per point in the life of a request."""
+    """The number of differences between two caches, per point in the life of a request."""
 
     num_cases: int = 0
     num_different: int = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The groups of small models, for tests that try every length: those of the family at hand."""
+"""The groups of small models of the current family, for tests that try every length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support import family
 from support.scheduler.block_manager import full, window
 
 Specs = tuple[Any, ...]
-"""A ``KVCacheSpec`` per group."""
+"""The ``KVCacheSpec`` of each group."""
 
 
 def _layouts() -> dict[str, Specs]:
@@ -35,10 +35,10 @@ def _layouts() -> dict[str, Specs]:
 LAYOUTS = _layouts()
 
 LIVES_OF = 4 if family.IS_ASCEND else 1
-"""Of each choice of groups that look ahead, every so many lengths are lived through whole."""
+"""For each choice of groups that look ahead, one in so many lengths has a whole life."""
 
 PREEMPT_EVERY = 9 if family.IS_ASCEND else 5
-"""Tokens that such a life decodes between two preemptions."""
+"""The tokens that a whole life decodes between two preemptions."""
 
 
 def tokens_per_block(spec: Any) -> int:
@@ -46,7 +46,7 @@ def tokens_per_block(spec: Any) -> int:
 
 
 def unit_of(specs: Specs) -> int:
-    """Hits are multiples of so many tokens."""
+    """The unit of hits in tokens."""
     return math.lcm(*map(tokens_per_block, specs))
 
 
@@ -55,14 +55,14 @@ def longest_window(specs: Specs) -> int:
 
 
 def eagle_sets(specs: Specs) -> Iterator[frozenset[int]]:
-    """Every choice of groups that look ahead. A lookup takes groups of one spec for one."""
+    """Every choice of groups that look ahead. A lookup treats groups of equal specs as one."""
     told_apart = [index for index, spec in enumerate(specs) if spec not in specs[:index]]
     for size in range(len(told_apart) + 1):
         yield from map(frozenset, itertools.combinations(told_apart, size))
 
 
 def some_eagle_sets(specs: Specs) -> list[frozenset[int]]:
-    """The same, but for layouts of many groups none, one and all of them."""
+    """Choices of groups that look ahead; in layouts of many groups only none, one and all."""
     chosen = list(eagle_sets(specs))
     if len(chosen) <= 16:
         return chosen

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines are asked in processes of their own, on a CPU and on the emulated NPU alike.
+"""Scenarios that ask engines in their own processes, on a CPU or on the emulated NPU.
 
-A *plan* says what one engine is and what it is asked; see `processes.Plan`. A *scenario* is a
-function of the module that a plan names. It gets the module's ``Engine``, asks it, and what was
-answered becomes the report: `serve` runs plans and writes their reports, `processes` starts such a
-process for a test, and `answers` compares reports.
+A *plan* describes one engine and its scenarios, see `processes.Plan`. A *scenario* is a function of
+the module that a plan names. It gets the module's ``Engine`` and asks it. The answers become the
+report. `serve` runs plans and writes their reports, `processes` starts such a process for a test,
+and `answers` compares reports.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines have answered, and how far it is from what others have."""
+"""The answers of engines, and their differences from others."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 
 LOGPROB_TOLERANCE = 1e-4
-"""fp32; a prefill in other chunks has been seen to differ by 0, a wrong cached block by 2 to 3."""
+"""The tolerance in fp32. A prefill in other chunks differs by 0, and a wrong cached block by 2 to
+3."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one request brought back; what an engine does not report is empty.
+    """The result of one request. Values that an engine does not report are empty.
 
     Attributes:
-        hit_tokens: Tokens of the prompt that were not computed.
-        logprobs: By step of the reply, the five best and that of the reply, by token.
-        segments: First and end token of segments that the request named.
-        params: What the response says of segments; None for a plain request.
-        probe: What its question attended to.
+        hit_tokens: The tokens of the prompt that were not computed.
+        logprobs: By step of the reply: the five best tokens and the token of the reply.
+        segments: The first and end token of segments that the request named.
+        params: What the response says about segments; None for a plain request.
+        probe: The scores of its question.
     """
 
     prompt_tokens: int
@@ -44,7 +45,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Served:
-    """The report of one engine, and what its process has logged."""
+    """The report of one engine, and the log of its process."""
 
     report: Mapping[str, Any]
     log: str
@@ -60,15 +61,15 @@ class Served:
         return [answer.hit_tokens for answer in self.answers(label)]
 
     def counted(self, label: str, name: str) -> int:
-        """What the engine has counted while ``label`` was answered."""
+        """The count of the engine while ``label`` was answered."""
         return int(self.report["asked"][label]["counted"].get(name, 0))
 
     def counted_in_all(self, name: str, labels: Iterable[str] | None = None) -> int:
-        """The same of several labels, or of all."""
+        """The sum of a count over several labels, or over all."""
         return sum(self.counted(label, name) for label in labels or self.labels)
 
     def kept_blocks(self, label: str, kind: str) -> list[int]:
-        """Cached blocks of each group of one kind, right after ``label`` was answered."""
+        """The cached blocks of each group of one kind, right after ``label`` was answered."""
         kept: list[int] = self.report["asked"][label]["kept_blocks"][kind]
         return kept
 
@@ -77,7 +78,7 @@ class Served:
         return max(self.logprob_errors(label, reference))
 
     def logprob_errors(self, label: str, reference: Served) -> list[float]:
-        """The same of each answer."""
+        """The largest difference of each answer."""
         return errors(self.answers(label), reference.answers(label))
 
     def check_equal(
@@ -86,7 +87,7 @@ class Served:
         labels: Iterable[str],
         tolerance: float | Callable[[str], float] = LOGPROB_TOLERANCE,
     ) -> float:
-        """Assert that answers are the reference's; return the largest difference.
+        """Assert that answers equal the reference's. Returns the largest difference.
 
         It is one of log-probabilities, as the tolerance, which may depend on the label.
         """
@@ -98,12 +99,12 @@ class Served:
         return max(error_of.values())
 
     def check_nothing_is_left(self) -> None:
-        """Assert that requests have given back all that they held."""
+        """Assert that requests have released everything."""
         assert set(self.report["left"].values()) == {0}, self.report["left"]
 
 
 def _largest(differences: Iterable[float]) -> float:
-    """Infinity if one of them is not a number, which ``max`` overlooks."""
+    """The largest difference; infinity if one is NaN, which ``max`` would ignore."""
     return max(math.inf if math.isnan(each) else each for each in differences)
 
 
@@ -125,7 +126,7 @@ def logprob_error(answer: Answer, reference: Answer) -> float:
 
 
 def oracle_error(log_probabilities: Any, answer: Answer) -> float:
-    """The same from an oracle's, which are those of all tokens; shape: [steps, tokens]."""
+    """The largest difference from an oracle's log-probabilities. shape: [steps, tokens]."""
     return _largest(
         abs(float(of_token[int(token)]) - logprob)
         for of_token, step in zip(log_probabilities, answer.logprobs, strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blended prompts, made of documents, and prompts that a reference is asked.
+"""Blended prompts of documents, and prompts for a reference.
 
 Options of a plan: ``heads``, lengths that scenarios ask with; ``has_context``, whether documents
 are stored behind others; ``prompts``, by label lists of token ids and how many tokens their replies
@@ -48,14 +48,14 @@ CROWD_REPLY_TOKENS = 100
 ALONE_REPLY_TOKENS = 24
 CROWD_POOL_TOKENS = 2400
 CROWD = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
-"""As many requests as there are, small steps; the pool is too small for them."""
+"""Engine options with small steps and a pool that is too small for all requests."""
 
 INSTRUCTIONS_TOKENS = 140
 SHORT_TOKENS = 48
 
 
 class Engine(scenarios_engine.Engine):
-    """An engine that blends, or that a blended answer is compared with."""
+    """An engine that blends, or a reference for blended answers."""
 
     reply_tokens = REPLY_TOKENS
     defaults = {"max_num_batched_tokens": 256}  # noqa: RUF012 (nobody changes it)
@@ -70,7 +70,7 @@ class Engine(scenarios_engine.Engine):
             self.segments = segments_of(self.side)
 
     def store_segments(self, documents: Sequence[Tokens]) -> None:
-        """Have each document stored as a segment; behind others, if the plan has a context.
+        """Store each document as a segment; behind others, too, if the plan has a context.
 
         That begins with `instructions`.
         """
@@ -91,7 +91,7 @@ class Engine(scenarios_engine.Engine):
         """Have all computed that the engine is to learn."""
         learning = self.segments.learning
         while learning is not None and (learning.has_queue or learning.request_ids):
-            # What is learned is computed beside others, in steps in which nobody waits.
+            # The engine learns in steps beside other requests, if no request waits.
             self.llm.generate([Prompt(random_tokens(rng, 5)).inputs], sampling_of(4))
             self.finish()
 
@@ -101,7 +101,7 @@ class Engine(scenarios_engine.Engine):
 
     @property
     def instructions(self) -> Tokens | None:
-        """What prompts begin with, if the plan has a context."""
+        """The beginning of prompts, if the plan has a context."""
         if not self.plan.get("has_context"):
             return None
         return random_tokens(random.Random("instructions"), INSTRUCTIONS_TOKENS)
@@ -136,7 +136,8 @@ class Engine(scenarios_engine.Engine):
         from vllm_ascend_kvext.segments.scheduler import blended_requests
 
         coordinator = self.scheduler.kv_cache_manager.coordinator
-        cache_blocks, private_hashes = coordinator.cache_blocks, blended_requests.PrivateHashes
+        cache_blocks = coordinator.cache_blocks
+        private_hashes = blended_requests.PrivateHashes
         del coordinator.cache_blocks
         blended_requests.PrivateHashes = mock.Mock()
         yield
@@ -188,7 +189,7 @@ def orders(engine: Engine) -> None:
 
 @scenario
 def exact(engine: Engine) -> None:
-    """Prompts of which nothing is approximate, although segments are known."""
+    """Prompts without any approximate reuse, although segments are stored."""
     rng = random.Random(1)
     texts = documents(rng)
     with engine.with_heads(max(STORED_LENGTHS) + 1):
@@ -205,7 +206,7 @@ def exact(engine: Engine) -> None:
 
 @scenario
 def controls(engine: Engine) -> None:
-    """What is loaded is wrong; then right, behind what is cached. A plain request follows."""
+    """Loads with wrong bytes; then right loads behind cached tokens; then a plain request."""
     rng = random.Random(1)
     texts = documents(rng)
     instructions = random_tokens(rng, INSTRUCTIONS_TOKENS)
@@ -251,7 +252,7 @@ def crowd(engine: Engine) -> None:
 
 @scenario
 def short(engine: Engine) -> None:
-    """Documents none of whose tokens occurs twice; nobody stores them, three requests have them."""
+    """Three requests with documents that are not stored. No token of a document occurs twice."""
     rng = random.Random(4)
     texts = [rng.sample(range(4, VOCABULARY_TOKENS), SHORT_TOKENS) for _ in range(2)]
     for label, order in (("first", (0, 1)), ("second", (1, 0)), ("third", (0, 1))):
@@ -263,10 +264,10 @@ def short(engine: Engine) -> None:
 
 @scenario
 def short_with_wrong_keys(engine: Engine) -> None:
-    """The same, of a model whose keys turn otherwise than its rotary module says."""
+    """Documents of a model whose keys rotate differently than its rotary module says."""
     turn = key_check.turn
     turning = mock.patch.object(
-        *(key_check, "turn"), lambda keys, signature, shifts: turn(keys, signature, 2 * shifts)
+        key_check, "turn", lambda keys, signature, shifts: turn(keys, signature, 2 * shifts)
     )
     with turning:
         short(engine)
@@ -274,7 +275,7 @@ def short_with_wrong_keys(engine: Engine) -> None:
 
 @scenario
 def plain(engine: Engine) -> None:
-    """Prompts, each for itself: there is no prefix cache."""
+    """Prompts, one after the other, without a prefix cache."""
     for label, (prompts, reply_tokens) in engine.plan["prompts"].items():
         engine.ask(label, prompts, reply_tokens)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of ``check-model``, each with what goes wrong. ``arguments`` of a plan are the command's."""
+"""Runs of ``check-model`` with faults. The ``arguments`` of a plan are those of the command."""
 
 from __future__ import annotations
 
@@ -75,6 +75,6 @@ leaves_holes = _run_with(
     *(hole_steps, "add_rows"), lambda of, output, rows: _add_rows(of, output, rows[:-1])
 )
 turns_keys_further = _run_with(
-    *(key_check, "turn"), lambda keys, signature, shifts: _turn(keys, signature, 2 * shifts)
+    key_check, "turn", lambda keys, signature, shifts: _turn(keys, signature, 2 * shifts)
 )
 fails_loads = _run_with(SegmentMover, "load", mock.Mock(side_effect=SegmentError("it fails")))

@@ -15,7 +15,7 @@ LONG_CHUNK_TOKENS = 1024
 
 @scenario
 def answers(engine: Engine) -> None:
-    """In steps: windows of 128 and pages end in prompts and in replies."""
+    """Prompts in several steps. Windows of 128 tokens and pages end in prompts and in replies."""
     rng = random.Random(0)
     for length in (120, 700, 2400):
         prompt = random_tokens(rng, length)
@@ -25,7 +25,7 @@ def answers(engine: Engine) -> None:
 
 @scenario
 def turns(engine: Engine) -> None:
-    """Conversations that go on after the device has lost them."""
+    """Conversations that continue after the device has lost them."""
     rng = random.Random(1)
     prompts = [random_tokens(rng, length) for length in (300, 700, 1500)]
     replies = engine.ask("first", prompts, reply_tokens=16)
@@ -40,7 +40,7 @@ def turns(engine: Engine) -> None:
 
 @scenario
 def holes(engine: Engine) -> None:
-    """Host memory has lost the middle of a prompt."""
+    """A prompt whose middle host memory has lost."""
     rng = random.Random(2)
     prompt = random_tokens(rng, 1500)
     for label in ("hole", "hole left out"):
@@ -67,7 +67,7 @@ def device_hit(engine: Engine) -> None:
 
 @scenario
 def host_bytes(engine: Engine) -> None:
-    """What 1,024 tokens and the boundary behind them take in host memory."""
+    """The host memory of 1,024 tokens and of the boundary behind them."""
     from support.layout.byte_memory import chunk_bytes, dense_layout
     from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk
     from vllm_ascend_kvext.token_range import TokenRange
@@ -77,7 +77,8 @@ def host_bytes(engine: Engine) -> None:
     parts = range(128, LONG_CHUNK_TOKENS + 1, 128)
     rows = [entry for end_tokens in parts for entry in engine.entries("rows", end_tokens)]
     kept = [*rows, *engine.entries("tails", LONG_CHUNK_TOKENS)]
-    layout, chunk = engine.worker_side._runner.layout, PlacedChunk(TokenRange(0, LONG_CHUNK_TOKENS))
+    layout = engine.worker_side._runner.layout
+    chunk = PlacedChunk(TokenRange(0, LONG_CHUNK_TOKENS))
     engine.note("stored pieces", len(kept))
     engine.note("stored bytes", sum(entry.num_bytes for entry in kept))
     engine.note("planned bytes", chunk_bytes(layout, chunk))
@@ -85,7 +86,7 @@ def host_bytes(engine: Engine) -> None:
 
 
 def spoil_cached_blocks(engine: Engine) -> None:
-    """What the prefix cache has is still found, and wrong."""
+    """Let the blocks of the prefix cache hold wrong bytes. They are still found."""
     executor = engine.core.model_executor
     for caches in executor.driver_worker.worker.model_runner.kv_caches:
         for tensor in caches if isinstance(caches, list | tuple) else [caches]:

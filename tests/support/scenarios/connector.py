@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts with and without a KvextConnector: what is stored, loaded, lost, and wrong on purpose.
 
-A scenario sends the same prompts to every engine: what needs a connector is left out where there is
-none.
+A scenario sends the same prompts to every engine. Steps that need a connector are left out without
+one.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ PROMPT_LENGTHS = (300, 777, 64, 65, 16, 17)
 DOCUMENT_TOKENS = 333
 DAMAGED_TOKENS = 400
 DAMAGED_BOUNDARIES_TOKENS = {"rows": CHUNK_TOKENS, "tails": 384}
-"""The first chunk, and where the prompt is resumed."""
+"""The boundaries of damaged entries: the first chunk, and where the prompt resumes."""
 
 HOLES_TOKENS = {
     "at the beginning": [(0, CHUNK_TOKENS)],
     "in the middle": [(2 * CHUNK_TOKENS, 3 * CHUNK_TOKENS)],
     "several": [(CHUNK_TOKENS, 2 * CHUNK_TOKENS), (3 * CHUNK_TOKENS, 5 * CHUNK_TOKENS)],
 }
-"""Tokens whose rows host memory loses."""
+"""The tokens whose rows host memory loses."""
 
 LONE_TURNS_TOKENS = (977, 1105, 1122)
-"""Prompts of a conversation. They end within chunks, the last two one full block apart."""
+"""The lengths of a conversation's prompts. They end inside chunks, the last two one block apart."""
 LONE_REPLY_TOKENS = 8
 LONE_HOLES_TOKENS = {
     "intact": (0, []),
@@ -54,16 +54,16 @@ LONE_HOLES_TOKENS = {
     "behind what the device has": (256, [(256, 384)]),
     "on the device and behind it": (256, [(128, 256), (256, 384)]),
 }
-"""Tokens that the device has, and those whose entries host memory loses."""
+"""The tokens that the device has, and the tokens whose entries host memory loses."""
 
 NUM_EVICTED_PROMPTS = 8
 STORM_REPLY_TOKENS = 250
 SMALL_POOL_TOKENS = 5600
-"""Of all groups together: too few for the storm."""
+"""The size of the pool for all groups together, which is too small for the storm."""
 
 
 class Engine(scenarios_engine.Engine):
-    """An engine whose connector, if it has one, is looked into."""
+    """An engine that reports the state of its connector, if it has one."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         if "windows_tokens" in Path(plan["model"], "config.json").read_text():
@@ -79,9 +79,9 @@ class Engine(scenarios_engine.Engine):
         self._count_what_the_scheduler_counts()
 
     def entries(self, kind: str, end_tokens: int) -> list[Any]:
-        """What host memory holds of one kind, ``rows`` or ``tails``, that ends at some token.
+        """The entries of one kind, ``rows`` or ``tails``, that end at a token.
 
-        In the order of their stores: a prompt's that was asked first comes first.
+        They are in the order of their stores.
         """
         found = [
             entry
@@ -91,7 +91,7 @@ class Engine(scenarios_engine.Engine):
         return sorted(found, key=lambda entry: entry.number)
 
     def lose_rows(self, lost: Sequence[Sequence[int]], prompt: Tokens | None = None) -> None:
-        """Evict what host memory has of these tokens, of any prompt or of one that was asked."""
+        """Evict the entries of these tokens, of any prompt or of a given one."""
         if not self.has_connector:
             return
         from support.connector.lost_rows import holds_rows_of
@@ -100,17 +100,17 @@ class Engine(scenarios_engine.Engine):
         self.side.tier.evict(lost_entries.__contains__)
 
     def _entries_of(self, prompt: Tokens | None) -> list[Any]:
-        """Entries of host memory: all of them, or those with rows of one prompt that was asked."""
+        """All entries of host memory, or those with rows of a given prompt."""
         if prompt is None:
             return list(self.side.tier._entries.values())
-        # The last token is computed: a block that it fills is of no use.
+        # The last token is always computed, so a block that it fills is of no use.
         full_tokens = (len(prompt) - 1) // self.block_tokens * self.block_tokens
         runs = self.side.tier.lookup(self.prefixes[tuple(prompt)]).find_runs(full_tokens, 0)
         return [entry for run in runs for entry in run.entries]
 
     @contextmanager
     def leaving_out_holes(self, is_left_out: bool) -> Iterator[None]:
-        """Let holes count as computed that are not."""
+        """Let holes that are not computed count as computed."""
         if not (self.has_connector and is_left_out):
             yield
             return
@@ -130,12 +130,14 @@ class Engine(scenarios_engine.Engine):
         """Tokens since the last call."""
         if not self.has_connector:
             return 0
-        before, self._hole_tokens = self._hole_tokens, self.side.counters.hole_tokens
+        before = self._hole_tokens
+        self._hole_tokens = self.side.counters.hole_tokens
         return int(self._hole_tokens - before)
 
     def _count_what_the_scheduler_counts(self) -> None:
-        """In this process vLLM drops the statistics of steps that answer no request."""
-        scheduler, counted = self.scheduler, self.counted
+        """Collect statistics. In this process, vLLM drops those of steps without answers."""
+        scheduler = self.scheduler
+        counted = self.counted
 
         def note_stats(stats: Any, *_: Any, **__: Any) -> None:
             for name in ("prefix_cache_stats", "connector_prefix_cache_stats"):
@@ -164,8 +166,10 @@ class Engine(scenarios_engine.Engine):
 
     def _count_what_becomes_of_holes(self) -> None:
         """And remember by which hashes prompts are stored."""
-        side, counted = self.side, self.counted
-        end, add_request = side._loads.end, self.scheduler.add_request
+        side = self.side
+        counted = self.counted
+        end = side._loads.end
+        add_request = self.scheduler.add_request
 
         def note_holes(holes: list[Any]) -> None:
             counted["hole tokens"] += sum(of_request.num_tokens for of_request in holes)
@@ -187,7 +191,7 @@ class Engine(scenarios_engine.Engine):
 
 @scenario
 def turns(engine: Engine) -> None:
-    """Prompts that end everywhere in a block: new, sent again, and their next turns."""
+    """Prompts that end at many places of a block: new, sent again, and their next turns."""
     rng = random.Random(1)
     prompts = [random_tokens(rng, length) for length in PROMPT_LENGTHS]
     replies = engine.ask("cold", prompts)
@@ -204,7 +208,7 @@ def turns(engine: Engine) -> None:
 
 @scenario
 def document(engine: Engine) -> None:
-    """Questions about one document, at last four at the same time."""
+    """Questions about one document, and finally four at the same time."""
     rng = random.Random(2)
     document = random_tokens(rng, DOCUMENT_TOKENS)
     questions = [random_tokens(rng, 90 + 7 * number) for number in range(6)]
@@ -259,7 +263,7 @@ def failures(engine: Engine) -> None:
         engine.ask("failing stores", prompts)
         engine.reset()
     engine.ask("after failed stores", prompts)
-    engine.spoil_pages()  # What is not loaded is wrong.
+    engine.spoil_pages()  # Rows that are not loaded are wrong.
     with engine.failing("load"):
         engine.ask("failing loads", prompts)
         engine.spoil_pages()
@@ -270,7 +274,7 @@ def failures(engine: Engine) -> None:
     prompt = random_tokens(rng, max(250, 4 * engine.block_tokens - 20))
     engine.ask("before one part fails", [prompt])
     engine.spoil_pages()
-    # The load of all parts, and that of the first chunk alone.
+    # The load of all parts fails, and then that of the first chunk alone.
     with engine.failing("load", numbers=(1, 2)):
         engine.ask("one part fails", [prompt])
     engine.reset(is_host_too=True)
@@ -284,7 +288,7 @@ def storm(engine: Engine) -> None:
 
 @scenario
 def large_storm(engine: Engine) -> None:
-    """The same for twice the pool."""
+    """Requests that outgrow a pool of twice the size."""
     _crowd(engine, "large storm", [150 + 3 * number for number in range(16)], 250)
 
 
@@ -311,7 +315,7 @@ def eviction(engine: Engine) -> None:
 
 @scenario
 def holes(engine: Engine) -> None:
-    """Prompts of which host memory has lost chunks, before pages that hold no right byte."""
+    """Prompts of which host memory has lost chunks, while all pages hold wrong bytes."""
     rng = random.Random(9)
     shared = random_tokens(rng, 6 * CHUNK_TOKENS)
     prompts = [shared + random_tokens(rng, length) for length in (1, 130, 200)]
@@ -328,7 +332,7 @@ def holes(engine: Engine) -> None:
 
 @scenario
 def lone_holes(engine: Engine) -> None:
-    """One request at a time, the next turn of a conversation: all that is computed is its own."""
+    """The turns of a conversation, one at a time, so that all computed tokens are their own."""
     rng = random.Random(10)
     for name, (device_tokens, lost) in LONE_HOLES_TOKENS.items():
         prompt = random_tokens(rng, LONE_TURNS_TOKENS[-1])
@@ -343,12 +347,12 @@ def lone_holes(engine: Engine) -> None:
 
 SHARED_LENGTHS = (300, 777, 65)
 SHARED_TOKENS = 500
-"""Of the second prompt: where another parts from it, in the middle of a chunk."""
+"""The tokens that another prompt shares with the second one. They end inside a chunk."""
 
 
 @scenario
 def shared(engine: Engine) -> None:
-    """What other engines may have put into a shared tier; this one puts it, too."""
+    """Prompts that other engines may have put into a shared tier. This engine puts them, too."""
     rng = random.Random("shared")
     prompts = [random_tokens(rng, length) for length in SHARED_LENGTHS]
     engine.ask("shared", prompts)
@@ -364,7 +368,7 @@ def shared(engine: Engine) -> None:
 
 @scenario
 def shared_for_long(engine: Engine) -> None:
-    """The same, and then more and more, until the process is killed."""
+    """Prompts for a shared tier, and then more and more, until the process is killed."""
     shared(engine)
     rng = random.Random("for long")
     while True:

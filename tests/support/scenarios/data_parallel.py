@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data-parallel ranks, each an engine in a process of its own.
+"""Data-parallel ranks. Each is an engine in its own process.
 
-A scenario deals its prompts out to the ranks in turns. With one rank, that gets all of them.
+A scenario sends its prompts to the ranks in turns. A single rank gets all of them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from support.scenarios.engine import (
     sampling_of,
 )
 
-turns, holes = connector.turns, connector.holes
+turns = connector.turns
+holes = connector.holes
 MAX_REQUESTS = 4
-"""Of a rank at the same time."""
+"""The most requests that run on a rank at the same time."""
 RANK = "support.scenarios.data_parallel_rank"
 
 
 class Asked(NamedTuple):
-    """A prompt, and where to send it: to a rank, modulo their number.
+    """A prompt and its rank, modulo the number of ranks.
 
     If it is late, it waits until another rank runs as many requests as it can.
     """
@@ -44,7 +45,7 @@ class Asked(NamedTuple):
 
 
 class Engine:
-    """Several engines behind one client, in the words of `connector.Engine`."""
+    """Several engines behind one client, with the methods of `connector.Engine`."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         from vllm import AsyncEngineArgs
@@ -158,7 +159,7 @@ class Engine:
         return self._loop.run_until_complete(self._call_all(method, *arguments))
 
     async def _call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """What a method of `data_parallel_rank.Rank` returns, by rank."""
+        """The results of a method of `data_parallel_rank.Rank`, by rank."""
         return await asyncio.gather(
             *(
                 self._client._call_utility_async("steer", method, arguments, engine=engine)
@@ -169,7 +170,7 @@ class Engine:
 
 @scenario
 def crowd(ranks: Engine) -> None:
-    """More requests on one rank than run at once; two on the other, which come meanwhile.
+    """More requests on one rank than can run, and meanwhile two on the other.
 
     They are sent twice, and then with changed ranks, whose host memories have none of them.
     """
@@ -205,7 +206,7 @@ def failures(ranks: Engine) -> None:
 
 @scenario
 def skipped(ranks: Engine) -> None:
-    """Loads that copy nothing: what a comparison has to see."""
+    """Loads that copy nothing. A comparison must notice that."""
     rng = random.Random(23)
     prompts = [random_tokens(rng, 3 * CHUNK_TOKENS + 9 * number) for number in range(2)]
     ranks.ask("before skipped loads", prompts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a test steers and counts within the process of an engine, one of several ranks.
+"""Controls and counters of a test inside the process of an engine, one of several ranks.
 
 vLLM imports this module there, because a worker extension is in it. From then on its engines have a
 method ``steer``, which a client calls as any other.
@@ -17,10 +17,10 @@ from support.scenarios import connector
 
 
 class WorkerExtension:
-    """Methods that the workers get, wherever they are."""
+    """Methods that the workers get, in any process."""
 
     def skip_loads(self, is_skipping: bool) -> None:
-        """Copies to the device copy nothing from now on."""
+        """Let copies to the device copy nothing from now on."""
         from torch_npu.operators import block_copies
 
         block_copies.is_skipping_loads = is_skipping
@@ -41,12 +41,12 @@ class Rank(connector.Engine):
             raise RuntimeError("the prefix cache was not reset")
 
     def leave_out_holes(self, is_left_out: bool) -> None:
-        """Until the next call."""
+        """Leave holes out until the next call."""
         self._leaving_out.close()
         self._leaving_out.enter_context(self.leaving_out_holes(is_left_out))
 
     def fail_loads(self, rank: int | None) -> None:
-        """Every second one from now on, if this is the rank."""
+        """Let every second load fail from now on, if this is the rank."""
         self._failing.close()
         if rank == self._rank:
             self._failing.enter_context(self.failing("load"))
@@ -56,13 +56,13 @@ class Rank(connector.Engine):
         return len(self.scheduler.running) == self.scheduler.max_num_running_reqs
 
     def take_counted(self) -> dict[str, int]:
-        """What was counted since the last call."""
+        """The counts since the last call."""
         counted = dict(self.counted)
         self.counted.clear()
         return counted
 
     def report(self) -> dict[str, Any]:
-        """What is left when all is done, and by whom it was done."""
+        """What is left at the end, and which process did the work."""
         return super().report() | {
             "engine": type(self.core).__name__,
             "schedulers": [each.__name__ for each in type(self.scheduler).__mro__],
@@ -70,8 +70,9 @@ class Rank(connector.Engine):
         }
 
     def _count_what_is_balanced(self) -> None:
-        """Steps that know of requests elsewhere, and those that start none because of them."""
-        scheduler, balanced = self.scheduler, self._balanced
+        """Count steps that know of requests on other ranks, and steps that admit none for them."""
+        scheduler = self.scheduler
+        balanced = self._balanced
         queue = getattr(scheduler, "balance_queue", None)
         if queue is None:
             return

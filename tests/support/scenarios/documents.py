@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from support.scenarios.engine import VOCABULARY_TOKENS, Prompt, Tokens
 
 SEPARATOR = [3, 2]
-"""Token ids that occur nowhere else: random ones are larger."""
+"""Token ids that occur nowhere else, because random tokens are larger."""
 
 STORED_LENGTHS = (137, 203, 90, 300, 171, 171)
-"""Of documents. Ends lie within blocks and within chunks; the last two have one length."""
+"""The lengths of documents. They end inside blocks and chunks; the last two have equal lengths."""
 MISSING = len(STORED_LENGTHS)
 """The document that is not stored."""
 
@@ -22,7 +22,7 @@ def random_tokens(rng: random.Random, num_tokens: int) -> Tokens:
 
 
 def documents(rng: random.Random) -> list[Tokens]:
-    """Those that are stored, and the one that is missing."""
+    """The stored documents, and the missing one."""
     return [random_tokens(rng, length) for length in (*STORED_LENGTHS, 155)]
 
 
@@ -44,7 +44,7 @@ def in_order(
 
 
 def separated(rng: random.Random, texts: Sequence[Tokens], order: Sequence[int]) -> Prompt:
-    """The same, with the separator around each document."""
+    """Instructions, documents with a separator around each, and a question."""
     token_ids = random_tokens(rng, 23) + SEPARATOR
     segments = []
     for index in order:

@@ -16,7 +16,8 @@ VOCABULARY_TOKENS = 512
 CHUNK_TOKENS = 128
 REPLY_TOKENS = 24
 POOL_BLOCKS = 700
-"""Stores may hold half of it: all turns of a conversation find a place, however slow copies are."""
+"""The size of the pool. Half of it, which stores may hold, has room for all turns of a
+conversation."""
 
 Tokens = list[int]
 Segments = list[list[int]]
@@ -35,7 +36,7 @@ COMMON = {
 
 
 class Prompt(NamedTuple):
-    """A request: its tokens, and first and end of each document in them, which it names or not."""
+    """A request: its tokens, and the first and end token of its documents, named or not."""
 
     token_ids: Tokens
     segments: Segments = []  # noqa: RUF012 (nobody changes it)
@@ -44,13 +45,13 @@ class Prompt(NamedTuple):
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """As ``LLM.generate`` takes it."""
+        """The prompt in the form of ``LLM.generate``."""
         salt = {} if self.cache_salt is None else {"cache_salt": self.cache_salt}
         return {"prompt_token_ids": self.token_ids, **salt}
 
     @property
     def arguments(self) -> dict[str, Any] | None:
-        """Of the request, besides."""
+        """The further arguments of the request."""
         return {"kvext_segments": self.segments} if self.segments and self.is_named else None
 
 
@@ -66,7 +67,7 @@ def sampling_of(reply_tokens: int, arguments: Mapping[str, Any] | None = None, *
 
 
 def answer_of(prompt: Prompt, output: Any, **more: Any) -> dict[str, Any]:
-    """What a request brought back; see `answers.Answer`."""
+    """The result of a request, see `answers.Answer`."""
     (reply,) = output.outputs
     return {
         "prompt_tokens": len(prompt.token_ids),
@@ -87,7 +88,7 @@ def random_tokens(rng: random.Random, num_tokens: int) -> Tokens:
 
 
 def watch(owner: Any, name: str, note: Callable[..., None]) -> None:
-    """Have a function get what each call of a method returns, and its arguments."""
+    """Call a function with the result and the arguments of each call of a method."""
     method = getattr(owner, name)
 
     def call_and_note(*args: Any, **more: Any) -> Any:
@@ -99,7 +100,7 @@ def watch(owner: Any, name: str, note: Callable[..., None]) -> None:
 
 
 def _allow_compilation() -> None:
-    """Which is off for all that is started: see `processes.ENGINE_ENVIRON`."""
+    """Allow compilation, which `processes.ENGINE_ENVIRON` turns off for all processes."""
     import torch._dynamo
 
     os.environ |= {"TORCHDYNAMO_DISABLE": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"}
@@ -111,7 +112,7 @@ class Engine:
 
     reply_tokens = REPLY_TOKENS
     defaults: Mapping[str, Any] = {}
-    """Of a module: arguments of ``LLM``, on top of what all have in common."""
+    """The arguments of ``LLM`` of a module, in addition to the common ones."""
 
     def __init__(self, plan: Mapping[str, Any]) -> None:
         from vllm import LLM
@@ -125,7 +126,7 @@ class Engine:
         self.take_up(getattr(self.llm.llm_engine.engine_core, "engine_core", None))
 
     def take_up(self, core: Any) -> None:
-        """Report what this engine does from now on.
+        """Report on this engine from now on.
 
         The core is None if it is in another process: nothing but requests can reach it.
         """
@@ -134,7 +135,7 @@ class Engine:
         self.facts: dict[str, Any] = {}
         self.counted: Counter[str] = Counter()
         self.has_connector = False
-        self.worker_side: Any = None  # Several workers are in processes of their own.
+        self.worker_side: Any = None  # Several workers have their own processes.
         self.batched_copies.clear()
         if core is None:
             return
@@ -154,7 +155,7 @@ class Engine:
                 group = kv_transfer.get_kv_transfer_group()
                 self.worker_side = kvext_connector_in(group).worker_side
 
-    # What is asked.
+    # Requests.
 
     def ask(
         self,
@@ -164,7 +165,7 @@ class Engine:
         arguments: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> list[Tokens]:
-        """Send all prompts at once; report the answers under ``label`` and return the replies.
+        """Send all prompts at once, report the answers under ``label``, and return the replies.
 
         Arguments of the requests take the place of what the prompts say.
         """
@@ -195,7 +196,7 @@ class Engine:
     def store(
         self, prompts: Iterable[Tokens | Prompt], arguments: Mapping[str, Any] | None = None
     ) -> None:
-        """Have host memory hold these prompts, and nothing that is under way to it."""
+        """Store these prompts in host memory, and wait for all stores."""
         if not self.has_connector:
             return
         for each in prompts:
@@ -214,24 +215,24 @@ class Engine:
         if not self.llm.reset_prefix_cache(reset_connector=is_host_too and self.has_connector):
             raise RuntimeError("the prefix cache was not reset")
 
-    # What goes wrong on purpose.
+    # Faults.
 
     def spoil_pages(self) -> None:
-        """Forget what the device has cached; its pages hold wrong bytes from now on."""
+        """Reset the device's prefix cache, and fill its pages with wrong bytes."""
         self.reset()
         if self.worker_side is not None:
             for tensor in self.worker_side._runner.pools.tensors:
                 tensor.fill_(0x44)  # 785.07 in float32
 
     def host_bytes(self, entry: Any) -> Any:
-        """The place of an entry in host memory, to read and to write."""
+        """The bytes of an entry in host memory, to read and to write."""
         return self.worker_side._host.tensor[entry.offset_bytes :][: entry.num_bytes]
 
     @contextmanager
     def failing(self, direction: str, numbers: Sequence[int] = ()) -> Iterator[None]:
-        """Let every second transfer in one direction fail, or those that are named, from 1 on.
+        """Let every second transfer in one direction fail, or the numbered ones, counted from 1.
 
-        What fails moves nothing.
+        A transfer that fails moves nothing.
         """
         calls = count(1)
 
@@ -247,7 +248,7 @@ class Engine:
 
     @contextmanager
     def loading_nothing(self, is_on: bool = True) -> Iterator[None]:
-        """Let loads end well that have moved nothing."""
+        """Let loads succeed without moving anything."""
 
         def skip(way: str, move: Callable[[], None]) -> None:
             if not is_on or way == "store":
@@ -273,14 +274,14 @@ class Engine:
         yield
         runner._move = move
 
-    # What is reported.
+    # Reports.
 
     def note(self, label: str, fact: Any) -> None:
         """Report a fact."""
         self.facts[label] = fact
 
     def report(self) -> dict[str, Any]:
-        """What was asked, and what is left when all is done."""
+        """The requests, and what is left at the end."""
         self.reset()
         report: dict[str, Any] = {
             "asked": self.asked,
@@ -296,12 +297,12 @@ class Engine:
 
     @property
     def batched_copies(self) -> Counter[str]:
-        """Calls of the emulated NPU, which counts them; empty elsewhere."""
+        """The counted calls of the emulated NPU; empty on other devices."""
         copies = sys.modules.get("torch_npu.operators.block_copies")
         return copies.counts if copies else Counter()
 
     def left(self) -> dict[str, int]:
-        """What is held, for requests that have ended."""
+        """What is still held for ended requests."""
         pool = self.scheduler.kv_cache_manager.block_pool
         left = {"blocks": sum(block.ref_cnt > 0 and not block.is_null for block in pool.blocks)}
         if self.has_connector:
@@ -316,7 +317,7 @@ class Engine:
 
 @contextmanager
 def wrong_bytes(sections: Sequence[Any], others: Sequence[Any] = ()) -> Iterator[None]:
-    """Let tensors hold zeros for a while, or change places with as many others of their sizes."""
+    """Fill tensors with zeros inside the block, or exchange them with others of their sizes."""
     kept = [section.clone() for section in (*sections, *others)]
     for section in sections:
         section.zero_()

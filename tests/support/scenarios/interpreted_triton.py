@@ -11,11 +11,11 @@ from unittest import mock
 
 
 def have_triton() -> None:
-    """Let vLLM, which is not imported yet, find one active driver; it is there for no longer."""
+    """Let vLLM find one active driver of Triton while it is imported."""
     from triton.backends import backends
 
     found = mock.patch.dict(backends, {"cpu": SimpleNamespace(driver=None)})
-    # Of vLLM's distributions only one for a CPU may have this driver.
+    # Only a distribution of vLLM for CPUs may have this driver.
     with found, mock.patch("importlib.metadata.version", return_value="0+cpu"):
         from vllm import triton_utils
     if not triton_utils.HAS_TRITON:

@@ -29,20 +29,20 @@ turns = connector.turns
 
 SEEDS = range(6)
 LATE_LENGTHS = (140, 300, 413, 700)
-"""One chunk goes by the kernel where windows are small, several by DMA."""
+"""Lengths of prompts. With small windows, the kernel moves one chunk, and DMA moves several."""
 LATE_REPLY_TOKENS = 6
 SKIPPED_TOKENS = 150
 """A prompt with one chunk."""
 
 EVERY_WAY = {"kernel": 1 << 62, "dma": 0}
-"""Sizes of runs from which on DMA is chosen, so that one way is taken whatever their size."""
+"""The sizes of runs from which on DMA is chosen. These two values force one way for all sizes."""
 
 
 class Ways:
-    """Counts by which way transfers went, and turns them there if asked.
+    """Counts the ways of transfers, and selects a way if asked.
 
     Args:
-        turns_of: See above; empty where the size of the runs decides.
+        turns_of: See above; empty if the size of the runs decides.
     """
 
     def __init__(self, turns_of: dict[str, list[str]]) -> None:
@@ -55,7 +55,8 @@ class Ways:
         self.launches: Any = None  # See `kernel_launcher.KernelLaunches`.
         self._turns = {name: itertools.cycle(ways) for name, ways in turns_of.items()}
         self._forced = ""
-        choose, min_bytes = page_transfer.choose_backend, page_transfer.MIN_MEAN_RUN_BYTES_FOR_DMA
+        choose = page_transfer.choose_backend
+        min_bytes = page_transfer.MIN_MEAN_RUN_BYTES_FOR_DMA
 
         def choose_in_turns(transfer: Any, device_types: Any, **how: Any) -> Any:
             way = self._forced or next(self._turns.get(_name(transfer), iter(())), "")
@@ -84,7 +85,7 @@ class Ways:
         return run_and_count
 
     def force(self, way: str) -> None:
-        """Let all transfers go one way, or, with an empty name, as before."""
+        """Let all transfers go one way; with an empty name, as before."""
         self._forced = way
 
     def report(self) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def _name(transfer: Any) -> str:
 
 
 class Moving:
-    """Beside a class of engines: has kernels and DMA move pages as the plan says."""
+    """A mixin for engines, in which kernels and DMA move pages as the plan says."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         import torch_npu  # noqa: F401 (kernels are linked with it)
@@ -124,7 +125,7 @@ class Moving:
 
 
 class Engine(Moving, connector.Engine):
-    """An engine whose requests are plain."""
+    """An engine with plain requests."""
 
 
 @scenario

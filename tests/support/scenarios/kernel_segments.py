@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from support.scenarios import blending, kernel_or_dma
 
-orders, controls = blending.orders, blending.controls
+orders = blending.orders
+controls = blending.controls
 
 
 class Engine(kernel_or_dma.Moving, blending.Engine):

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chats with a scheduler whose numbers are known, and the metrics that come of them."""
+"""Chats with a scheduler whose counts are known, and the resulting metrics."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from support.retention.started import retention_of
 from support.scenarios import retention
 from support.scenarios.engine import watch
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.retention.checkpoint_retention import CheckpointRetention
 from vllm_ascend_kvext.retention.stats import LossCause, RetentionStats
 
 chat = retention.chat
 
-# Without what the compiled module counts: all numbers are those that are added below.
+# The counts of the compiled module are left out, so that only the counts added below remain.
 CheckpointRetention.stats = property(lambda retention: retention._stats)  # type: ignore[method-assign, assignment]
 
 
 class Engine(retention.Engine):
-    """An engine that counts, in every step, another amount for each of retention's numbers."""
+    """An engine that counts another amount for each counter of retention in every step."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         super().__init__(plan)
@@ -27,7 +27,7 @@ class Engine(retention.Engine):
         watch(self.scheduler, "schedule", self._count)
 
     def _count(self, output: Any, *_: Any, **__: Any) -> None:
-        # The step after the last has nothing to do, and nobody waits for its statistics.
+        # The step after the last has nothing to do, and its statistics are not read.
         if output.total_num_scheduled_tokens:
             add_to_each(self.stats)
             self.totals = self.stats.totals()

@@ -16,14 +16,15 @@ from support.scenarios import engine, scenario
 from support.scenarios.engine import random_tokens, sampling_of
 
 PROMPTS_TOKENS = (37, 300, 1100, 700)
-"""Below a block, over some, over a step, beside another."""
+"""Lengths of prompts: below a block, over some blocks, over a step, and beside another."""
 LONGER_THAN_A_STEP_TOKENS = (710, 1300, 1153)
-LONG_PROMPT_TOKENS, STEP_TOKENS = 20_000, 500
+LONG_PROMPT_TOKENS = 20_000
+STEP_TOKENS = 500
 BEST_OF_ONE = {"temperature": 1, "top_k": 1, "top_p": 0.9}
 
 
 class Engine(engine.Engine):
-    """An engine that computes prompts in chunks, beside decode."""
+    """An engine that computes prompts in chunks, beside decoding requests."""
 
     def report(self) -> dict[str, Any]:
         return super().report() | {
@@ -49,7 +50,7 @@ def three_times(engine: Engine) -> None:
 
 @scenario
 def longer_than_a_step(engine: Engine) -> None:
-    """Prompts, one at a time, that come again, go on, and share a beginning with others."""
+    """Prompts, one at a time, that are sent again, continue, or share a beginning."""
     rng = random.Random(3)
     prompts = [random_tokens(rng, length) for length in LONGER_THAN_A_STEP_TOKENS]
     more = [random_tokens(rng, 150) for _ in prompts]
@@ -66,7 +67,7 @@ def longer_than_a_step(engine: Engine) -> None:
 
 @scenario
 def window_blocks(engine: Engine) -> None:
-    """Blocks that stay cached of one long prompt, which is scheduled and not computed."""
+    """The blocks that stay cached of a long prompt, which is scheduled and not computed."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import get_group_id
     from vllm.v1.request import Request
@@ -105,7 +106,7 @@ def window_blocks(engine: Engine) -> None:
 
 
 def forget_values(cached: Any) -> None:
-    """Set the values that a layer has cached to zero.
+    """Set the cached values of a layer to zero.
 
     Latent attention has its latents first, which hold the values; others have them last. Linear
     attention has the tokens of its convolution first, and its states last.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Somebody else's KV connector, which never has anything for a request and stores nothing."""
+"""A foreign KV connector that never has anything for a request, and stores nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An executor whose worker is in this process, and has a configuration of its own."""
+"""An executor whose worker is in this process, with its own copy of the configuration."""
 
 from __future__ import annotations
 

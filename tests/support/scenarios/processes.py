@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start plans in a fresh process, and read what it reports."""
+"""Starts plans in a new process, and reads its report."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ INTERVAL = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 PLUGIN_OFF = {"VLLM_ASCEND_KVEXT_MODE": "off"}
 ADAPTIVE = {"VLLM_ASCEND_KVEXT_RETENTION": "adaptive"}
 TWO_CPUS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-"""Of an engine with two workers."""
+"""The variables of an engine with two workers."""
 NO_PREFIX_CACHING = {"enable_prefix_caching": False}
 DENSE: Mapping[str, Any] = {"prefix_cache_retention_interval": None} if IS_SINCE_0_30 else {}
-"""Of an engine that caches every block: since vLLM 0.30 it is not the default."""
+"""The argument of an engine that caches every block, which vLLM 0.30 does not do by default."""
 
 RUNNER = "KVEXT_RUNNER"
 IS_V2_RUNNER = os.environ.get(RUNNER) == "v2"
@@ -44,14 +44,14 @@ ENGINE_ENVIRON = {
 if IS_V2_RUNNER:
     ENGINE_ENVIRON |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 _MAX_S = 1800
-"""Of a process: pytest's own limit is less, unless it is raised."""
+"""The longest time of a process. pytest's own limit is smaller, unless it is raised."""
 
 
 @dataclass(frozen=True)
 class Platform:
-    """What engines run on, with this block size unless they are told otherwise.
+    """A platform for engines, with its default block size.
 
-    The interpreter of the tests has it; ``flags`` are that interpreter's.
+    The interpreter of the tests runs it, with ``flags``.
     """
 
     block_tokens: int
@@ -60,20 +60,20 @@ class Platform:
 
 
 CPU = Platform(32 if IS_SINCE_0_30 else 16, ("-I",), ENGINE_ENVIRON)
-"""With the least block that the CPU takes of this vLLM."""
+"""The CPU, with the smallest block that this vLLM supports there."""
 NPU = Platform(
-    128,  # vLLM-Ascend takes no other for most models.
+    128,  # vLLM-Ascend supports no other block size for most models.
     (),
     ENGINE_ENVIRON
     | {
-        # A seed of late streams is to find sets in the same order again.
+        # With a seed of late streams, sets must have the same order again.
         "PYTHONHASHSEED": "0",
-        # Set, it would have each process compile all that it imports.
+        # If it were set, each process would compile all that it imports.
         "PYTHONDONTWRITEBYTECODE": "",
         "VLLM_LOGGING_LEVEL": "WARNING",
     },
 )
-"""The emulated one."""
+"""The emulated NPU."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Plan:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def on(self, platform: Platform) -> dict[str, Any]:
-        """As JSON has it."""
+        """The plan as JSON data."""
         return {
             "module": self.module,
             "model": str(self.model() if callable(self.model) else self.model),
@@ -110,7 +110,7 @@ class Plan:
 
 
 def connector(**extra: Any) -> dict[str, Any]:
-    """Arguments of an engine with a KvextConnector, which gets options on top of common ones."""
+    """The arguments of an engine with a KvextConnector with common and further options."""
     return {
         "kv_transfer_config": {
             "kv_connector": "KvextConnector",
@@ -136,7 +136,7 @@ def blending(**extra: Any) -> dict[str, Any]:
 
 
 class Reports(dict[str, Served]):
-    """By name of a plan. One that has failed fails the test that asks for it."""
+    """Reports by the name of a plan. A failed plan fails the test that asks for its report."""
 
     def __getitem__(self, name: str) -> Served:
         served = super().__getitem__(name)
@@ -146,7 +146,7 @@ class Reports(dict[str, Served]):
 
 
 class LazyReports(Mapping[str, Served]):
-    """The same of several processes, each of which starts when a report of it is asked for.
+    """Reports of several processes. Each starts when one of its reports is asked for.
 
     A process is environment variables, and plans by names that no other one has.
     """
@@ -157,7 +157,8 @@ class LazyReports(Mapping[str, Served]):
         processes: Iterable[tuple[Mapping[str, str], Mapping[str, Plan]]],
         platform: Platform = CPU,
     ) -> None:
-        self._folders, self._platform = folders, platform
+        self._folders = folders
+        self._platform = platform
         self._process_of = {name: (env, plans) for env, plans in processes for name in plans}
         self._reports = Reports()
 
@@ -181,9 +182,10 @@ def serve(
     platform: Platform = CPU,
     working_folder: Path | None = None,
 ) -> Reports:
-    """Serve plans, one after the other, in one process; their reports by name."""
+    """Serve plans one after the other in one process. Returns their reports by name."""
     folder = folders.mktemp("plans")
-    report_path, plans_path = folder / "report.json", folder / "plans.json"
+    report_path = folder / "report.json"
+    plans_path = folder / "plans.json"
     plans_path.write_text(json.dumps({name: plan.on(platform) for name, plan in plans.items()}))
     devices = str(max(plan.num_devices for plan in plans.values()))
     ended = run(
@@ -202,7 +204,7 @@ def serve(
 
 
 class Ended(NamedTuple):
-    """How a process ended, and its output."""
+    """The exit code of a process, and its output."""
 
     exit_code: int
     log: str
@@ -215,7 +217,7 @@ def run(
     platform: Platform = CPU,
     working_folder: Path | None = None,
 ) -> Ended:
-    """Run a script to its end, in an environment that holds no settings of ours but these."""
+    """Run a script to its end, in an environment with only these settings of this package."""
     inherited = {
         name: value
         for name, value in os.environ.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blended prompts of which what is reused is chosen by their questions.
+"""Blended prompts whose questions select what is reused.
 
 Three engines follow each other: one without a connector, one that blends, and one that blends with
 asynchronous scheduling, whose model is compiled, and whose requests end while their question is
@@ -21,9 +21,9 @@ from support.scenarios.engine import STORED, Prompt, Tokens, sampling_of
 HEAD_TOKENS = 16
 STEP_TOKENS = 256
 ORDERS = ((2, 0, 1), (1, 3, 0, 2), (3, 1), (0, MISSING, 2), (1, 0, 1), (2, 0, MISSING))
-"""Of documents; one stands in two places."""
+"""The orders of documents. One of them occurs twice."""
 QUESTION_TOKENS = (23, 40, 23, 1, 200, 23)
-"""Of each order. One is longer than half a step."""
+"""The length of the question of each order. One is longer than half a step."""
 CROWD = (0, 1, 2, 3, 4, 0, 2, 3)
 MAX_STEPS = 400
 
@@ -39,7 +39,7 @@ IN_CROWD = [PROMPTS[place] for place in CROWD]
 
 
 class Engine(blending.Engine):
-    """An engine whose selector is ``question``, or that has no connector."""
+    """An engine with the selector ``question``, or without a connector."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         super().__init__(plan)
@@ -56,7 +56,7 @@ class Engine(blending.Engine):
         return replies
 
     def ask_and(self, do: Callable[[], Any], name: str, prompt: Prompt) -> None:
-        """Send a prompt, and do something once its question has been computed; report it.
+        """Send a prompt, act once its question has been computed, and report it.
 
         The scheduler has not been told yet: as with several steps in flight.
         """
@@ -119,7 +119,7 @@ class Engine(blending.Engine):
 
 
 def num_compiled_graphs() -> int:
-    """Of the model."""
+    """The number of compiled graphs of the model."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
@@ -127,13 +127,13 @@ def num_compiled_graphs() -> int:
 
 @scenario
 def cold(engine: Engine) -> None:
-    """Without anything that is reused."""
+    """Prompts without any reuse."""
     engine.ask("cold", PLAIN)
 
 
 @scenario
 def reused(engine: Engine) -> None:
-    """All is computed; each prompt alone; beside others; with questions that nobody sees."""
+    """Prompts fully computed; alone; beside others; and with hidden questions."""
     engine.store(DOCUMENTS[:MISSING], STORED)
     with engine.ratio(1.0):
         engine.ask("everything", PROMPTS)
@@ -148,7 +148,7 @@ def reused(engine: Engine) -> None:
 
 @scenario
 def interrupted(engine: Engine) -> None:
-    """Requests that are aborted, or begin again, while their question is looked at."""
+    """Requests that are aborted or begin again while their question is probed."""
     engine.note("compiled graphs", num_compiled_graphs())
     engine.store(DOCUMENTS[:MISSING], STORED)
     engine.ask("async", IN_CROWD)

@@ -19,7 +19,7 @@ shared = connector.shared
 
 
 class Engine(connector.Engine):
-    """Its files are replaced when its workers have loaded them, and nothing else has begun."""
+    """An engine whose files are replaced right after its workers have loaded them."""
 
     def __init__(self, plan: Mapping[str, Any]) -> None:
         from vllm.v1.engine.core import EngineCore
@@ -40,15 +40,16 @@ class Engine(connector.Engine):
 
 @scenario
 def reloaded(engine: Engine) -> None:
-    """New weights in the old folder, loaded by an engine that runs, and no reset of anything."""
+    """Load new weights from the old folder in a running engine, without any reset."""
     _replace(engine.plan)
     engine.llm.collective_rpc("reload_weights")
     shared(engine)
 
 
 def _replace(plan: Mapping[str, Any]) -> None:
-    """Replace the weights by others of the same size, with the same times."""
-    path, new = Path(plan["model"], "model.safetensors"), Path(plan["replaced_by"])
+    """Replace the weights by others of equal size, with equal times."""
+    path = Path(plan["model"], "model.safetensors")
+    new = Path(plan["replaced_by"])
     before = path.stat()
     shutil.copyfile(new, path)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))

@@ -17,14 +17,14 @@ from support.scenarios import scenario
 from support.scenarios.engine import Tokens, random_tokens
 
 POOL_TOKENS = 7680
-"""Of all groups together: too few for the storm."""
+"""The size of the pool for all groups together, which is too small for the storm."""
 
 SYSTEM_PROMPT_TOKENS = 320
 DOCUMENT_TOKENS = 333
 
 
 class Engine(scenarios_engine.Engine):
-    """An engine that tells which blocks it has cached, and what its metrics say."""
+    """An engine that reports its cached blocks and its metrics."""
 
     def ask(self, label: str, *args: Any, **more: Any) -> list[Tokens]:
         replies = super().ask(label, *args, **more)
@@ -71,7 +71,7 @@ class Engine(scenarios_engine.Engine):
         ]
 
     def _kept_blocks(self) -> dict[str, list[int]]:
-        """Cached blocks of each group, by the group's kind."""
+        """The cached blocks of each group, by the kind of the group."""
         blocks = self.scheduler.kv_cache_manager.block_pool.blocks
         kept = Counter(_group_id(block.block_hash) for block in blocks if block.block_hash)
         return {
@@ -87,7 +87,7 @@ def _group_id(block_hash: Any) -> int:
 
 
 def zero_blocks(worker: Any, block_ids: list[int], pool_blocks: int) -> None:
-    """Runs in the worker: overwrite blocks in every layer."""
+    """Overwrite blocks in every layer. The function runs in the worker."""
     import torch
 
     index = torch.tensor(block_ids, dtype=torch.int64)
@@ -96,7 +96,7 @@ def zero_blocks(worker: Any, block_ids: list[int], pool_blocks: int) -> None:
 
 
 def wrapped_attributes() -> list[str]:
-    """Names of everything below ``vllm.v1.core`` that wrapt stands in front of."""
+    """The names of everything below ``vllm.v1.core`` that wrapt has wrapped."""
     from wrapt import FunctionWrapper
 
     modules = [m for name, m in sys.modules.items() if name.startswith("vllm.v1.core.") and m]
@@ -114,7 +114,7 @@ def chat(engine: Engine) -> None:
     """Conversations with one system prompt: new, sent again, extended, edited."""
     rng = random.Random(1)
     system_prompt = random_tokens(rng, SYSTEM_PROMPT_TOKENS)
-    # Two that end between blocks, two that end at a block, one of them at the unit of no hit.
+    # Two prompts end between blocks. Two end at a block, one of them at no unit of a hit.
     lengths = (37, 96, 151, 80)
     prompts = [system_prompt + random_tokens(rng, length) for length in lengths]
     replies = engine.ask("first turn", prompts)
@@ -141,7 +141,7 @@ def storm(engine: Engine) -> None:
 
 @scenario
 def corruption(engine: Engine) -> None:
-    """One prompt with an empty cache, an intact one, and two that were tampered with."""
+    """One prompt with an empty cache, with an intact one, and with two corrupted ones."""
     prompt = random_tokens(random.Random(3), 400)
     engine.reset()
     engine.ask("empty cache", [prompt])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serve plans, one engine after the other, in this process; write what happened.
+"""Serve plans, one engine after the other, in this process, and write their reports.
 
     python serve.py REPORT PLANS
 
@@ -23,7 +23,7 @@ TESTS = str(Path(__file__).resolve().parents[2])
 
 
 def serve(name: str, plan: dict[str, Any]) -> dict[str, Any]:
-    """Serve one plan. If it fails, the report says why: the others are served all the same."""
+    """Serve one plan. If it fails, the report says why, and the other plans are still served."""
     from support.scenarios import scenario_of
 
     engine = None
@@ -44,7 +44,7 @@ def serve(name: str, plan: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     import vllm.v1.engine.llm_engine  # noqa: F401
 
-    # Engines collect garbage when they start and when they stop: nothing that is imported is.
+    # Engines collect garbage when they start and stop. Imported modules need not be searched.
     gc.collect()
     gc.freeze()
     report, plans = map(Path, sys.argv[1:])
@@ -52,7 +52,8 @@ def main() -> None:
     report.write_text(json.dumps(reports, default=bytes.hex))
 
 
-# In place of this folder, whose modules have names that are common. Spawned workers do it, too.
+# This folder is replaced on the path, because its modules have common names. Spawned workers do the
+# same.
 sys.path[:] = [*(path for path in sys.path if path != str(Path(__file__).parent)), TESTS]
 if os.environ.get("KVEXT_RUNNER") == "v2":
     from support.scenarios.interpreted_triton import have_triton

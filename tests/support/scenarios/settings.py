@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few prompts, which engines of any settings answer alike."""
+"""A few prompts, which engines with any settings answer equally."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ON_DEVICE = "sent again"
 IN_HOST_MEMORY = "behind a reset"
 
 SEGMENTS = "segments"
-"""Of the facts: which class of ours looks after them."""
+"""The fact with the class that handles segments."""
 
 
 @scenario
 def answers(engine: Engine) -> None:
-    """New prompts, the same on the device, and the same where the device has forgotten them."""
+    """Prompts that are new, on the device, and forgotten by the device."""
     rng = random.Random(11)
     prompts = [rng.choices(range(1, MAX_TOKEN_ID), k=length) for length in PROMPT_LENGTHS]
     for label in ("new", ON_DEVICE, IN_HOST_MEMORY):

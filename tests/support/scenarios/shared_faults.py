@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of requests while the folder of a shared tier fails in one way after the other.
+"""Requests while the folder of a shared tier fails in several ways.
 
 The plan's ``folder`` is the tier's. Requests come one by one beside one that decodes all the time.
 """
@@ -41,7 +41,7 @@ def objects_of(folder: Path) -> list[Path]:
 
 @contextmanager
 def _after_lookups(act: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
-    """Act when a lookup has found something, before anybody gets it."""
+    """Act after a lookup has found something, and before the get."""
     from vllm_ascend_kvext.shared_tier.files import FilesTier
 
     exist = FilesTier.exist
@@ -62,7 +62,7 @@ def _after_lookups(act: Callable[[], object], end: Callable[[], object]) -> Iter
 
 @contextmanager
 def _slow(name: str, _: Path) -> Iterator[None]:
-    """Each call takes 20 ms longer."""
+    """Make each call 20 ms slower."""
     from vllm_ascend_kvext.shared_tier.files import FilesTier
 
     call = getattr(FilesTier, name)
@@ -81,7 +81,7 @@ def _slow(name: str, _: Path) -> Iterator[None]:
 def _removed_before_gets(folder: Path) -> AbstractContextManager[None]:
     elsewhere = folder.with_name("removed")
 
-    def remove() -> None:  # At once.
+    def remove() -> None:  # In one step.
         if folder.exists():
             folder.rename(elsewhere)
 
@@ -89,7 +89,7 @@ def _removed_before_gets(folder: Path) -> AbstractContextManager[None]:
 
 
 def _evicted_before_gets(folder: Path) -> AbstractContextManager[None]:
-    def evict() -> None:  # At once.
+    def evict() -> None:  # In one step.
         for path in folder.glob("*/r*/objects"):
             path.rename(path.with_name("evicted"))
 
@@ -122,7 +122,7 @@ def _damaged(how: str, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _notes_changed_places(folder: Path) -> Iterator[None]:
-    """Each note leads to an object of another prompt that has the same tokens' place and size."""
+    """Let each note lead to an object of another prompt with the same position and size."""
     places: dict[tuple[str, str], list[Path]] = {}
     for link in sorted(folder.glob("*/r*/notes/*/*")):
         name = os.path.basename(os.readlink(link)).rpartition("-")[0]
@@ -166,14 +166,15 @@ FAULTS: Mapping[str, Fault] = {
     "gets hang": _gets_hang,
 }
 PATIENCE_S = {"MAX_LOOKUP_S": ("lookups hang",), "MAX_STALL_S": ("gets hang", "lookups hang")}
-"""What a busy machine may not be taken for, but by those faults that are about it."""
+"""Limits that are raised, so that a busy machine does not look like a fault; and the faults that
+need them."""
 
 HITTING = ("nothing", "lookups are slow", "gets are slow")
 
 
 @scenario
 def store(engine: Engine) -> None:
-    """What faults ask for; each under the name of the fault."""
+    """The prompts of faults, each under the name of the fault."""
     for name in FAULTS:
         for prompt in prompts_of(name):
             engine.ask(name, [prompt], reply_tokens=_REPLY_TOKENS)
@@ -182,10 +183,12 @@ def store(engine: Engine) -> None:
 
 @scenario
 def stuck(engine: Engine) -> None:
-    """Hang for ever in a lookup, or in the middle of a get, as planned; a file says when."""
+    """Hang for ever in a lookup or in a get, as planned. A file says when."""
     from vllm_ascend_kvext.shared_tier.files import FilesTier
 
-    folder, read, exist = Path(engine.plan["folder"]), FilesTier._read, FilesTier.exist
+    folder = Path(engine.plan["folder"])
+    read = FilesTier._read
+    exist = FilesTier.exist
     mark = Path(engine.plan["mark"])
 
     def read_and_hang(tier: Any, file: int, each: Any, on_bytes: Any) -> bool:
@@ -207,15 +210,15 @@ def stuck(engine: Engine) -> None:
     for name in FAULTS:
         engine.side.secondary._gets._paused_until_s = 0.0
         engine.ask(name, prompts_of(name)[:1])
-    while True:  # Until the process is killed.
+    while True:  # The loop ends when the process is killed.
         time.sleep(1)
 
 
 class _Watch:
-    """How long calls of the scheduler take, and when requests first get tokens.
+    """Measures calls of the scheduler, and when requests first get tokens.
 
-    Of a call: seconds by the clock, of CPU, and in which the thread could run and no CPU was free.
-    What is left, it waited: for a lock, such as the interpreter's.
+    For each call: the seconds by the clock, of CPU, and in which the thread waited for a free CPU.
+    In the rest of the time it waited for a lock, such as the interpreter's.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -234,23 +237,29 @@ class _Watch:
         return int(os.pread(self._schedstat, 100, 0).split()[1]) / 1e9
 
     def _timed(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        waited_s, cpu_s, began_s = self._unscheduled_s(), time.thread_time(), time.perf_counter()
+        waited_s = self._unscheduled_s()
+        cpu_s = time.thread_time()
+        began_s = time.perf_counter()
         result = call(*arguments)
-        seconds, cpu_s = time.perf_counter() - began_s, time.thread_time() - cpu_s
+        seconds = time.perf_counter() - began_s
+        cpu_s = time.thread_time() - cpu_s
         self.calls[name].append((seconds, cpu_s, self._unscheduled_s() - waited_s))
         return result
 
     def _timed_schedule(self, *arguments: Any) -> Any:
         output = self._timed("schedule", self._schedule, *arguments)
         if not output.num_scheduled_tokens:
-            self.calls["schedule"].pop()  # It may wait a little: nothing else is to be done.
+            self.calls[
+                "schedule"
+            ].pop()  # It may wait a little, because there is nothing else to do.
         for request_id in output.num_scheduled_tokens:
-            # vLLM puts something of its own behind an id.
+            # vLLM adds a suffix to each id.
             self.first_s.setdefault(request_id.partition("-")[0], time.perf_counter())
         return output
 
     def take(self) -> dict[str, list[tuple[float, float, float]]]:
-        found, self.calls = self.calls, {"schedule": [], "match": []}
+        found = self.calls
+        self.calls = {"schedule": [], "match": []}
         return found
 
 
@@ -258,14 +267,16 @@ class _Stream:
     """Requests one by one, beside one that decodes."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._llm = engine, engine.llm.llm_engine
+        self._engine = engine
+        self._llm = engine.llm.llm_engine
         self.watch = _Watch(engine)
         self._num_requests = 0
         self._decoder = ""
 
     def ask(self, prompt: Tokens) -> tuple[dict[str, Any], float]:
-        """An answer, and how long the request waited for its first tokens."""
-        request_id, added_s = self._add(prompt, _REPLY_TOKENS), time.perf_counter()
+        """The answer, and how long the request waited for its first tokens."""
+        request_id = self._add(prompt, _REPLY_TOKENS)
+        added_s = time.perf_counter()
         while True:
             for output in self.step():
                 if output.request_id == request_id and output.finished:
@@ -304,7 +315,8 @@ def faults(engine: Engine) -> None:
     root = Path(engine.plan["folder"]) / "kvext3"
     kept = root.with_name("kept")
     shutil.copytree(root, kept, symlinks=True)
-    stream, side = _Stream(engine), engine.side.secondary
+    stream = _Stream(engine)
+    side = engine.side.secondary
     stream.ask([7] * 20)
 
     def restore() -> None:
@@ -344,12 +356,13 @@ def faults(engine: Engine) -> None:
     stream.end()
 
 
-_NUM_DOCUMENTS, _NUM_QUESTIONS = 40, 10
+_NUM_DOCUMENTS = 40
+_NUM_QUESTIONS = 10
 _SOAK_REPLY_TOKENS = 4
 
 
 def soak_prompt(number: int) -> Tokens:
-    """One of `num_soak_prompts`: a document, and a question about it."""
+    """One of the soak prompts: a document, and a question about it."""
     document, question = divmod(number, _NUM_QUESTIONS)
     rng = random.Random(f"document {document}")
     text = random_tokens(rng, rng.randrange(200, 700))
@@ -369,8 +382,9 @@ def soak_reference(engine: Engine) -> None:
 
 @scenario
 def soak(engine: Engine) -> None:
-    """Prompts by chance, four at once; each answer is a line of a file, for who is killed."""
-    rng, num_left = random.Random(engine.plan["seed"]), int(engine.plan["requests"])
+    """Random prompts, four at once. Each answer is written to a file at once, as a line."""
+    rng = random.Random(engine.plan["seed"])
+    num_left = int(engine.plan["requests"])
     with Path(engine.plan["answers"]).open("a", buffering=1) as answers:
         while num_left > 0:
             numbers = [int(num_soak_prompts * rng.random() ** 2) for _ in range(min(4, num_left))]

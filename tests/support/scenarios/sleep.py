@@ -27,7 +27,8 @@ def sleeps(engine: Any) -> None:
 
     rng = random.Random("sleep")
     prompts = [random_tokens(rng, length) for length in PROMPTS_TOKENS]
-    llm, can_sleep = engine.llm, engine.plan["engine"].get("enable_sleep_mode", False)
+    llm = engine.llm
+    can_sleep = engine.plan["engine"].get("enable_sleep_mode", False)
 
     def sleep(level: int) -> None:
         engine.note("awake bytes", torch.npu.memory_allocated())
@@ -64,7 +65,7 @@ def _are_weights_poison(model: Any) -> bool:
 
 
 def _load_weights(model: Any, folder: Path) -> None:
-    """As trainers do: the worker of vLLM-Ascend 0.23.0 has no `reload_weights`."""
+    """Load weights like trainers do. The worker of vLLM-Ascend 0.23.0 has no `reload_weights`."""
     from safetensors.torch import load_file
 
     for file in folder.glob("*.safetensors"):

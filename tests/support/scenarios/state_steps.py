@@ -15,7 +15,7 @@ Engine = engine.Engine
 
 @scenario
 def branches(engine: Engine) -> None:
-    """A prompt, and others that go on as it does up to a block, one after the other."""
+    """A prompt, and then prompts that share it up to each block."""
     rng = random.Random(0)
     prompt = random_tokens(rng, PROMPT_TOKENS)
     engine.ask("first", [prompt])
@@ -25,7 +25,7 @@ def branches(engine: Engine) -> None:
 
 @scenario
 def branches_past_blocks(engine: Engine) -> None:
-    """The same, where steps go past the end of the block that they begin inside."""
+    """The same prompts, if steps go past the end of the block that they begin inside."""
     from vllm_ascend_kvext.patches.repairs import aligned_steps
 
     aligned_steps._within_block = lambda *arguments: arguments[-1]

@@ -36,7 +36,7 @@ def full(block_tokens: int) -> KVCacheSpec:
 
 
 def window(block_tokens: int, window_tokens: int, head_size: int = 1) -> KVCacheSpec:
-    """``head_size`` tells groups of equal window apart."""
+    """A window group. ``head_size`` distinguishes groups of equal windows."""
     return Group(Attention.WINDOW, block_tokens, window_tokens).to_spec(head_size=head_size)
 
 
@@ -59,7 +59,7 @@ class Layout:
 
 @contextmanager
 def retention_interval(interval: int | str | None) -> Iterable[None]:
-    """The environment as a block manager finds it when it is built."""
+    """The environment of a block manager when it is built."""
     with mock.patch.dict(os.environ):
         os.environ.pop(INTERVAL_VARIABLE, None)
         if interval is not None:
@@ -114,11 +114,11 @@ class BlockManager:
         return request
 
     def hit_tokens(self, request: Request) -> int:
-        """Tokens that the request would hit if it were scheduled for the first time."""
+        """The tokens that a request would hit if it were scheduled for the first time."""
         return self.manager.get_computed_blocks(request)[1]
 
     def admit(self, request: Request, chunk_tokens: int) -> int:
-        """Look up, and schedule the first chunk; returns the tokens hit."""
+        """Look a request up, and schedule its first chunk. Returns the tokens hit."""
         blocks, hit_tokens = look_up(self.manager, request)
         num_new_tokens = min(chunk_tokens, request.num_tokens - hit_tokens)
         allocated = self.manager.allocate_slots(request, num_new_tokens, hit_tokens, blocks)
@@ -134,7 +134,7 @@ class BlockManager:
         request.num_computed_tokens += num_new_tokens
 
     def prefill(self, request: Request, chunk_tokens: int) -> int:
-        """Admit a request and compute all its tokens; returns the tokens hit."""
+        """Admit a request, and compute all its tokens. Returns the tokens hit."""
         hit_tokens = self.admit(request, chunk_tokens)
         while request.num_computed_tokens < request.num_tokens:
             self.step(request, chunk_tokens)

@@ -32,7 +32,7 @@ class Load:
 
 @dataclass
 class ScriptedMetadata(KVConnectorMetadata):
-    """What the worker side has to do in this step."""
+    """The work of the worker side in one step."""
 
     loads: list[Load] = field(default_factory=list)
     sends: list[str] = field(default_factory=list)
@@ -80,13 +80,14 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
         self._receiving -= connector_output.finished_recving or set()
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        metadata, self._metadata = self._metadata, ScriptedMetadata()
+        metadata = self._metadata
+        self._metadata = ScriptedMetadata()
         return metadata
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
-        # A request that is aborted while it receives is freed when it has received.
+        # An aborted request that receives is freed when it has received.
         receiving = request.request_id in self._receiving
         delay_free = _number(request) % 3 == 0 and not receiving
         if delay_free:

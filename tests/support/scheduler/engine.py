@@ -43,9 +43,9 @@ class SchedulerEngine:
         self.layout = layout
         self.options = options
         vllm_config = build_vllm_config(layout, options)
-        register_all_kvcache_specs(vllm_config)  # as an engine core does
+        register_all_kvcache_specs(vllm_config)  # An engine core does the same.
         kv_cache_config = layout.to_config(options.num_blocks)
-        kv_cache_config.kv_transfer_config = vllm_config.kv_transfer_config  # vLLM-Ascend 0.30 does
+        kv_cache_config.kv_transfer_config = vllm_config.kv_transfer_config  # As vLLM-Ascend 0.30.
         if options.interval_tokens is not None:
             kv_cache_config.prefix_cache_retention_interval = options.interval_tokens
         block_size, self.hash_block_size = resolve_kv_cache_block_sizes(
@@ -62,7 +62,7 @@ class SchedulerEngine:
             block_size=block_size,
             hash_block_size=self.hash_block_size,
         )
-        # The model is text-only as far as its config goes; images need an encoder budget.
+        # By its config, the model is text-only. Images need an encoder budget.
         self.scheduler.max_num_encoder_input_tokens = _ENCODER_CACHE_TOKENS
         self.scheduler.encoder_cache_manager = EncoderCacheManager(_ENCODER_CACHE_TOKENS)
         self._event_batches: list[Any] = []
@@ -91,7 +91,7 @@ class SchedulerEngine:
 
     @property
     def replaced_methods(self) -> list[str]:
-        """Methods of upstream's classes that objects of this engine have replaced by their own."""
+        """The methods of upstream's classes that are replaced on objects of this engine."""
         manager = self.scheduler.kv_cache_manager
         owners = (self.scheduler, self.scheduler.connector, manager, manager.coordinator)
         return sorted(
@@ -143,7 +143,7 @@ class SchedulerEngine:
         )
 
     def abort(self, request_id: str) -> bool:
-        """Returns whether the request was there to be aborted."""
+        """Abort a request. Returns whether it existed."""
         aborted = self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
         return bool(aborted)
 
@@ -159,7 +159,7 @@ class SchedulerEngine:
         if self.scheduler.has_requests() or self.runner.is_transferring:
             scheduler_output = self.scheduler.schedule()
             self._in_flight.append((scheduler_output, self.runner.execute(scheduler_output)))
-        # Asynchronous scheduling keeps one step in flight while it schedules the next.
+        # Asynchronous scheduling keeps one step in flight while it plans the next.
         keep = 1 if self.options.is_async and scheduler_output is not None else 0
         results = {}
         if len(self._in_flight) > keep:
@@ -179,7 +179,7 @@ class SchedulerEngine:
 
     def _record(self, scheduler_output: Any, results: dict[int, Any]) -> Step:
         pool = self.block_pool
-        more_keys = getattr(pool, "cached_block_hashes_by_block", {})  # since vLLM 0.30
+        more_keys = getattr(pool, "cached_block_hashes_by_block", {})  # Since vLLM 0.30.
         self.last_events = [event for batch in self._event_batches for event in batch.events]
         self._event_batches.clear()
         return Step(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens requests hit, by KV cache layout, KV connector, role and drafts.
+"""Counts the tokens that requests hit, by KV cache layout, KV connector, role and drafts.
 
 Each `Cell` is an engine; all of them serve the same traces: prompts that come again, next turns,
 siblings that share a beginning, an edited end, prompts longer than a step, alone and side by side.
@@ -48,7 +48,7 @@ class Hits:
 
     Attributes:
         tokens: By request.
-        wrong: Requests that have read KV which was not their own.
+        wrong: Requests that have read KV of other tokens.
     """
 
     tokens: dict[str, int] = field(default_factory=dict)
@@ -60,23 +60,28 @@ class Hits:
 
     @property
     def right(self) -> dict[str, int]:
-        """What is hit by those that read nothing wrong."""
+        """The hits of requests that have read nothing wrong."""
         return {id: 0 if id in self.wrong else hit for id, hit in self.tokens.items()}
 
 
 NUM_BLOCKS = 4000
-"""A pool with room for all."""
+"""The size of a pool with room for all requests."""
 
 DRAFT_TOKENS = 2
 STEP_UNITS = 4
 PROMPT_UNITS = (0.6, 1, 2.7, 3, 4, 5.5, 9.3)
-"""Lengths: below a unit, of whole units, between them, a step, and more than one step."""
+"""Lengths in units: below a unit, whole units, between them, a step, and more than a step."""
 
 STATES_OF_16 = Layout("mamba-16", (Group(Attention.FULL, 16), Group(Attention.MAMBA, 16)))
 
 LAYOUTS = (
-    *(FULL, TWO_FULL, FULL_WINDOW, MIXED_BLOCKS),
-    *(MAMBA, STATES_OF_16, MAMBA_WINDOW),
+    FULL,
+    TWO_FULL,
+    FULL_WINDOW,
+    MIXED_BLOCKS,
+    MAMBA,
+    STATES_OF_16,
+    MAMBA_WINDOW,
 )
 if family.IS_ASCEND:
     from .layouts import COMPRESSED as OF_DEEPSEEK_V4
@@ -108,7 +113,7 @@ class Cell:
     """One engine.
 
     Attributes:
-        step_offset_tokens: A step has so many tokens less than whole units.
+        step_offset_tokens: The tokens that a step has less than whole units.
         interval_tokens: What ``prefix_cache_retention_interval`` is set to; 0 is vLLM 0.30's
             default.
     """
@@ -122,7 +127,7 @@ class Cell:
 
     @property
     def is_checked(self) -> bool:
-        """Whether what is read is looked at: the harness knows of no states of drafts."""
+        """Whether reads are checked. The harness knows no states of drafts."""
         return not (self.has_drafts and self.layout.has_mamba)
 
     @property
@@ -132,7 +137,7 @@ class Cell:
 
 
 def cells() -> Iterator[Cell]:
-    """All of them: two sizes of steps, of which one ends within blocks."""
+    """All cells, with two sizes of steps. Steps of one size end inside blocks."""
     for layout in (*LAYOUTS, OF_DEEPSEEK_V4):
         for beside in CONNECTORS:
             if beside.is_ours and not _has_pages(layout):
@@ -143,12 +148,12 @@ def cells() -> Iterator[Cell]:
 
 
 def _has_pages(layout: Layout) -> bool:
-    """Whether the harness can make pages of it, which our connector asks for."""
+    """Whether the harness can make pages for the layout, which our connector needs."""
     return not family.IS_ASCEND or (IS_SINCE_0_30 and layout is not OF_DEEPSEEK_V4)
 
 
 def hits_of(cell: Cell, num_blocks: int = NUM_BLOCKS) -> Hits:
-    """Serve all traces, each on an engine of its own, with what is installed in this process."""
+    """Serve all traces, each on its own engine, with the features installed in this process."""
     found = Hits()
     for trace, waves in traces(cell.layout.unit_tokens).items():
         engine = _engine(cell, num_blocks)
@@ -162,7 +167,7 @@ def hits_of(cell: Cell, num_blocks: int = NUM_BLOCKS) -> Hits:
 
 
 def traces(unit_tokens: int) -> Mapping[str, Waves]:
-    """Prompts of every length of ``PROMPT_UNITS``, by what becomes of them."""
+    """Prompts of every length of ``PROMPT_UNITS``, by their trace."""
     rng = random.Random(unit_tokens)
 
     def tokens(num_units: float) -> tuple[int, ...]:
@@ -209,7 +214,7 @@ def _engine(cell: Cell, num_blocks: int) -> SchedulerEngine:
 
 
 def _beside_ours(layout: Layout, options: EngineOptions, is_checked: bool) -> SchedulerEngine:
-    # The layouts with pages cannot be made beside vLLM-Ascend 0.23.0's managers.
+    # The layouts with pages cannot be made with vLLM-Ascend 0.23.0's managers.
     from support.connector.paged_layouts import paged
     from support.connector.simulated_engine import SimulatedEngine
 
@@ -224,7 +229,7 @@ def _beside_ours(layout: Layout, options: EngineOptions, is_checked: bool) -> Sc
 
 
 class _SchedulesOnly:
-    """Of a step, what was scheduled: describing all blocks takes longer than all else."""
+    """Describe only what a step scheduled, because describing all blocks would be slow."""
 
     def _record(self, scheduler_output: Any, results: Any) -> Step:
         scheduled = describe_schedule(scheduler_output)
@@ -232,7 +237,7 @@ class _SchedulesOnly:
 
 
 class _NotingRunner(ModelRunner):
-    """Goes on where a request reads what is not its own."""
+    """A runner that continues if a request reads KV of other tokens."""
 
     def __init__(self, groups: Sequence[Group], num_draft_tokens: int) -> None:
         super().__init__(groups, num_draft_tokens, ReadCheck.ALL)
@@ -266,7 +271,7 @@ def _with_drafts(layout: Layout) -> Layout:
 
 
 def _serve(engine: SchedulerEngine, name: str, wave: tuple[tuple[int, ...], ...]) -> dict[str, int]:
-    """Serve prompts that arrive together until nothing is left to do; the tokens they hit."""
+    """Serve prompts that arrive together to their end. Returns the tokens that they hit."""
     found: dict[str, int] = {}
     for number, prompt in enumerate(wave):
         plan = RequestPlan(
@@ -282,7 +287,7 @@ def _serve(engine: SchedulerEngine, name: str, wave: tuple[tuple[int, ...], ...]
 
 @contextmanager
 def default_install() -> Iterator[None]:
-    """As in a process in which nothing is configured."""
+    """Install the features of a process without settings, inside the block."""
     from vllm_ascend_kvext.features import REPAIRS
 
     with installed(*(repair.name for repair in REPAIRS), "connector"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has to hold in a KV cache manager after every step, whatever the scheduler decided.
+"""Checks of a KV cache manager after every step, whatever the scheduler decided.
 
 Each check is a `support.scheduler.run.Check`. They look at vLLM's objects and at the shadow memory
 of the model runner, never at this project's code.
@@ -43,7 +43,7 @@ class NullBlock(KVCacheBlock):
 
 
 def null_block_is_left_alone(engine: SchedulerEngine, step: Step) -> None:
-    """Its reference count never moves and it is never free.
+    """Check that the reference count of the null block never changes, and that it is never free.
 
     From the first step on the count cannot be written to at all, so that a decrement that an
     increment makes up for is seen as well: ``BlockPool.free_blocks`` decrements all it is given.
@@ -90,7 +90,7 @@ def blocks_are_conserved(
 
 
 def useless_blocks_come_first(engine: SchedulerEngine, step: Step) -> None:
-    """No block that cannot be hit stands behind one that can in the free queue."""
+    """Check that blocks that cannot be hit come first in the free queue."""
     blocks = engine.block_pool.blocks
     hashed = [blocks[block_id].block_hash is not None for block_id in step.free_queue]
     assert hashed == sorted(hashed), f"free queue (hashed or not): {hashed}"
@@ -98,7 +98,7 @@ def useless_blocks_come_first(engine: SchedulerEngine, step: Step) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _CachedBlock:
-    """What a block of some hash has to hold and how an event has to describe it."""
+    """The expected content of a block with some hash, and the expected event."""
 
     digests: list[int]
     tokens: list[int]
@@ -131,7 +131,7 @@ class CacheContents:
                 self._check_event(engine, event)
 
     def _learn(self, engine: SchedulerEngine) -> None:
-        """Take in the hashes of all blocks that requests have filled since the last step."""
+        """Note the hashes of all blocks that requests have filled since the last step."""
         for request_id, request in engine.requests.items():
             if request_id not in self._streams:
                 self._streams[request_id] = engine.plans[request_id].new_stream()
@@ -152,7 +152,8 @@ class CacheContents:
         self, request: Any, group_id: int, block_tokens: int, hashes: Any, index: int
     ) -> None:
         stream = self._streams[request.request_id]
-        start, stop = index * block_tokens, (index + 1) * block_tokens
+        start = index * block_tokens
+        stop = (index + 1) * block_tokens
         extra_keys, _ = generate_block_hash_extra_keys(request, start, stop, 0)
         block = _CachedBlock(
             digests=stream.digests[start:stop],
@@ -165,11 +166,12 @@ class CacheContents:
         self._blocks[group_id, maybe_convert_block_hash(hashes[index])] = block
 
     def _learn_partial_blocks(self, request: Any, group_id: int, engine: SchedulerEngine) -> None:
-        """From vLLM 0.30 on a block may be cached as the prefix that ends within it.
+        """Note a block. Since vLLM 0.30 it may be cached as the prefix that ends inside it.
 
         An event then describes the last tokens of that prefix, as many as have one hash.
         """
-        hashes, size = request.block_hashes, engine.hash_block_size
+        hashes = request.block_hashes
+        size = engine.hash_block_size
         block_tokens = engine.layout.groups[group_id].block_tokens
         digests = self._streams[request.request_id].digests
         known = self._num_known[request.request_id, group_id] * block_tokens // size
@@ -183,7 +185,7 @@ class CacheContents:
             self._keys[key] = replace(self._keys[key], digests=digests[start:stop])
 
     def _check_blocks(self, engine: SchedulerEngine) -> None:
-        """Every cached block holds the KV of the tokens that its key stands for."""
+        """Check that every cached block holds the KV of the tokens of its key."""
         for block in engine.block_pool.blocks:
             if block.block_hash is None:
                 continue
@@ -196,14 +198,14 @@ class CacheContents:
             found = engine.runner.memory.read(block.block_id, group_id, 0, len(expected))
             self.counts["cached blocks checked"] += 1
             if any(map(engine.runner.is_unreported, found)):
-                continue  # The scheduler takes this load for a success so far.
+                continue  # The scheduler does not know yet that this load has failed.
             assert found == expected, (
                 f"block {block.block_id} of group {group_id} is cached, but does not hold what its "
                 f"key says: expected {expected}, found {found}"
             )
 
     def _check_event(self, engine: SchedulerEngine, event: BlockStored) -> None:
-        """Hashes, parent, tokens and extra keys describe the same blocks."""
+        """Check that hashes, parent, tokens and extra keys of an event describe the same blocks."""
         group_id = event.group_idx
         assert group_id is not None
         sizes = {len(self._blocks[group_id, each].tokens) for each in event.block_hashes}

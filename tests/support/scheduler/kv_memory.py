@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shadow of the KV cache: which content every row of every physical block holds.
+"""A shadow of the KV cache: the content of every row of every physical block.
 
 Knows blocks, rows and digests; nothing of requests or of vLLM.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 class KVMemory:
-    """Content of physical blocks. A block belongs to one KV cache group at a time.
+    """The content of physical blocks. A block belongs to one KV cache group at a time.
 
     Writing to a block through another group's block table overwrites it, as it would on a device,
     where the groups share one pool of bytes.
@@ -28,14 +28,14 @@ class KVMemory:
         first_row: int,
         digests: Sequence[int],
     ) -> None:
-        """Put ``digests`` into consecutive rows, the first of them ``first_row``."""
+        """Put ``digests`` into consecutive rows, from ``first_row`` on."""
         if self._owner.get(block_id) != group_id:
             self._owner[block_id] = group_id
             self._rows[block_id] = [None] * block_tokens
         self._rows[block_id][first_row : first_row + len(digests)] = digests
 
     def read(self, block_id: int, group_id: int, first_row: int, num_rows: int) -> list[int | None]:
-        """Content of consecutive rows; ``None`` where this group has written nothing."""
+        """The content of consecutive rows; ``None`` for rows that this group has not written."""
         if self._owner.get(block_id) != group_id:
             return [None] * num_rows
         return self._rows[block_id][first_row : first_row + num_rows]
@@ -47,6 +47,6 @@ class KVMemory:
             self._rows[target] = list(self._rows[source])
 
     def swap(self, one: int, other: int) -> None:
-        """Exchange the content of two blocks: the corruption that the checks must see."""
+        """Exchange the content of two blocks, a corruption that the checks must find."""
         for table in (self._owner, self._rows):
             table[one], table[other] = table[other], table[one]

@@ -40,7 +40,7 @@ class Attention(enum.Enum):
     CHUNKED = "chunked"
     MAMBA = "mamba"
     COMPRESSED = "compressed"
-    """vLLM-Ascend's: a row of a block stands for several tokens."""
+    """Compressed attention of vLLM-Ascend, in which a row stands for several tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class Group:
     """One KV cache group.
 
     Attributes:
-        span_tokens: Sliding window, or attention chunk; 0 where there is none.
-        tokens_per_row: Tokens that a row of a block stands for; it is written with the last.
+        span_tokens: The sliding window or attention chunk; 0 for neither.
+        tokens_per_row: The tokens of a row. The row is written with the last of them.
         is_eagle: Whether it holds layers of an EAGLE/MTP drafter.
-        draft_blocks: Of a state group: the blocks of a request in which states of drafts lie.
+        draft_blocks: The blocks of a request with states of drafts, for state groups.
     """
 
     attention: Attention
@@ -78,7 +78,7 @@ class Group:
         return 0
 
     def to_spec(self, **fields: Any) -> KVCacheSpec:
-        """A small one; ``fields`` are its own."""
+        """A small spec of the group. ``fields`` are further fields of it."""
         if self.attention is Attention.COMPRESSED:
             from ascend_geometry import compressed_spec
 
@@ -105,13 +105,13 @@ _SPECS: dict[Attention, tuple[type[Any], str]] = {
     Attention.CHUNKED: (ChunkedLocalAttentionSpec, "attention_chunk_size"),
     Attention.MAMBA: (MambaSpec, ""),
 }
-"""By kind, vLLM's spec, and its field for ``span_tokens``."""
+"""By kind: vLLM's spec, and its field for ``span_tokens``."""
 
 
 def config_of(
     specs: Iterable[KVCacheSpec], eagle_group_ids: Collection[int], num_blocks: int
 ) -> KVCacheConfig:
-    """One group per spec, without tensors."""
+    """A config with one group per spec, without tensors."""
     groups = [
         KVCacheGroupSpec([f"layer.{i}"], spec, is_eagle_group=i in eagle_group_ids)
         for i, spec in enumerate(specs)

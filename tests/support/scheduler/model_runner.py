@@ -6,8 +6,8 @@ position into the shadow of the KV cache, and checks that every position that at
 holds the digest of the request's own tokens. Sampled tokens follow from the last digest.
 
 A load that fails leaves *garbage*: a negative number, which names the step whose output reports it.
-Until that output is processed, the scheduler cannot know better than to have it read. A request
-that has read garbage computes and samples garbage.
+Until that output is processed, the scheduler does not know of the failure, and requests may read
+garbage. A request that has read garbage computes and samples garbage.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from .token_stream import VOCAB_SIZE, TokenStream, draft_tokens, mix, next_token
 
 NULL_BLOCK_ID = 0
 _NEVER_READ = -1
-"""Garbage of a load between steps, before whose report nobody may read it."""
+"""Garbage of a load between steps, which no request may read before its report."""
 
 
 class WrongKVError(AssertionError):
-    """A request would attend to KV that is not that of its own tokens."""
+    """A request would attend to KV of other tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedLoads(KVConnectorWorkerMetadata):
-    """Names the requests whose loads failed, as a connector of this project may."""
+    """Worker metadata with the requests whose loads failed, as of a connector of this project."""
 
     failed_recving: frozenset[str]
 
@@ -50,7 +50,7 @@ class FailedLoads(KVConnectorWorkerMetadata):
 
 @dataclass(slots=True)
 class _Receiving:
-    """A load that is under way; it is reported failed before or with its end."""
+    """A load under way. Its failure is reported before or with its end."""
 
     load: Load
     failed_block_ids: set[int]
@@ -59,7 +59,7 @@ class _Receiving:
 
 
 class ReadCheck(enum.Enum):
-    """Which of the positions that attention would read are checked."""
+    """The positions that are checked, among the positions that attention would read."""
 
     NONE = "none"
     ALL = "all"
@@ -76,7 +76,7 @@ class _RequestState:
 
 @dataclass(slots=True)
 class _Row:
-    """One request in one step: positions ``[start, end)``, the last of them drafts."""
+    """One request in one step: positions ``[start, end)``, of which the last are drafts."""
 
     request_id: str
     state: _RequestState
@@ -118,23 +118,23 @@ class ModelRunner:
 
     @property
     def is_transferring(self) -> bool:
-        """Whether the connector has to be given further steps to end what it does."""
+        """Whether the connector needs further steps to end its work."""
         return bool(self._receiving) or any(self._finished_sending)
 
     def note_processed_step(self) -> None:
-        """The scheduler has processed the output of the oldest step that it had not."""
+        """Note that the scheduler has processed the output of the next step."""
         self._num_processed_steps += 1
 
     def is_unreported(self, digest: int | None) -> bool:
-        """Whether this is garbage that the scheduler has not been told of."""
+        """Whether a digest is garbage of a failure that was not reported yet."""
         return digest is not None and digest < 0 and -digest - 2 >= self._num_processed_steps
 
     def expect(self, request_id: str, stream: TokenStream) -> None:
-        """Announce a request: its content depends on things no scheduler output mentions."""
+        """Announce a request, whose content depends on facts that no scheduler output has."""
         self._streams[request_id] = stream
 
     def execute(self, scheduler_output: Any) -> ModelRunnerOutput:
-        """Run one step: write, check, sample, in the order a forward pass does."""
+        """Run one step: write, check and sample, in the order of a forward pass."""
         for request_id in scheduler_output.finished_req_ids:
             self._states.pop(request_id, None)
         self._update_states(scheduler_output)
@@ -184,7 +184,7 @@ class ModelRunner:
                     table.extend(ids)
 
     def _stream_of(self, new: Any) -> TokenStream:
-        """Of a request, or of the row of a hole: the beginning of its request's."""
+        """The stream of a request. The row of a hole has the beginning of its request's stream."""
         stream = self._streams.get(new.req_id)
         if stream is not None:
             return stream
@@ -194,12 +194,15 @@ class ModelRunner:
     def _make_rows(self, scheduler_output: Any) -> Iterator[_Row]:
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             state = self._states[request_id]
-            start, known = state.num_computed_tokens, len(state.stream)
+            start = state.num_computed_tokens
+            known = len(state.stream)
             drafts = list(scheduler_output.scheduled_spec_decode_tokens.get(request_id, ()))
             if -1 in drafts and not state.is_admitted:
-                # Asynchronous scheduling leaves the drafts, and how many were accepted, to us.
+                # With asynchronous scheduling, the runner knows the drafts and how many were
+                # accepted.
                 drafts = state.drafts[: len(drafts)]
-            # From vLLM 0.30 on, what is admitted for one token has -1 for drafts: all are rejected.
+            # Since vLLM 0.30, a request that is admitted for one token has drafts of -1, which are
+            # rejected.
             state.is_admitted = False
             end = start + num_tokens
             if end > known + len(drafts):
@@ -251,12 +254,12 @@ class ModelRunner:
                 self.memory.write(table[block], group_id, group.rows_per_block, first_row, content)
 
     def _check_rows(self, rows: Sequence[_Row]) -> None:
-        """Every layer has written before any layer reads, across all requests of the step."""
+        """Write and check rows. Every layer writes before any layer reads, for all requests."""
         pending = [row for row in rows if row.garbage is None]
         while pending:
             for row in pending:
                 self._check_row(row)
-            # What one has read amiss, it writes amiss; another of this step may read that.
+            # A row that has read garbage writes garbage, which other rows of this step may read.
             spoiled = [row for row in pending if row.garbage is not None]
             for row in spoiled:
                 self._write_row(row)
@@ -268,7 +271,7 @@ class ModelRunner:
                 self._check_read(row, group_id, group.first_read_position(row.start), row.end)
 
     def _check_states(self, row: _Row) -> None:
-        """Recurrent layers read the state that the previous step left, before they write."""
+        """Check the state of the previous step, which recurrent layers read before they write."""
         for group_id, group in self._groups:
             if group.attention is Attention.MAMBA and row.start:
                 self._check_read(row, group_id, 0, row.start)
@@ -287,13 +290,13 @@ class ModelRunner:
                 )
 
     def _is_wrong(self, row: _Row, found: list[int | None], expected: list[int]) -> bool:
-        """Whether a row reads what it should not; garbage that it cannot know of it takes over."""
+        """Whether a row reads wrong KV. It takes over garbage that was not reported yet."""
         if found == expected:
             return False
         garbage = [digest for digest in found if self.is_unreported(digest)]
         if row.garbage is not None:
             garbage.append(row.garbage)
-        row.garbage = max(garbage, default=None)  # the one that is reported first
+        row.garbage = max(garbage, default=None)  # This failure is reported first.
         return not all(
             digest == own or self.is_unreported(digest)
             for digest, own in zip(found, expected, strict=True)
@@ -330,7 +333,7 @@ class ModelRunner:
         )
 
     def _fate(self, load: Load) -> tuple[set[int], int, int]:
-        """Which blocks of a load fail, how many steps it takes, and when that is reported."""
+        """Choose the failing blocks of a load, its number of steps, and the step of the report."""
         failing = self._failing_loads
         if failing is None:
             return set(), 0, 0
@@ -356,7 +359,7 @@ class ModelRunner:
         return chosen, num_steps, report_when_left
 
     def _loaded(self, load: Load, group_id: int) -> Iterator[tuple[int, int, int]]:
-        """What a load writes to in a group: ``(block index, first position, last + 1)``."""
+        """The places of a load in a group: ``(block index, first position, last + 1)``."""
         group = self._groups[group_id][1]
         if group.attention is Attention.MAMBA:
             first = load.end_tokens - 1
@@ -379,7 +382,7 @@ class ModelRunner:
 def rows_of(
     group: Group, digests: list[int], start: int, end: int
 ) -> Iterator[tuple[int, int, list[int]]]:
-    """What the tokens ``[start, end)`` leave in a group: ``(block index, first row, content)``.
+    """The rows of the tokens ``[start, end)`` in a group: ``(block index, first row, content)``.
 
     A row is written once all of its tokens are there. Of states, the last one is.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine configurations that the harness can build, and how it builds them.
 
-Everything is local: the model is a ``config.json`` in a temporary directory, and nothing of it but
-the maximum length matters to a scheduler.
+Everything is local. The model is a ``config.json`` in a temporary directory, of which a scheduler
+only needs the maximum length.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from .layouts import Layout
 
 
 class Drafter(enum.Enum):
-    """Where draft tokens come from; only EAGLE has KV of its own."""
+    """The source of draft tokens. Only EAGLE has its own KV."""
 
     NGRAM = "ngram"
     EAGLE = "eagle"
 
 
 class ExternalLoad(enum.Enum):
-    """What the KV connector does with prompts whose KV it claims to have."""
+    """How the KV connector loads prompts whose KV it claims to have."""
 
     NEVER = "never"
     IN_STEP = "in_step"
@@ -53,8 +53,8 @@ class FailingLoads:
 
     Attributes:
         seed: Decides which loads fail, and which of their blocks.
-        share: So many of all loads fail.
-        max_steps: A load between steps takes up to so many more steps than the one it begins in.
+        share: The share of loads that fail.
+        max_steps: The most further steps that a load between steps takes.
         names_requests: The worker names requests in its metadata, and no blocks.
         recomputes: ``kv_load_failure_policy`` is ``recompute``; otherwise ``fail``.
     """
@@ -78,7 +78,7 @@ class EngineOptions:
         interval_tokens: ``prefix_cache_retention_interval`` of the configuration, since vLLM 0.30;
             None is as the environment says.
         external_load: Behaviour of the KV connector; no connector if None.
-        kv_role: Of the KV connector.
+        kv_role: The role of the KV connector.
         extends_local_hits: Whether the connector adds tokens to a local hit.
         failing_loads: How its loads fail; None if they never do.
         offloading: ``kv_connector_extra_config`` of KvextConnector, which then takes the place of
@@ -178,7 +178,7 @@ def build_vllm_config(layout: Layout, options: EngineOptions) -> VllmConfig:
         lora_config=LoRAConfig(max_loras=2, max_lora_rank=8),
         kv_transfer_config=_kv_transfer_config(layout, options),
     )
-    # The CPU platform overrides both on its own account.
+    # The CPU platform overrides both values.
     config.scheduler_config.async_scheduling = options.is_async
     config.cache_config.enable_prefix_caching = options.caching
     config.cache_config.num_gpu_blocks = options.num_blocks

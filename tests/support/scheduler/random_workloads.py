@@ -52,7 +52,7 @@ def random_workload(layout: Layout, seed: int) -> Workload:
             Abort(plan.arrival_step + rng.randrange(1, 30), plan.request_id) for plan in aborted
         ),
         resets=tuple(
-            # Upstream cannot preempt for a reset while a connector holds blocks.
+            # Upstream cannot reset with preemption while a connector holds blocks.
             ResetPrefixCache(
                 rng.randrange(last_step), options.external_load is None and rng.random() < 0.7
             )
@@ -70,10 +70,10 @@ def with_options(workload: Workload, **options: Any) -> Workload:
 
 
 def _room_for(external_load: ExternalLoad | None) -> int:
-    """In units of what the longest request needs.
+    """The least size of the pool, in units of what the longest request needs.
 
-    Loads between steps hold their blocks without making progress: in a pool for one request they
-    could block each other for ever.
+    Loads between steps hold blocks without progress. In a pool for one request, they could block
+    each other for ever.
     """
     return 3 if external_load is ExternalLoad.BETWEEN_STEPS else 1
 
@@ -81,7 +81,7 @@ def _room_for(external_load: ExternalLoad | None) -> int:
 def without_upstream_defects(
     workload: Workload, repaired: frozenset[str] = frozenset()
 ) -> Workload:
-    """The same workload, but for what stock vLLM answers with wrong tokens or wrong KV.
+    """The same workload without the events that stock vLLM answers with wrong tokens or KV.
 
     Args:
         repaired: The repairs in effect. Without ``two-phase-allocation``, a connector that extends
@@ -114,7 +114,8 @@ def _requests(rng: random.Random, layout: Layout) -> Iterator[RequestPlan]:
     for _ in range(rng.randrange(4, 9)):
         prompt = rng.choice(roots)[: _prompt_length(rng, layout, max_prompt_tokens // 2)]
         prompt += _tokens(rng, _prompt_length(rng, layout, max_prompt_tokens // 3))
-        adapter, salt = rng.choice(_ADAPTERS), rng.choice(_SALTS)
+        adapter = rng.choice(_ADAPTERS)
+        salt = rng.choice(_SALTS)
         images = _images(rng, prompt)
         for _ in range(rng.randrange(1, 4)):
             plan = RequestPlan(
@@ -138,7 +139,7 @@ def _requests(rng: random.Random, layout: Layout) -> Iterator[RequestPlan]:
 
 
 def _with_hints(plan: RequestPlan, rng: random.Random) -> RequestPlan:
-    """Some requests name boundaries, which adaptive retention heeds."""
+    """Let some requests name boundaries, which adaptive retention reads."""
     if rng.random() < 0.7:
         return plan
     hints = [rng.randrange(1, len(plan.prompt) + 1) for _ in range(rng.choice((1, 3)))]
@@ -177,7 +178,7 @@ def _options(
 def _blocks_for_longest(
     layout: Layout, requests: tuple[RequestPlan, ...], max_num_batched_tokens: int
 ) -> int:
-    """Blocks that the longest request needs when it runs alone."""
+    """The blocks that the longest request needs when it runs alone."""
     longest_tokens = max(len(plan.prompt) + plan.max_tokens for plan in requests)
     # On vLLM-Ascend, and since vLLM 0.30, windows wait for the steps in flight.
     num_steps = 2 if family.IS_ASCEND or IS_SINCE_0_30 else 1

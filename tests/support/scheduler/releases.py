@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the supported releases of vLLM differ, as far as the harness sees it.
+"""Hides the differences of the supported releases of vLLM from the harness.
 
-Each function holds for all of them: it goes by what upstream's objects have.
+Each function works for all releases. It checks which attributes upstream's objects have.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONFIGURES_RETENTION = "prefix_cache_retention_interval" in {
 
 
 def retention_fields() -> dict[str, Any]:
-    """What the environment says of the interval, as fields of ``KVCacheConfig``; unset is dense."""
+    """The interval of the environment, as fields of ``KVCacheConfig``. Unset means dense."""
     if not CONFIGURES_RETENTION:
         return {}
     text = os.environ.get(INTERVAL_VARIABLE, "")
@@ -34,7 +34,7 @@ def retention_fields() -> dict[str, Any]:
 
 
 def in_flight_argument(max_tokens: int) -> dict[str, int]:
-    """What ``KVCacheManager`` is told of the tokens that are computed at the same time, at most."""
+    """The argument of ``KVCacheManager`` with the most tokens that are computed at once."""
     name = "max_num_batched_tokens"
     if name not in inspect.signature(KVCacheManager).parameters:
         name = "max_in_flight_tokens"
@@ -42,7 +42,7 @@ def in_flight_argument(max_tokens: int) -> dict[str, int]:
 
 
 def look_up(manager: Any, request: Request) -> tuple[Any, int]:
-    """The blocks and tokens that a request hits, looked up as the scheduler does.
+    """The blocks and tokens that a request hits, found like by the scheduler.
 
     From vLLM 0.30 on a lookup also finds where requests part, which the request remembers.
     """
@@ -53,17 +53,17 @@ def look_up(manager: Any, request: Request) -> tuple[Any, int]:
 
 
 def block_copies(scheduler_output: Any) -> Iterable[tuple[int, int]]:
-    """From and to which block workers copy before the step: where a hit ends within a state."""
+    """The block copies of workers before a step, for hits that end inside a state."""
     return getattr(scheduler_output, "kv_cache_block_copies", None) or ()
 
 
 def deferred_blocks(scheduler: Any) -> Iterable[Any]:
-    """Blocks of requests that are gone, which are freed once the steps in flight have ended."""
+    """The blocks of ended requests that are freed once the steps in flight have ended."""
     for _, blocks in getattr(scheduler, "deferred_frees", ()):
         yield from (block for block in blocks if not block.is_null)
 
 
 def tokens_in_flight(max_num_batched_tokens: int, is_async: bool) -> int:
-    """Tokens at most that windows hold besides: from vLLM 0.30 on, of all steps in flight."""
+    """The most further tokens that windows hold: since vLLM 0.30, those of all steps in flight."""
     waits = hasattr(VllmConfig, "max_in_flight_tokens")
     return max_num_batched_tokens * (2 if waits and is_async else 1)

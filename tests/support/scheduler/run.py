@@ -17,7 +17,7 @@ MAX_STEPS = 3000
 Check = Callable[[SchedulerEngine, Step], None]
 """Looks at the engine after every step and raises ``AssertionError`` if something is wrong.
 
-What it has in an attribute ``counts`` is added to the run's.
+If it has an attribute ``counts``, these counts are added to the counts of the run.
 """
 
 
@@ -34,11 +34,12 @@ class Run:
     engine: SchedulerEngine
 
     def wrong_outputs(self, workload: Workload) -> dict[str, list[int]]:
-        """Outputs that are not what the model generates; of aborted requests, not a start of it."""
+        """Outputs that differ from the model's; for aborted requests, from its beginning."""
         aborted = {abort.request_id for abort in workload.aborts} - self.finish_reasons.keys()
         wrong = {}
         for plan in workload.requests:
-            output, expected = self.outputs[plan.request_id], plan.expected_output()
+            output = self.outputs[plan.request_id]
+            expected = plan.expected_output()
             if output != (expected[: len(output)] if plan.request_id in aborted else expected):
                 wrong[plan.request_id] = output
         return wrong
@@ -96,9 +97,9 @@ def failure_of(
     read_check: ReadCheck = ReadCheck.ALL,
     counts: Counter[str] | None = None,
 ) -> str:
-    """What is wrong when a workload runs: the first error of a check, or wrong outputs, or "".
+    """Run a workload. Returns the first error of a check, or wrong outputs, or "".
 
-    What has happened is added to ``counts``.
+    The counts of the run are added to ``counts``.
     """
     try:
         result = run(workload, checks, read_check)

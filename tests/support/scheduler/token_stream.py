@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model would compute, reduced to integers. Knows nothing of vLLM.
+"""Stands in for a model with integers. The module knows nothing of vLLM.
 
 The *digest* of a position stands for the KV there: it depends on every token up to and including
 that position, on the adapter and on the images, as KV does. The next token is a function of the
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 VOCAB_SIZE = 61
-"""Small, so that stop tokens and equal continuations happen."""
+"""A small vocabulary, so that stop tokens and equal continuations occur."""
 
 _MASK = (1 << 64) - 1
 _PRIME = 0x9E3779B97F4A7C15
@@ -22,7 +22,7 @@ _PRIME = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One multi-modal item: its placeholder tokens say nothing, ``identifier`` does."""
+    """One multi-modal item. Its ``identifier`` decides its KV, and not its placeholder tokens."""
 
     identifier: str
     offset_tokens: int
@@ -41,7 +41,7 @@ def next_token(digest: int) -> int:
 
 
 def draft_tokens(digest: int, num_tokens: int) -> list[int]:
-    """What a drafter would propose after a prefix: right about three times out of five."""
+    """The drafts after a prefix. They are right about three times out of five."""
     drafts = []
     for _ in range(num_tokens):
         token = next_token(digest)
@@ -85,7 +85,8 @@ class TokenStream:
     def beginning(self, num_tokens: int) -> TokenStream:
         """Another stream with the first tokens of this one."""
         stream = copy.copy(self)
-        stream.tokens, stream.digests = self.tokens[:num_tokens], self.digests[:num_tokens]
+        stream.tokens = self.tokens[:num_tokens]
+        stream.digests = self.digests[:num_tokens]
         return stream
 
     def replace(self, tokens: Sequence[int]) -> None:

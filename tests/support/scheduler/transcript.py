@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scheduler decided, step by step: comparable, and readable where two differ."""
+"""Records the decisions of a scheduler step by step, so that two runs can be compared."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """One request in one step, as the model runner is told."""
+    """One request in one step, as the model runner gets it."""
 
     request_id: str
     num_tokens: int
@@ -93,7 +93,8 @@ def first_difference(one: Transcript, other: Transcript) -> str | None:
     """The first step and field in which two runs differ, or None."""
     for number, (a, b) in enumerate(zip(one.steps, other.steps)):  # noqa: B905
         for item in fields(Step):
-            left, right = getattr(a, item.name), getattr(b, item.name)
+            left = getattr(a, item.name)
+            right = getattr(b, item.name)
             if left != right:
                 return f"step {number}, {item.name}: {left!r:.600} != {right!r:.600}"
     if len(one.steps) != len(other.steps):

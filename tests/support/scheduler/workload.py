@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a workload is: requests with their arrival, and what happens to the engine meanwhile."""
+"""Workloads: requests with their arrivals, and events of the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RequestPlan:
     Attributes:
         request_id: ``<name>-<number>``; the connector goes by the number.
         arrival_step: Engine step before which it is added.
-        priority: Lower is scheduled first, where the policy is by priority.
+        priority: With the policy by priority, lower values are scheduled first.
         adapter: Name of a LoRA adapter.
         checkpoint_tokens: Boundaries that the request names, for adaptive retention.
         extra_args: Further arguments of the request, by name.
@@ -38,7 +38,7 @@ class RequestPlan:
 
     @property
     def seed(self) -> str:
-        """Whatever else its KV depends on."""
+        """Further facts that its KV depends on."""
         return f"{self.adapter}/{self.cache_salt}"
 
     def new_stream(self) -> TokenStream:
@@ -46,13 +46,13 @@ class RequestPlan:
         return TokenStream(self.prompt, self.seed, self.images)
 
     def expected_output(self) -> list[int]:
-        """What this request generates, however it is scheduled."""
+        """The tokens that this request generates, however it is scheduled."""
         return self.new_stream().generate(self.max_tokens, self.stop_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The client of a request goes away before a step."""
+    """A request that is aborted before a step."""
 
     step: int
     request_id: str

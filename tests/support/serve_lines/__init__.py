@@ -21,13 +21,21 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 PAGES += tuple(sorted((ROOT / "examples").glob("*.md")))
 
 TINY = (
-    *("--skip-tokenizer-init", "--enforce-eager", "--load-format", "dummy"),
-    *("--dtype", "float32", "--max-model-len", "2048", "--num-gpu-blocks-override", "1024"),
+    "--skip-tokenizer-init",
+    "--enforce-eager",
+    "--load-format",
+    "dummy",
+    "--dtype",
+    "float32",
+    "--max-model-len",
+    "2048",
+    "--num-gpu-blocks-override",
+    "1024",
 )
-"""What a tiny model on a small machine needs besides."""
+"""Further arguments for a tiny model on a small machine."""
 
 PLATFORM = processes.Platform(16, (), processes.ENGINE_ENVIRON)
-"""What finds the packages that ``PYTHONPATH`` names."""
+"""A platform that finds the packages of ``PYTHONPATH``."""
 
 _COMMAND = re.compile(r"(?:[A-Z_]+=\S* (?:\\\n)?)*vllm serve (?=\S)")
 _SETTINGS_OF_MACHINE = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND")
@@ -49,7 +57,7 @@ class ServeLine:
 
     @property
     def connector(self) -> str:
-        """Its KV connector; empty if it has none."""
+        """The name of its KV connector; empty if it has none."""
         options = iter(self.arguments)
         config = next((next(options) for name in options if name == "--kv-transfer-config"), "{}")
         return str(json.loads(config).get("kv_connector", ""))
@@ -76,7 +84,7 @@ class ServeLine:
 
 
 def serve_lines() -> list[ServeLine]:
-    """All that are printed; of those that would start the same, the first."""
+    """All printed lines. Of lines that would start the same engine, only the first."""
     lines: dict[object, ServeLine] = {}
     for line in (line for page in PAGES for line in _lines_of(page)):
         lines.setdefault((line.for_model(Path()), *sorted(line.environ.items())), line)
@@ -107,13 +115,13 @@ def _words(text: str) -> list[str]:
         command += line
         try:
             return shlex.split(command, comments=True)
-        except ValueError:  # a quotation that goes on
+        except ValueError:  # The quotation continues on the next line.
             continue
     raise ValueError(f"a command without an end: {text[:80]}")
 
 
 class Started(NamedTuple):
-    """What became of a start: what it says of itself, if it got there, and its log."""
+    """The result of a start: its report, if it reached that stage, and its log."""
 
     report: dict[str, object]
     log: str

@@ -73,7 +73,8 @@ def layer_specs(config: Any) -> dict[str, Any]:
     from vllm.model_executor.models import ModelRegistry
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
-    cache, model = config.cache_config, config.model_config
+    cache = config.cache_config
+    model = config.model_config
     attention = {
         "block_size": cache.block_size,
         "num_kv_heads": model.get_num_kv_heads(config.parallel_config),

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random transfers, what they must do, and backends to run them on."""
+"""Random transfers, their expected results, and backends that run them."""

@@ -18,15 +18,16 @@ from vllm_ascend_kvext.transfer.backend import Transfer
 from vllm_ascend_kvext.transfer.schema import PoolColumn, Table
 
 SOURCES = Path(__file__).resolve().parents[3] / "csrc" / "ascend"
+SHIM = Path(__file__).resolve().parents[2] / "native" / "shim"
 KERNEL = SOURCES / "page_transfer_kernel.cpp"
 
 
 def compile_shim(folder: Path, kernel: Path = KERNEL) -> Path:
-    """Compiles a kernel and the shim's driver into a library in ``folder``."""
+    """Compile a kernel and the shim's driver into a library in ``folder``."""
     library = folder / "libkvext_ascend_shim.so"
     command = ["g++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    includes = [f"-I{SOURCES / 'shim'}", f"-I{SOURCES}"]
-    sources = [str(SOURCES / "shim" / "driver.cpp"), str(kernel)]
+    includes = [f"-I{SHIM}", f"-I{SOURCES}"]
+    sources = [str(SHIM / "driver.cpp"), str(kernel)]
     subprocess.run([*command, *includes, *sources, "-o", str(library)], check=True)
     return library
 
@@ -54,11 +55,12 @@ class Shim:
         return AscendKernelBackend(_ShimLauncher(self), upload=self._upload)
 
     def prepare(self, transfer: Transfer, *, is_mapped: bool) -> None:
-        """Registers what the transfer may touch: one side to read, the other to write once."""
+        """Register the memory of a transfer: one side to read, the other to write once."""
         self.library.kvext_shim_reset(ctypes.c_int64(self.num_cores))
         is_store = transfer.direction == 0
         for pool in transfer.pools:
-            address, num_bytes = int(pool[PoolColumn.ADDRESS]), int(pool[PoolColumn.NUM_BYTES])
+            address = int(pool[PoolColumn.ADDRESS])
+            num_bytes = int(pool[PoolColumn.NUM_BYTES])
             self.register(address, num_bytes, is_writable=not is_store)
         self.register(
             transfer.host_address, transfer.host_bytes, is_mapped=is_mapped, is_writable=is_store
@@ -67,7 +69,7 @@ class Shim:
     def register(
         self, address: int, num_bytes: int, *, is_mapped: bool = False, is_writable: bool = False
     ) -> None:
-        """Makes memory exist for the kernel; mapped memory has another address there."""
+        """Make memory accessible for the kernel. Mapped memory has another address there."""
         self.library.kvext_shim_register(
             ctypes.c_void_p(address),
             ctypes.c_uint64(num_bytes),
@@ -77,7 +79,7 @@ class Shim:
 
     @property
     def violation(self) -> str:
-        """What the latest launch did that the hardware does not allow; empty if nothing."""
+        """The violation of the hardware's rules by the latest launch; empty if there is none."""
         return self.library.kvext_shim_violation().decode()
 
     def _upload(self, table: Table, _device: object) -> SimpleNamespace:
@@ -86,7 +88,7 @@ class Shim:
 
 
 class _ShimLauncher(KernelLauncher):
-    """The real one, which also says what the shim objected to."""
+    """The real launcher, whose errors also have the shim's violation."""
 
     def __init__(self, shim: Shim) -> None:
         super().__init__(shim.library)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random valid transfers, the memory they run on, and what must come out.
+"""Random valid transfers, their memory, and their expected results.
 
-Knows the descriptor tables and their rules; knows neither torch, nor a backend, nor vLLM.
+The module knows the descriptor tables and their rules, but neither torch, nor a backend, nor vLLM.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TransferCase:
     misalignment_bytes: tuple[int, ...]
 
     def reversed(self) -> TransferCase:
-        """The same transfer the other way round; valid where neither side is addressed twice."""
+        """The transfer in the other direction. It is valid if neither side is addressed twice."""
         return replace(self, direction=1 - self.direction)
 
 
@@ -58,7 +58,7 @@ class GuardedBytes:
 
     @classmethod
     def random(cls, num_bytes: int, misalignment_bytes: int, random: np.random.Generator):
-        """Begins ``misalignment_bytes`` behind a 64-byte boundary."""
+        """Make a region that begins ``misalignment_bytes`` behind a 64-byte boundary."""
         slack = HOST_ALIGNMENT_BYTES
         whole = random.integers(0, 256, num_bytes + 2 * GUARD_BYTES + 2 * slack, dtype=np.uint8)
         first = GUARD_BYTES + slack
@@ -108,7 +108,7 @@ class TransferMemory:
     def transfer(
         self, case: TransferCase, pool_tensors: Sequence[object], host_tensor: object
     ) -> Transfer:
-        """What a backend is handed; the tensors may stand for memory that a device has."""
+        """The transfer for a backend. The tensors may stand for memory of a device."""
         return Transfer(
             pools=self.pool_table,
             planes=case.planes,
@@ -122,11 +122,11 @@ class TransferMemory:
         )
 
     def snapshot(self) -> tuple[Bytes, ...]:
-        """Copies of every allocation, guards included: pools, then host."""
+        """Copies of every allocation with its guards: first pools, then host."""
         return tuple(region.whole.copy() for region in (*self.pools, self.host))
 
     def after(self, case: TransferCase) -> tuple[Bytes, ...]:
-        """What ``snapshot`` must return once ``case`` has run on this memory: by the oracle."""
+        """The result of the oracle: what ``snapshot`` must return after ``case`` has run."""
         regions = (*self.pools, self.host)
         result = self.snapshot()
         *pools, host = (
@@ -138,7 +138,7 @@ class TransferMemory:
 
 
 def assert_same(actual: Sequence[Bytes], expected: Sequence[Bytes]) -> None:
-    """Fails with the allocation and the first byte that differs."""
+    """Compare allocations. An error names the allocation and the first byte that differs."""
     assert len(actual) == len(expected)
     for index, (got, wanted) in enumerate(zip(actual, expected, strict=True)):
         where = np.flatnonzero(got != wanted)
@@ -199,7 +199,8 @@ def cases(
     planes = [
         (
             *(shape.group, *places[shape.index][:4], shape.row_bytes, shape.rows_per_page),
-            *(places[shape.index][4], offsets[shape.index]),
+            places[shape.index][4],
+            offsets[shape.index],
         )
         for shape in draw(st.permutations(shapes))
     ]
@@ -234,7 +235,8 @@ def cut_into_chunks(case: TransferCase, draw: st.DrawFn) -> TransferCase:
     for run in runs:
         run[4] = rows_of_group.get(run[0], 0)
         rows_of_group[run[0]] = run[4] + run[3]
-    planes, host_bytes = [], 0
+    planes = []
+    host_bytes = 0
     for chunk in draw(st.permutations(range(num_chunks))):
         for plane in case.planes.tolist():
             group = chunk * num_groups + plane[0]
@@ -250,7 +252,7 @@ def cut_into_chunks(case: TransferCase, draw: st.DrawFn) -> TransferCase:
 
 
 def _draw_blobs(draw: st.DrawFn, shapes: list[_PlaneShape]) -> list[list[_PlaneShape]]:
-    """Distributes planes over blobs; planes of one blob share page 0 and the page stride."""
+    """Distribute planes over blobs. Planes of one blob share page 0 and the page stride."""
     numbers = st.integers(0, len(shapes) - 1)
     blobs: dict[int, list[_PlaneShape]] = {}
     for shape in shapes:
@@ -261,7 +263,7 @@ def _draw_blobs(draw: st.DrawFn, shapes: list[_PlaneShape]) -> list[list[_PlaneS
 def _draw_places(
     draw: st.DrawFn, blobs: list[list[_PlaneShape]], num_pages: int
 ) -> tuple[list[int], dict[int, tuple[int, int, int, int, int]]]:
-    """Lays blobs one behind the other into pools, with gaps.
+    """Lay blobs one behind the other into pools, with gaps.
 
     Returns:
         Bytes of each pool; for each plane: pool, base, page stride, offset in the page, pages.
@@ -295,7 +297,7 @@ def _draw_runs(
     direction: int,
     shares_pages: bool,
 ) -> list[tuple[int, int, int, int, int]]:
-    """Draws runs sorted by group; at least one.
+    """Draw runs sorted by group, at least one.
 
     Pages of different groups are apart unless ``shares_pages``. The source may be read twice.
     """
@@ -335,7 +337,7 @@ def _draw_runs(
 
 
 def _draw_rows(draw: st.DrawFn, rows: int) -> list[tuple[int, int]]:
-    """Draws the disjoint row ranges of one page that move: (first row, rows)."""
+    """Draw the disjoint row ranges of one page that move: (first row, rows)."""
     kind = draw(st.sampled_from(("whole", "whole", "part", "two", "none")))
     if kind == "none":
         return []
@@ -351,7 +353,7 @@ def _draw_rows(draw: st.DrawFn, rows: int) -> list[tuple[int, int]]:
 def _draw_host_offsets(
     draw: st.DrawFn, shapes: list[_PlaneShape], runs: list[tuple[int, int, int, int, int]]
 ) -> tuple[int, dict[int, int]]:
-    """Lays the planes' extents into the host buffer in any order.
+    """Lay the planes' extents into the host buffer in any order.
 
     Returns:
         Bytes of the host buffer; each plane's offset.
@@ -379,7 +381,7 @@ def uniform_case(
     direction: int = PAGES_TO_HOST,
     misalignment_bytes: int = 0,
 ) -> TransferCase:
-    """One group, whole pages, equal planes in one pool each: a case to reason about by hand."""
+    """A simple case: one group, whole pages, and equal planes in one pool each."""
     num_pages = max(pages) + 1
     page_stride = row_bytes * rows_per_page + padding_bytes
     rows = len(pages) * rows_per_page

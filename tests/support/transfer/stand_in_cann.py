@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The build of ``csrc/ascend`` with a stand-in for CANN: its CMake functions and five calls.
 
-CMake, the launcher and the kernel are the real ones. What CANN's runtime does is the caller's; the
-kernel is compiled for the host, against the shim.
+CMake, the launcher and the kernel are the real ones. The caller defines the calls of CANN's
+runtime. The kernel is compiled for the host, against the shim.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from support.transfer.ascend_shim import SOURCES
+from support.transfer.ascend_shim import SHIM, SOURCES
 
 PACKAGE = "vllm_ascend_kvext"
-"""The folder that both libraries are installed into."""
+"""The folder into which both libraries are installed."""
 
 PROJECT = f"""
 cmake_minimum_required(VERSION 3.18)
@@ -27,7 +27,7 @@ ASCENDC_CMAKE = f"""
 set(CMAKE_SKIP_RPATH TRUE)
 function(ascendc_library name kind)
   add_library(${{name}} ${{kind}} ${{ARGN}} "${{ASCEND_CANN_PACKAGE_PATH}}/runtime.cpp")
-  target_include_directories(${{name}} PRIVATE "{SOURCES}/shim")
+  target_include_directories(${{name}} PRIVATE "{SHIM}")
   target_include_directories(${{name}} INTERFACE "${{ASCEND_CANN_PACKAGE_PATH}}/made")
 endfunction()
 function(ascendc_include_directories name scope)
@@ -81,16 +81,16 @@ def write_cann(root: Path, runtime: str) -> Path:
 
 
 def configure(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Have CMake write the build into a folder."""
+    """Let CMake write the build into a folder."""
     (folder / "CMakeLists.txt").write_text(PROJECT, encoding="utf-8")
     command = ["cmake", "-S", str(folder), "-B", str(folder / "build"), *options]
-    # Without what a CANN of this machine would add.
+    # A CANN of this machine would add further variables.
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def install(folder: Path, cann: Path, *options: str) -> Path:
-    """Build and install both libraries below a folder; where they lie then."""
+    """Build and install both libraries below a folder. Returns their folder."""
     configured = configure(
         folder,
         f"-DASCEND_HOME_PATH={cann}",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read of single specs, and the arithmetic of windows, hits and pages."""
+"""Reading of single specs, and arithmetic of windows, hits and pages."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from support.layout.fakes import (
 )
 
 from vllm_ascend_kvext.errors import GroupError
+from vllm_ascend_kvext.groups.kinds import kind_of, window_tokens_of
 from vllm_ascend_kvext.groups.model import (
     CacheGroup,
     GroupKind,
@@ -35,16 +36,14 @@ from vllm_ascend_kvext.groups.model import (
 from vllm_ascend_kvext.groups.spec_attributes import (
     config_rows_of,
     holds_states,
-    kind_of,
     tokens_per_page,
     tokens_per_page_of,
-    window_tokens_of,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpec(MambaSpec):
-    """Of vLLM 0.30."""
+    """A class of specs of vLLM 0.30."""
 
     shapes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[object, ...] = ()
@@ -85,7 +84,7 @@ def test_a_spec_says_which_tokens_its_layers_read(
 
 
 def test_a_compressors_states_are_a_window_that_holds_states() -> None:
-    """To the scheduler they are a sliding window like any other."""
+    """For the scheduler, the states of a compressor are a sliding window like any other."""
     spec = SlidingWindowMLASpec(block_size=4, sliding_window=8)
     of_compressor, of_attention = cache_groups(
         config(4, (spec, "0.compressor.state_cache"), (spec, "0.swa_cache"))
@@ -101,7 +100,7 @@ def test_a_window_spans_the_pages_of_its_tokens(window_tokens: int, tokens_per_p
     assert window_pages(window_tokens, tokens_per_page) == len(read)
 
 
-# The two meanings of `block_size`, and what contradicts both.
+# The two meanings of `block_size`, and numbers that contradict both.
 
 
 def decide(block_size: int, ratio: int, config_rows: int | None, tensor_rows: int | None) -> int:
@@ -133,7 +132,7 @@ def test_rows_decide(block_size: int, ratio: int, rows: int, expected: int, know
 def test_rows_that_a_spec_declares_are_read_whatever_the_padding(
     scale_dim: int, padded_bytes: int | None
 ) -> None:
-    """By the size of the page alone the larger meaning of ``block_size`` would fit as well."""
+    """The size of the page would also fit the larger meaning of ``block_size``."""
     spec = DeclaredMLASpec(
         block_size=256, tokens_per_state=4, scale_dim=scale_dim, page_size_padded=padded_bytes
     )
@@ -144,7 +143,7 @@ def test_rows_that_a_spec_declares_are_read_whatever_the_padding(
 @pytest.mark.parametrize(
     ("spec", "found"),
     [
-        # The rows of a page, and of ``block_size``, under the name of the other line.
+        # The rows of a page and the rows of ``block_size``, under the other version's name.
         (DeclaredMLASpec(block_size=128, tokens_per_state=4, page_rows=128), "2048 bytes"),
         (DeclaredMLASpec(block_size=130, tokens_per_state=4), "32 rows"),
         (DeclaredMLASpec(block_size=128, compress_ratio=4), "tokens_per_state 1"),
@@ -159,7 +158,7 @@ def test_what_a_spec_says_twice_must_agree(spec: object, found: str) -> None:
 
 
 def test_scratch_memory_is_of_no_kind() -> None:
-    """Rings of vLLM 0.30 derive from windows."""
+    """The rings of vLLM 0.30 derive from the class of windows."""
     spec = DeclaredMLASpec(block_size=16, prefix_cacheable=False)
     assert kind_of(spec) is GroupKind.OTHER
     with pytest.raises(GroupError, match="found a DeclaredMLASpec"):

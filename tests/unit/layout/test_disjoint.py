@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which regions may lie over each other, against sets of bytes."""
+"""The check for regions that may overlap, compared with sets of bytes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def bytes_by_page(one: OwnedRegion, num_pages: int) -> list[set[tuple[int, int]]
 
 
 def may_coexist(one: OwnedRegion, other: OwnedRegion, num_pages: int) -> bool:
-    """Shared bytes belong to pages of equal number in different groups."""
-    pages, other_pages = bytes_by_page(one, num_pages), bytes_by_page(other, num_pages)
+    """Whether shared bytes always belong to pages of equal number in different groups."""
+    pages = bytes_by_page(one, num_pages)
+    other_pages = bytes_by_page(other, num_pages)
     for page, other_page in itertools.product(range(num_pages), repeat=2):
         if not pages[page].isdisjoint(other_pages[other_page]):
             is_allowed = page == other_page and one.group != other.group

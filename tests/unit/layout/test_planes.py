@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From registered tensors to planes: by hand what the layouts of real models do not have.
+"""Planes of registered tensors, with layouts by hand that real models do not have.
 
-And what tensors do not say: tiled pages, private formats, ratios of one group. The round trips of
-``tests/ops`` and ``tests/ascend`` move the layouts of real models byte by byte.
+Tensors do not say everything: tiled pages, private formats and ratios within a group are tested
+here, too. The round trips of ``tests/ops`` and ``tests/ascend`` move the layouts of real models
+byte by byte.
 """
 
 from __future__ import annotations
@@ -37,15 +38,17 @@ from vllm_ascend_kvext.layout.worker_config import read_nz_layers
 build = partial(build_layout, nz_layers=())
 
 PAGES = 5
-HEADS, TOKENS, HEAD = 3, 4, 8
+HEADS = 3
+TOKENS = 4
+HEAD = 8
 FULL = FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD)
 ROW = HEADS * HEAD * 2
-"""Bytes of K of one token."""
+"""Bytes of one token's keys."""
 PAGE = TOKENS * ROW
 
 
 def placed(group: LayoutGroup) -> list[tuple[int, int, int, int]]:
-    """Offset of page 0's region, page stride, row bytes, rows per page."""
+    """For each plane: offset of page 0's region, page stride, row bytes, rows per page."""
     return [
         (
             plane.base_bytes + plane.region_offset_bytes,
@@ -63,7 +66,7 @@ def build_one(spec: object, entry: object, addressing: RowAddressing | None = No
 
 
 def test_a_page_is_one_row_whatever_the_order_of_its_bytes() -> None:
-    """Tokens first, heads first, and two kernel blocks."""
+    """The orders are tokens first, heads first, and two kernel blocks."""
     spec = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=8)
     heads_first = tensor(PAGES, 2, 32, 4, 8, order=(0, 1, 3, 2, 4))
     entries = [tensor(PAGES, 2, 32, 4, 8), heads_first, tensor(2 * PAGES, 2, 16, 4, 8)]
@@ -72,7 +75,7 @@ def test_a_page_is_one_row_whatever_the_order_of_its_bytes() -> None:
 
 
 def test_rows_with_gaps_make_a_page_one_row() -> None:
-    """Halves of joined rows: as many pieces as tokens, each copied as it lies."""
+    """The rows are halves of joined rows, so a page has as many pieces as tokens."""
     storage = FakeStorage(PAGES * 2 * PAGE)
     joined = (TOKENS * HEADS * 2 * HEAD, HEADS * 2 * HEAD, HEAD, 1)
     halves = [
@@ -99,7 +102,7 @@ def test_rows_are_addressed_where_they_are_known(device: str, rows: int) -> None
 
 
 def indexer_page() -> tuple[AscendMLAAttentionSpec, list[object]]:
-    """Keys of 16 bytes per row, then a scale of 2: 72 bytes per page."""
+    """A page of 72 bytes: each row has 16 bytes of keys and a scale of 2 bytes."""
     spec = AscendMLAAttentionSpec(
         block_size=TOKENS, head_size=16, dtype=INT8, compress_ratio=4, scale_dim=1
     )
@@ -115,7 +118,7 @@ def test_planes_follow_the_entry_not_the_addresses() -> None:
 
 
 def test_two_shapes_of_the_same_bytes_make_a_page_one_row() -> None:
-    """On A5 the indexer has a third view, over keys and scales."""
+    """On A5 the indexer has a third view, of keys and scales together."""
     spec, (keys, scales) = indexer_page()
     both = tensor(PAGES, TOKENS, 1, 18, dtype=INT8, storage=keys.storage, page_stride=72, offset=64)
     group = build_one(spec, [keys, scales, both])
@@ -181,7 +184,7 @@ def test_contradictions_are_refused(name: str) -> None:
 
 
 def test_planes_of_one_group_in_each_others_way_are_refused() -> None:
-    """Other groups may share bytes of equal pages: block ids keep them apart."""
+    """Other groups may share the bytes of equal pages, because block ids separate them."""
     spec = MLAAttentionSpec(block_size=TOKENS, head_size=HEADS * HEAD)
     storage = FakeStorage(4 * PAGES * PAGE)
     caches = {
@@ -199,14 +202,14 @@ def test_tensors_of_one_device_type_only() -> None:
         build(config(PAGES, (FULL, "npu", "cpu")), caches)
 
 
-# What tensors do not say.
+# Properties that tensors do not show.
 
 NUM_TOKENS = 16
 LATENT = MLAAttentionSpec(block_size=NUM_TOKENS, head_size=32)
 LAYERS = {name: tensor(PAGES, NUM_TOKENS, 1, 32) for name in ("0.attn", "1.attn")}
 LATENT_CONFIG = config(PAGES, (LATENT, *LAYERS))
 QUANTIZATIONS = ("fa_quant", "c8_quant")
-"""Of vLLM-Ascend; a config has the attributes of one of them."""
+"""Quantizations of vLLM-Ascend. A config has the attributes of one of them."""
 
 
 def vllm_config(
@@ -232,7 +235,7 @@ def test_a_plain_config_addresses_rows() -> None:
 
 
 def test_nz_pages_are_taken_whole() -> None:
-    """``enable_kv_nz``: kernels write tiles of 16 elements, whatever the shape says."""
+    """With ``enable_kv_nz``, kernels write tiles of 16 elements, and the shape does not show it."""
     nz_layers = read_nz_layers(vllm_config(enable_kv_nz=True), LAYERS)
     (group,) = build_layout(LATENT_CONFIG, LAYERS, nz_layers).groups
     assert group.rows_per_page == 1 and group.tokens_per_row == NUM_TOKENS
@@ -242,7 +245,7 @@ def test_nz_pages_are_taken_whole() -> None:
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_quantized_layers_are_taken_whole_and_others_by_row(quantization: str) -> None:
-    """Their kernels write tiles, whatever the shape says."""
+    """The kernels of quantized layers write tiles, and the shape does not show it."""
     nz_layers = read_nz_layers(vllm_config(quantization, ("1.attn",)), LAYERS)
     by_row, whole = build_layout(LATENT_CONFIG, LAYERS, nz_layers).groups
     assert [plane.layer_name for plane in by_row.planes] == ["0.attn"]
@@ -254,7 +257,7 @@ def test_quantized_layers_are_taken_whole_and_others_by_row(quantization: str) -
 
 @pytest.fixture
 def acl_formats(monkeypatch: pytest.MonkeyPatch) -> dict[FakeStorage, int]:
-    """By storage what ``torch_npu.get_npu_format`` says; 2 (ND) for the others."""
+    """Results of ``torch_npu.get_npu_format`` by storage. Other storages have 2 (ND)."""
     formats: dict[FakeStorage, int] = {}
     torch_npu = ModuleType("torch_npu")
     torch_npu.get_npu_format = lambda one: formats.get(one.untyped_storage(), 2)
@@ -263,7 +266,7 @@ def acl_formats(monkeypatch: pytest.MonkeyPatch) -> dict[FakeStorage, int]:
 
 
 def test_pages_of_a_private_format_are_taken_whole(acl_formats: dict[FakeStorage, int]) -> None:
-    """FRACTAL_NZ on 310P."""
+    """The format is FRACTAL_NZ, as on a 310P."""
     entry = tensor(PAGES, NUM_TOKENS, 1, 32)
     (group,) = build(config(PAGES, (LATENT, "a")), {"a": entry}).groups
     assert group.rows_per_page == NUM_TOKENS
@@ -273,7 +276,7 @@ def test_pages_of_a_private_format_are_taken_whole(acl_formats: dict[FakeStorage
 
 
 def test_a_private_format_with_padding_is_refused(acl_formats: dict[FakeStorage, int]) -> None:
-    """Only the device knows where the elements are."""
+    """Only the device knows the places of the elements."""
     storage = FakeStorage(PAGES * NUM_TOKENS * 64 + 512)
     entry = FakeTensor(storage, (PAGES, NUM_TOKENS, 1, 32), (NUM_TOKENS * 32, 32, 32, 1))
     acl_formats[storage] = 29
@@ -299,7 +302,7 @@ def test_ratios_in_one_group_need_the_entries_of_each() -> None:
 
 
 def test_pages_whose_inside_has_another_order_are_another_layout() -> None:
-    """As one row, a page has the same bytes whether tokens or heads come first in it."""
+    """A page that is one row has the same size if tokens or heads come first in it."""
     spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD)
     tokens_first = tensor(PAGES, 2, TOKENS, HEADS, HEAD)
     heads_first = tensor(PAGES, 2, TOKENS, HEADS, HEAD, order=(0, 1, 3, 2, 4))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The form of plans, and what is refused; `test_store_and_load` moves bytes."""
+"""The form of plans, and refused arguments. `test_store_and_load` moves bytes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ DEEPSEEK = make_layout(
     ),
     NUM_PAGES,
 )
-"""What vLLM-Ascend makes of DeepSeek-V4, on a smaller scale."""
+"""The layout that vLLM-Ascend makes for DeepSeek-V4, with smaller numbers."""
 
 IDS = [[1, 2, 3], [4], [5] * 6, [6] * 48, [7] * 12]
-"""Of 96 tokens of `DEEPSEEK`."""
+"""Pages of 96 tokens, for `DEEPSEEK`."""
 
 
 def test_a_block_table_that_is_too_short_is_refused() -> None:
@@ -45,7 +45,7 @@ def test_a_block_table_that_is_too_short_is_refused() -> None:
 
 
 def test_ids_in_front_of_a_window_are_not_looked_at() -> None:
-    """Cost grows with runs: a window of a long prompt reads the end of its list."""
+    """The cost grows with runs only. A window of a long prompt reads the end of its list."""
 
     slices: list[slice] = []
 
@@ -63,7 +63,7 @@ def test_ids_in_front_of_a_window_are_not_looked_at() -> None:
 
 @pytest.mark.parametrize("tokens_per_row", [1, 128])
 def test_as_many_runs_as_pages(tokens_per_row: int) -> None:
-    """Whatever a page stands for."""
+    """The number of tokens in a page does not change the number of runs."""
     group = make_group(0, GroupKind.FULL, 16 * tokens_per_row, tokens_per_row, (24,))
     tokens = TokenRange(0, 160 * tokens_per_row)
     planner = TransferPlanner(make_layout([group], NUM_PAGES))

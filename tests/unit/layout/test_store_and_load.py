@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is stored comes back, in any parts: against a model of tokens and rows, byte for byte.
+"""Loads of any parts bring the stored bytes, compared with a model of tokens and rows.
 
-Chunks are stored one by one, each with other pages null by then, or in one call; a load takes all
-groups or some of them, and states are kept or left out.
+Chunks are stored in one call or one by one; between the calls other pages become null. A load
+takes all groups or some of them. States are kept or left out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vllm_ascend_kvext.transfer.schema import DTYPE, Direction, PlaneColumn, Run
 NUM_PAGES = 400
 BlockIds = list[list[int]]
 Rows = set[tuple[int, int]]
-"""Group and row."""
+"""Pairs of group and row."""
 
 
 @st.composite
@@ -49,12 +49,14 @@ def layouts(draw: st.DrawFn) -> KVLayout:
         kind = draw(st.sampled_from(sorted(set(GroupKind) - {GroupKind.OTHER}, key=str)))
         page_units = draw(st.sampled_from([1, 2, 4]))
         tokens_per_page = 4 * page_units
-        window_tokens = restart_tokens = 0
+        window_tokens = 0
+        restart_tokens = 0
         if kind is GroupKind.WINDOW:
             window_tokens = draw(st.integers(1, 24))
             restart_tokens = draw(st.sampled_from([0, 0, 8]))
         elif kind is GroupKind.CHUNKED:
-            window_tokens = restart_tokens = draw(st.sampled_from([8, 16]))
+            window_tokens = draw(st.sampled_from([8, 16]))
+            restart_tokens = window_tokens
         # Several transfer groups may share the pages of one scheduler group.
         for tokens_per_row in sorted(draw(st.sets(st.sampled_from([1, 2, 4]), min_size=1))):
             tokens_per_row = tokens_per_page if kind is GroupKind.STATE else tokens_per_row
@@ -79,7 +81,7 @@ def layouts(draw: st.DrawFn) -> KVLayout:
 
 
 def random_block_ids(layout: KVLayout, end: int, null_share: float, seed: int) -> BlockIds:
-    """Distinct pages in random order, some null; lists as long as vLLM's, or longer."""
+    """Distinct pages in random order, some of them null. Lists are as long as vLLM's or longer."""
     random = np.random.default_rng(seed)
     fresh = iter(random.permutation(np.arange(1, layout.num_pages)).tolist())
     lists: BlockIds = [[] for _ in range(layout.num_scheduler_groups)]
@@ -94,9 +96,10 @@ def random_block_ids(layout: KVLayout, end: int, null_share: float, seed: int) -
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is stored of a prompt, and loaded.
+    """The chunks of a prompt that are stored, and the parts that are loaded.
 
-    Chunks are stored in one call, or each at another time, with other pages null by then.
+    Chunks are stored in one call or at different times; between these times other pages become
+    null.
     """
 
     layout: KVLayout
@@ -110,7 +113,7 @@ class Prompt:
     load_null_share: float
 
     def needed(self, tokens: TokenRange, groups: Collection[int] | None) -> Rows:
-        """Rows that resuming at the end of a range needs of it."""
+        """The rows of a range that a resume at its end needs."""
         return {
             (index, row)
             for index, group in self._kept_groups(groups)
@@ -118,7 +121,7 @@ class Prompt:
         }
 
     def kept(self, chunk: PlacedChunk, ids: BlockIds) -> Rows:
-        """Rows that a store keeps: those that have a page."""
+        """The rows that a store keeps: all rows that have a page."""
         return {
             (index, row)
             for index, group in self._kept_groups(chunk.groups)
@@ -141,14 +144,14 @@ def prompts(draw: st.DrawFn) -> Prompt:
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
     ends = np.cumsum(lengths).tolist()
     num_groups = len(layout.groups)
-    # Of full attention and of tails, say, chunks of their own.
+    # Groups can have separate chunks, for example full attention and tails.
     group_sets = st.sets(st.integers(0, num_groups - 1)).map(lambda some: tuple(sorted(some)))
     chunks = [
         PlacedChunk(TokenRange(first, end), groups=draw(st.none() | group_sets))
         for first, end in zip([0, *ends], ends, strict=False)
-        if draw(st.integers(0, 5))  # now and then a chunk was not stored
+        if draw(st.integers(0, 5))  # some chunks were not stored
     ]
-    for _ in range(draw(st.integers(0, 2))):  # and parts were stored again
+    for _ in range(draw(st.integers(0, 2))):  # some parts were stored again
         first = draw(st.integers(0, ends[-1] - 1))
         tokens = TokenRange(first, draw(st.integers(first + 1, ends[-1])))
         chunks.append(PlacedChunk(tokens, groups=draw(st.none() | group_sets)))
@@ -167,7 +170,7 @@ def prompts(draw: st.DrawFn) -> Prompt:
 
 
 class HostMemory:
-    """Stores the chunks of a prompt, each in a place of its own between bytes that stay."""
+    """Stores the chunks of a prompt. Each has its own place, and the bytes between must stay."""
 
     def __init__(self, prompt: Prompt) -> None:
         self._prompt = prompt
@@ -233,7 +236,7 @@ def missing_rows(layout: KVLayout, missing: Iterable[MissingRows]) -> Counter[tu
 
 
 def usable(layout: KVLayout, rows: Rows, end: int) -> Rows:
-    """A state of some other token is of no use."""
+    """The rows that a resume can use. A state of another token than the last is of no use."""
     return {
         (index, row)
         for index, row in rows
@@ -245,10 +248,10 @@ def usable(layout: KVLayout, rows: Rows, end: int) -> Rows:
 def assert_loaded(
     prompt: Prompt, host: HostMemory, plan: TransferPlan, ids: BlockIds, there: Rows
 ) -> Rows:
-    """Rows that are there arrive where they have a page; every other byte of the pages stays.
+    """Check that stored rows with a page are loaded, and that all other bytes of the pages stay.
 
     Returns:
-        What has arrived.
+        The rows that were loaded.
     """
     layout = prompt.layout
     loaded = {
@@ -257,7 +260,7 @@ def assert_loaded(
         if ids[layout.groups[index].kv_cache_group_id][row // layout.groups[index].rows_per_page]
     }
     assert plan.planes.dtype == plan.runs.dtype == DTYPE
-    # The op refuses rows that are loaded twice, and host bytes that two planes have.
+    # The op refuses rows that are loaded twice, and host bytes that belong to two planes.
     assert plan.runs[:, RunColumn.NUM_ROWS].sum() == len(loaded)
     offsets = plan.planes[:, PlaneColumn.HOST_OFFSET_BYTES].tolist()
     assert len(set(offsets)) == len(offsets)

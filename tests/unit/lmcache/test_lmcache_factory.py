@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is made of copies of the configs, with which name, and what it does then.
-
-The server is one that the connector starts, so that none is asked.
-"""
+"""LMCache's connector is made of copies of the configs, under a name that tells layouts apart."""
 
 from __future__ import annotations
 
 import enum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,10 +12,10 @@ from unittest import mock
 import pytest
 from support.layout.fakes import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec, config
 
+from vllm_ascend_kvext import compat
 from vllm_ascend_kvext.errors import LMCacheError
-from vllm_ascend_kvext.patches.lmcache import factory, known_release
-from vllm_ascend_kvext.patches.lmcache.factory import NAME, get_connector_class
-from vllm_ascend_kvext.settings import LMCACHE_KEYS_VARIABLE
+from vllm_ascend_kvext.patches.lmcache import factory
+from vllm_ascend_kvext.patches.lmcache.factory import LMCACHE_RELEASE, NAME, get_connector_class
 
 FULL, WINDOW = FullAttentionSpec(block_size=16), SlidingWindowSpec(block_size=16)
 ONE_GROUP = config(9, (FULL, "a"))
@@ -36,9 +34,7 @@ def engine() -> Any:
         cache_config=SimpleNamespace(cache_dtype="auto"),
         device_config=SimpleNamespace(device_type="npu"),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
-        kv_transfer_config=SimpleNamespace(
-            kv_connector_extra_config={"lmcache.mp.autostart": True}
-        ),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"a": 1}),
     )
 
 
@@ -48,61 +44,69 @@ class LMCacheMPConnector:
     def __init__(self, vllm_config: Any, role: Role, kv_cache_config: Any) -> None:
         self.config, self.kv_cache_config = vllm_config, kv_cache_config
         self.request_trackers = {"request": mock.Mock()}
-        adapter = mock.Mock(model_name=vllm_config.model_config.model)
+        adapter = mock.Mock(model_name=self.own_name(vllm_config.model_config.model))
         setattr(self, f"{role.name.lower()}_adapter", adapter)
 
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        raise ConnectionError
+    def own_name(self, model_name: str) -> str:
+        """LMCache adds to it with decode context parallelism."""
+        return f"{model_name}##lmcache-dcp"
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         return scheduler_output
 
 
+class DeafConnector(LMCacheMPConnector):
+    def own_name(self, model_name: str) -> str:
+        return "model"
+
+
+DeafConnector.__name__ = NAME
+
+
 @pytest.fixture(autouse=True)
-def unknown_lmcache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its objects are left alone."""
-    monkeypatch.setattr(known_release, "is_as_read", lambda: False)
+def installed(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """The version of LMCache that is found."""
+    version = mock.Mock(return_value=LMCACHE_RELEASE)
+    monkeypatch.setattr(
+        compat,
+        "installed_version",
+        lambda package, distributions: version() if package == "lmcache" else None,
+    )
+    return version
 
 
-def made(groups: KVCacheConfig, role: Role = Role.SCHEDULER, own: Any = None) -> Any:
+def made(
+    groups: KVCacheConfig,
+    role: Role = Role.SCHEDULER,
+    own: Any = None,
+    connector: type = LMCacheMPConnector,
+) -> Any:
     """What vLLM makes of the class that it asks for."""
-    return class_for(LMCacheMPConnector)(own or engine(), role, groups)
+    return class_for(connector)(own or engine(), role, groups)
 
 
 def class_for(connector: Any) -> Any:
     return get_connector_class(lambda config: connector, object, SimpleNamespace())
 
 
-@pytest.mark.parametrize(
-    ("keys", "groups", "has_layout"),
-    [
-        (None, ONE_GROUP, False),
-        (None, TWO_GROUPS, True),
-        ("1", ONE_GROUP, True),
-        ("0", TWO_GROUPS, False),
-    ],
-)
-def test_the_setting_and_the_groups_decide_who_names_the_layout(
-    keys: str | None, groups: KVCacheConfig, has_layout: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(LMCACHE_KEYS_VARIABLE, raising=False)
-    if keys is not None:
-        monkeypatch.setenv(LMCACHE_KEYS_VARIABLE, keys)
-    monkeypatch.setattr(
-        factory, "ask_servers", lambda *args, is_worker: args[2].update(asked_by_worker=is_worker)
-    )
+@pytest.mark.parametrize("groups", [ONE_GROUP, TWO_GROUPS])
+def test_both_sides_of_an_engine_have_one_name_that_says_the_layout(groups: KVCacheConfig) -> None:
     own = engine()
-    given = [
-        class_for(LMCacheMPConnector)(vllm_config=own, role=role, kv_cache_config=groups).config
-        for role in Role
-    ]
-    options = [config.kv_transfer_config.kv_connector_extra_config for config in given]
-    assert [each["asked_by_worker"] for each in options] == [False, True]
+    given = [made(groups, role, own).config for role in Role]
     scheduler, worker = (config.model_config.model for config in given)
     assert scheduler == worker
-    assert scheduler.startswith("model##kvext-") if has_layout else scheduler == "model"
+    assert scheduler.startswith("model##kvext-")
     assert own == engine(), "the engine's own config stays as it is"
     assert given[0].parallel_config is own.parallel_config
+
+
+def test_engines_of_other_groups_or_of_another_lmcache_have_other_names(
+    installed: mock.Mock,
+) -> None:
+    names = {made(groups).config.model_config.model for groups in (ONE_GROUP, TWO_GROUPS)}
+    installed.return_value = f"{LMCACHE_RELEASE}+local"
+    names.add(made(TWO_GROUPS).config.model_config.model)
+    assert len(names) == 3
 
 
 def test_the_class_is_the_same_however_often_it_is_asked_for() -> None:
@@ -114,40 +118,49 @@ def test_the_class_is_the_same_however_often_it_is_asked_for() -> None:
     assert class_for(mock.Mock) is mock.Mock, "other connectors are those that they always were"
 
 
-def test_engines_without_groups_get_what_they_always_got() -> None:
-    own, groups = engine(), config(9)
-    connector = made(groups, own=own)
-    assert connector.config is own
-    assert connector.kv_cache_config is groups
-    assert connector.build_connector_meta("step") == "step"
+@pytest.mark.parametrize("role", Role)
+def test_a_connector_that_ignores_its_name_is_refused(role: Role) -> None:
+    assert made(TWO_GROUPS, role)
+    with pytest.raises(LMCacheError, match=r"model##kvext-.*found 'model'.*DISABLE=lmcache"):
+        made(TWO_GROUPS, role, connector=DeafConnector)
 
 
-def test_a_connector_that_ignores_its_name_is_refused_where_the_name_matters(
+@pytest.mark.parametrize("version", ["0.5.5", "0.5.7", "0.5.6.dev1", "unknown", None])
+def test_another_lmcache_is_refused_before_its_connector_is_made(
+    version: str | None, installed: mock.Mock
+) -> None:
+    installed.return_value = version
+    own = mock.Mock(side_effect=AssertionError)
+    expected = (
+        rf"expected LMCache {LMCACHE_RELEASE}, found LMCache {version}.*"
+        rf"Install lmcache=={LMCACHE_RELEASE}.*DISABLE=lmcache"
+    )
+    with pytest.raises(LMCacheError, match=expected):
+        made(ONE_GROUP, own=own)
+
+
+def test_the_extra_of_this_package_installs_the_release_that_was_read() -> None:
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    assert f'\nlmcache = ["lmcache=={LMCACHE_RELEASE}"]\n' in project
+
+
+def test_blocks_are_counted_in_tokens_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "counted_in_tokens", lambda groups: (TWO_GROUPS, groups)[0])
+    connector = made(ONE_GROUP)
+    assert connector.kv_cache_config is TWO_GROUPS
+    assert connector.config.model_config.model == made(TWO_GROUPS).config.model_config.model
+
+
+def test_trackers_learn_the_first_blocks_before_lmcache_plans_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(factory, "_with_name_and_options", lambda config, name, options: config)
-    with pytest.raises(LMCacheError, match="found 'model'"):
-        made(TWO_GROUPS)
-    assert made(ONE_GROUP)
-
-
-def test_pages_that_the_server_does_not_take_are_told_as_what_they_are() -> None:
-    with pytest.raises(LMCacheError, match=r"tcp://localhost:5555.*same release"):
-        made(ONE_GROUP, Role.WORKER).register_kv_caches({})
-
-
-@pytest.mark.parametrize("is_as_read", [True, False])
-def test_lmcaches_objects_are_changed_only_if_they_are_those_that_were_read(
-    is_as_read: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(known_release, "is_as_read", lambda: is_as_read)
-    told = mock.Mock()
-    monkeypatch.setattr(factory, "tell_first_blocks", told)
-    scheduler, worker = (made(ONE_GROUP, role) for role in Role)
-    assert scheduler.build_connector_meta("step") == "step"
-    assert told.mock_calls == [mock.call(scheduler.request_trackers, "step")] * is_as_read
-    for changed in (
-        scheduler.scheduler_adapter._ensure_heartbeat_started,
-        worker.worker_adapter._reregister_kv_caches_callback,
-    ):
-        assert isinstance(changed, mock.Mock) is not is_as_read
+    calls: list[Any] = []
+    monkeypatch.setattr(
+        factory, "tell_first_blocks", lambda trackers, step: calls.append((trackers, step))
+    )
+    monkeypatch.setattr(
+        LMCacheMPConnector, "build_connector_meta", lambda self, step: calls.append("planned")
+    )
+    connector = made(ONE_GROUP)
+    connector.build_connector_meta("step")
+    assert calls == [(connector.request_trackers, "step"), "planned"]

@@ -8,11 +8,11 @@ from unittest import mock
 
 import pytest
 
-from vllm_ascend_kvext.patches.lmcache.factory import tell_first_blocks
+from vllm_ascend_kvext.lmcache.first_blocks import tell_first_blocks
 
 NEW = SimpleNamespace(
     scheduled_new_reqs=[SimpleNamespace(req_id="a", block_ids=([1, 2], [3]))],
-    scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=()),
+    scheduled_cached_reqs=SimpleNamespace(req_ids=(), new_block_ids=(), resumed_req_ids=()),
 )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which calls of vLLM-Ascend's choice of experts are the repair's."""
+"""The calls of vLLM-Ascend's choice of experts that the repair changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CALL: dict[str, Any] = {
 
 @pytest.fixture
 def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """vLLM-Ascend's function, as the repair wraps it."""
+    """vLLM-Ascend's function, wrapped by the repair."""
     module = ModuleType("experts_selector_of_a_test")
     module._native_select_experts = lambda **call: ("native", call)
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -84,7 +84,7 @@ GROUPED = {
 def test_a_router_leaves_the_best_expert_of_a_group_to_torch(
     other: dict[str, Any], is_fused: bool
 ) -> None:
-    """As of vLLM-Ascend 0.30, whose routers say what the kernel can do."""
+    """Routers of vLLM-Ascend 0.30 say whether the kernel can make their choice."""
     router = SimpleNamespace(**GROUPED | other)
     choose = experts_selector.leave_the_best_to_torch
     assert choose(lambda states: True, router, "states") is is_fused

@@ -19,7 +19,7 @@ from vllm_ascend_kvext.patching.fingerprint import (
     forget_sources,
 )
 
-# One of each construct whose syntax tree has differed between Pythons.
+# One example of each construct whose syntax tree has differed between versions of Python.
 SAMPLE = '''\
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ try:
 except ImportError:
     pass
 '''
-# A change here makes every stored fingerprint worthless: store them anew with it.
+# A change here makes every stored fingerprint invalid. Store them again with the change.
 SAMPLE_FINGERPRINTS = {
     "sample:Sample.name": "56cf340700170d75",
     "sample:Sample.run": "82c97bf201dfec63",
@@ -115,7 +115,7 @@ def function(a, b=1, *, c: int = 2) -> int:
         "import os\n\n\n" + FUNCTION,
         FUNCTION.replace("(a, b=1, *, c: int = 2)", "(\n    a, b=1,\n    *, c: int = 2,\n)"),
         FUNCTION.replace("    def g():\n", "    def g():\n        'doc'\n"),
-        "def function(): return 1\n" + FUNCTION,  # The last one is the one that stays.
+        "def function(): return 1\n" + FUNCTION,  # The last definition is the one that counts.
     ],
 )
 def test_layout_comments_docstrings_and_earlier_definitions_do_not_count(
@@ -170,7 +170,7 @@ def test_missing_and_broken_files_are_refused(tmp_path: Path) -> None:
 
 
 def define(path: Path, source: str) -> object:
-    """The function of a new file."""
+    """Write a file, and return the function that it defines."""
     path.write_text(source)
     forget_sources()
     defined: dict[str, object] = {}
@@ -188,9 +188,10 @@ def test_the_source_of_a_function_is_read_once(tmp_path: Path) -> None:
 
 
 def test_functions_with_equal_code_keep_their_own_fingerprints(tmp_path: Path) -> None:
-    """The annotation of a variable is no part of the code."""
+    """The annotation of a variable is not part of the code object."""
     path = tmp_path / "equal_code.py"
-    functions, found = [], []
+    functions = []
+    found = []
     for annotation in ("int", "str"):
         source = f"def function():\n    x: {annotation} = 1\n    return x\n"
         functions.append(define(path, source))
@@ -201,7 +202,7 @@ def test_functions_with_equal_code_keep_their_own_fingerprints(tmp_path: Path) -
 
 
 def test_fingerprints_are_those_that_the_store_was_made_with(sample_root: Path) -> None:
-    """Of functions in classes and under conditions, too."""
+    """The functions include ones in classes and under conditions."""
     found = {name: fingerprint_source(sample_root, name) for name in SAMPLE_FINGERPRINTS}
     assert found == SAMPLE_FINGERPRINTS
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each connector of a MultiConnector is told what it would be told alone."""
+"""Each connector of a MultiConnector gets the handshake that it would get alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETTERS = {
 
 
 def multi_connector(handshakes: list[Any]) -> tuple[Any, list[Any]]:
-    """One of connectors that say this, and what each of them is told."""
+    """A MultiConnector of connectors with these handshakes, and what each of them is told."""
     told: list[Any] = [None] * len(handshakes)
     connectors = [
         SimpleNamespace(

@@ -37,7 +37,7 @@ def pool(plan_patches: PlanPatches) -> ModuleType:
 
 
 def slots(pool: ModuleType) -> dict[str, Any]:
-    """The attributes that the tests patch, as they lie in ``vars()``."""
+    """The attributes that the tests patch, as ``vars()`` has them."""
     return {
         "Pool.free": vars(pool.Pool)["free"],
         "Pool.find": vars(pool.Pool)["find"],
@@ -64,7 +64,8 @@ def test_apply_revert_apply_revert_restores_the_very_attributes(
 ) -> None:
     calls: list[str] = []
     plan = plan_patches(declare(target, wrapper=record(calls)))
-    before, stock = slots(pool), CALLS[target](pool)
+    before = slots(pool)
+    stock = CALLS[target](pool)
     for _ in range(2):
         assert book.apply(plan) == (f"T-{target}",)
         assert state_of(book, plan.findings[0]) is State.APPLIED
@@ -96,7 +97,7 @@ def test_a_wrapper_that_someone_removed_or_replaced_is_shadowed_and_put_back(
 
 
 FEATURES = {"one": ("a",), "two": ("b", "c")}
-"""The patches of each feature, all of one target."""
+"""The patches of each feature. All have the same target."""
 
 VERBS = ("apply", "revert")
 STEPS = ["foreign", "leave", *(f"{verb} {name}" for verb in VERBS for name in FEATURES)]
@@ -107,8 +108,10 @@ STEPS = ["foreign", "leave", *(f"{verb} {name}" for verb in VERBS for name in FE
 def test_calls_go_through_what_is_in_effect_in_any_order_of_applying_and_reverting(
     plan_patches: PlanPatches, pool: ModuleType, steps: list[str]
 ) -> None:
-    """Against a stack of layers, innermost first: our patches, on or off, and foreign wrappers."""
-    book, cls, original = PatchBook(), pool.Pool, vars(pool.Pool)["free"]
+    """The model is a stack of patches, on or off, and foreign wrappers, innermost first."""
+    book = PatchBook()
+    cls = pool.Pool
+    original = vars(pool.Pool)["free"]
     calls: list[str] = []
     plans = {
         feature: plan_patches(
@@ -144,7 +147,7 @@ def test_calls_go_through_what_is_in_effect_in_any_order_of_applying_and_reverti
                 else:
                     off.add(id)
             assert list(book.revert(feature).items()) == list(expected.items())
-            while stack and stack[-1] in off:  # What others lay over.
+            while stack and stack[-1] in off:  # Foreign wrappers are around these.
                 off.discard(stack.pop())
         calls.clear()
         assert cls().free([1]) == ([1], False)
@@ -225,7 +228,7 @@ def test_a_wrapper_gets_upstreams_arguments_by_their_names(
 
 
 class TestWhenImported:
-    """A target whose module upstream imports later, or never."""
+    """Targets whose module upstream imports later, or never."""
 
     @pytest.fixture(autouse=True)
     def not_imported(self, plan_patches: PlanPatches, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaced methods of single objects, compared with plain lists of who has replaced what."""
+"""Replaced methods of single objects, compared with plain lists of the replacements."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 
-NUM_PATCHES, NUM_OWNERS = 3, 3
+NUM_PATCHES = 3
+NUM_OWNERS = 3
 METHODS = ("schedule", "free")
 
 
 class Owner:
-    """Its methods return what was called, outermost first."""
+    """An object whose methods return the calls that were made, outermost first."""
 
     def schedule(self, *passed: Any) -> list[Any]:
         return ["upstream", *passed]
@@ -38,7 +39,7 @@ def replacement(method: str, label: object) -> Callable[..., list[Any]]:
 
 
 def owners() -> list[Owner]:
-    """The last one has a method in its ``__dict__`` before anybody comes."""
+    """Objects. The last one has a method in its ``__dict__`` before any replacement."""
     made = [Owner() for _ in range(NUM_OWNERS)]
     made[-1].schedule = lambda *passed: ["local", *passed]  # type: ignore[method-assign]
     return made
@@ -59,10 +60,11 @@ taking_one_back = st.floats(0, 1, exclude_max=True)
 def test_calls_go_through_what_has_not_been_taken_back(
     steps: list[tuple[int, int, str] | int | float], last_order: list[int]
 ) -> None:
-    objects, indices = owners(), range(NUM_OWNERS)
+    objects = owners()
+    indices = range(NUM_OWNERS)
     before = [dict(vars(each)) for each in objects]
     patches = [InstanceMethods() for _ in range(NUM_PATCHES)]
-    # (patch, owner, method) of what is in effect, oldest first.
+    # (patch, owner, method) of the replacements in effect, oldest first.
     model: list[tuple[int, int, str]] = []
     give_back: list[Callable[[], None]] = []  # Of the same.
     for step in [*steps, *last_order]:
@@ -92,18 +94,19 @@ def test_calls_go_through_what_has_not_been_taken_back(
 
 
 def partial_around(call: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """It takes a partial apart that it is given, if that has no attributes."""
+    """Wrap a call in a partial. A partial takes apart another one that has no attributes."""
     return functools.partial(call, "theirs")
 
 
 def function_around(call: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """It has the attributes of what it is around."""
+    """Wrap a call in a function with the same attributes."""
     return functools.wraps(call)(lambda *passed: call("theirs", *passed))
 
 
 @pytest.mark.parametrize("around", [partial_around, function_around])
 def test_what_somebody_else_has_put_over_it_stays_and_gets_straight_through(around: Any) -> None:
-    owner, ours = Owner(), InstanceMethods()
+    owner = Owner()
+    ours = InstanceMethods()
     ours.replace(owner, replacement("schedule", "ours"))
     theirs = owner.schedule = around(owner.schedule)  # type: ignore[method-assign]
     assert owner.schedule() == ["ours", "upstream", "theirs"]
@@ -113,7 +116,8 @@ def test_what_somebody_else_has_put_over_it_stays_and_gets_straight_through(arou
 
 
 def test_objects_are_not_kept_alive() -> None:
-    owner, ours = Owner(), InstanceMethods()
+    owner = Owner()
+    ours = InstanceMethods()
     ours.replace(owner, replacement("schedule", owner))
     ended = weakref.ref(owner)
     del owner

@@ -26,7 +26,7 @@ from vllm_ascend_kvext.patching.store import FingerprintStore
 FREE = f"{MODULE}:Pool.free"
 HOOK = {"kind": Kind.HOOK, "install": lambda: lambda: None}
 FREE_023 = {"vllm": ("==0.23.*",)}
-# A patch, the version of upstream, what is found, and a part of the reason.
+# A patch, the version of upstream, the state that is found, and a part of the reason.
 FOUND: list[tuple[Patch, str, State, str]] = [
     *(
         (declare(target), "0.23.0", State.INERT, "")
@@ -38,13 +38,15 @@ FOUND: list[tuple[Patch, str, State, str]] = [
         for target in ("Pool.gone", "Gone.free", "gone")
     ),
     (
-        *(declare("fake_upstream.gone:x"), "0.23.0", State.MISSING_TARGET),
+        declare("fake_upstream.gone:x"),
+        "0.23.0",
+        State.MISSING_TARGET,
         "fake_upstream.gone cannot be imported",
     ),
-    # The target of a hook need not be a function.
+    # The target of a hook can be something else than a function.
     (declare("calls", **HOOK), "0.23.0", State.INERT, ""),
     (declare("gone", **HOOK), "0.23.0", State.MISSING_TARGET, ""),
-    # A rebuilt release with the same code fits.
+    # The patch fits a rebuilt release with the same code.
     *(
         (declare("Pool.free", **FREE_023), version, State.INERT, "")
         for version in ("0.23.0.post1", "0.23.0+local", "0.23.0rc1")
@@ -99,7 +101,8 @@ def test_a_foreign_wrapt_wrapper_is_looked_through(plan_patches: PlanPatches) ->
 
 
 def test_digest_names_the_plan(plan_patches: PlanPatches) -> None:
-    one, other = declare("Pool.free"), declare("touch")
+    one = declare("Pool.free")
+    other = declare("touch")
     assert digest([plan_patches(one)]) == digest([plan_patches(one)])
     assert digest([plan_patches(one)]) != digest([plan_patches(one, other)])
     assert digest([plan_patches(one)]) != digest([plan_patches(one, upstream=Upstream("0.24"))])
@@ -112,8 +115,9 @@ ON_ASCEND = Upstream("0.23.0", "0.23.0", has_torch_npu=True)
 NAMED = declare("Pool.free", ascend=(ADDON,))
 OWN = declare(ADDON)
 NEWER = declare("Pool.free", ascend=("vllm_ascend.patches:only_in_newer",))
-# A patch, upstream, whether the addon has replaced the function, and what it is: what is found.
-# Modules of vLLM-Ascend need torch_npu, and may fail to import without.
+# A patch, upstream, whether the addon has replaced the function, the function, and the state
+# that is found.
+# Modules of vLLM-Ascend need torch_npu. Without it their import may fail.
 ON_ASCENDS: list[tuple[Patch, Upstream, bool, str, State, str]] = [
     (NAMED, ON_ASCEND, True, ADDON_SOURCE, State.INERT, ""),
     (declare("Pool.free"), ON_ASCEND, True, ADDON_SOURCE, State.DRIFTED, "_ascend_free at"),
@@ -184,7 +188,8 @@ def put_around(pool):
         pytest.param(AROUND_SOURCE, "", State.INERT, id="as it was read"),
         pytest.param(
             AROUND_SOURCE.replace("original = pool.free", "original = pool.find"),
-            *("", State.DRIFTED),
+            "",
+            State.DRIFTED,
             id="it captures something else",
         ),
         pytest.param(

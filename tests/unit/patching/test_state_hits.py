@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hit without its state is taken where the connector brings the state, and nowhere else."""
+"""A hit without its state is taken only if the connector brings the state."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ ALL_GROUPS_TOKENS = 128
 
 
 class Scheduler:
-    """What `StateHits` reads of a scheduler; the methods that it wraps are called with it."""
+    """The attributes of a scheduler that `StateHits` reads, and calls of the methods it wraps."""
 
     def __init__(self, hits: Any, matched: Any, is_0_23: bool = False) -> None:
-        self.hits, self.matched = hits, matched
+        self.hits = hits
+        self.matched = matched
         self.asked: list[int] = []
         self.counted: list[int] = []
         self.request = SimpleNamespace(
@@ -64,13 +65,14 @@ class Scheduler:
         return *found, 0
 
     def schedule(self) -> tuple[Any, Any]:
-        """The lookup, and what the scheduler is told behind it."""
+        """Run the lookup, and return what the scheduler is told after it."""
         blocks, num_tokens, *_ = self.state_hits.get_computed_blocks(self.own_lookup, self.request)
         matched = self.connector.get_num_new_matched_tokens(self.request, num_tokens)
         return (blocks, num_tokens), matched
 
 
-LONGER, ALL = ("of attention", 640), ("of all", ALL_GROUPS_TOKENS)
+LONGER = ("of attention", 640)
+ALL = ("of all", ALL_GROUPS_TOKENS)
 
 
 @pytest.mark.parametrize("is_0_23", [False, True])

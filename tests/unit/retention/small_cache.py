@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from support.retention import inspection
 from support.retention.cache_state import check_cache_state
 from unit.retention.lookup_model import look_up
 
@@ -191,9 +192,6 @@ class ModelPool:
             if new_keys is not None:
                 new_keys.add(key)
 
-    def cache_full(self, request: ModelRequest, group: ManagedGroup, num_tokens: int) -> None:
-        group.manager.cache_blocks(request, num_tokens)
-
     def find(self, request: ModelRequest, group: ManagedGroup, block_index: int) -> Any:
         return next(iter(self.copies(request, group, block_index)), None)
 
@@ -234,7 +232,9 @@ class ModelPool:
             block.ref_cnt = 1
             if block._block_hash is not None:
                 if not self.lost_unasked:
-                    assert not self.cache_state.num_needs(block.block_id), f"{block} is needed"
+                    assert not inspection.num_needs(self.cache_state, block.block_id), (
+                        f"{block} is needed"
+                    )
                 self.uncache(block)
         return taken
 
@@ -390,11 +390,11 @@ class ModelCache:
 
     @property
     def num_surplus(self) -> int:
-        return len(self.cache_state.surplus())
+        return len(inspection.surplus(self.cache_state))
 
     def checkpoints(self) -> list[dict[str, Any]]:
         """Boundaries that can be resumed from."""
-        return [node for node in self.cache_state.describe() if node["tail"]]
+        return [node for node in inspection.describe(self.cache_state) if node["tail"]]
 
     def request(self, request_id: str, text: str, hints: object = None) -> ModelRequest:
         request = ModelRequest(request_id, text, hints)
@@ -404,6 +404,11 @@ class ModelCache:
     def state_of(self, text: str) -> RetainedRequest:
         """What is known of a request that has not been admitted."""
         return RetainedRequest(self.cache_state, self.request("asks", text))
+
+    def find_evicted(self, text: str, after_tokens: int, upto_tokens: int) -> int:
+        """The longest boundary of a text whose checkpoint was evicted; 0 if there is none."""
+        key_table = self.pool.cached_block_hash_to_block
+        return self.state_of(text).find_prefixes(key_table, after_tokens, upto_tokens)[1]
 
     def hit_tokens(self, text: str, limit_tokens: int) -> int:
         """What upstream's lookup finds of a text."""
@@ -497,7 +502,7 @@ class ModelCache:
 
     def lose_surplus(self) -> None:
         """Uncache what no checkpoint needs, as if other requests had taken it."""
-        for index in self.cache_state.surplus():
+        for index in inspection.surplus(self.cache_state):
             block = self.pool.blocks[index]
             if block._block_hash is not None:
                 self.pool.uncache(block)

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.retention import inspection
 from support.sample import sampled
 from unit.retention.small_cache import (
     FULL,
@@ -132,7 +133,7 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
     def reset(self, is_reset: bool) -> None:
         if is_reset:
             self.cache.reset()
-            assert not self.cache.cache_state.describe()
+            assert not inspection.describe(self.cache.cache_state)
             assert self.cache.num_surplus == len(self.pool.blocks)
 
     def _check_that_full_blocks_are_cached(self, request: ModelRequest) -> None:
@@ -173,7 +174,9 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
     @invariant()
     def no_more_requests_are_at_checkpoints_than_run(self) -> None:
         num_running = sum(request.running for request in self.requests)
-        at_checkpoints = [node["num_requests"] for node in self.cache.cache_state.describe()]
+        at_checkpoints = [
+            node["num_requests"] for node in inspection.describe(self.cache.cache_state)
+        ]
         assert sum(at_checkpoints) <= num_running
 
 
@@ -216,7 +219,7 @@ def with_held_blocks(are_idle: bool) -> tuple[ModelCache, ModelRequest, list[Mod
     held: list[ModelBlock] = []
     while not held:
         assert cache.step(request, 1) and request.num_computed_tokens < 60
-        ids = cache.retention._request_states["r"].held_blocks()
+        ids = inspection.held_blocks(cache.retention._request_states["r"])
         held = [b for b in map(cache.pool.blocks.__getitem__, ids) if not (are_idle and b.ref_cnt)]
     return cache, request, held
 
@@ -239,9 +242,9 @@ def test_the_longest_evicted_prefix_is_found(
     text = spelled(asked)
     lengths = [len(prefix) for prefix in evicted if text.startswith(prefix)]
     expected = max((n for n in lengths if after_tokens < n <= upto_tokens), default=0)
-    assert cache.state_of(text).find_evicted(after_tokens, min(upto_tokens, len(text))) == expected
+    assert cache.find_evicted(text, after_tokens, min(upto_tokens, len(text))) == expected
     cache.reset()
-    assert cache.state_of(text).find_evicted(0, len(text)) == 0
+    assert cache.find_evicted(text, 0, len(text)) == 0
 
 
 def test_a_bounded_number_of_lengths_is_tried() -> None:
@@ -251,8 +254,8 @@ def test_a_bounded_number_of_lengths_is_tried() -> None:
     cache.serve("b" * 4 * (MAX_PROBES + 2) + "x")
     cache.evict_everything()
     text = "a" * 4 + "c" * 4 * (MAX_PROBES + 10)
-    assert cache.state_of(text).find_evicted(0, 4 * MAX_PROBES) == 4
-    assert cache.state_of(text).find_evicted(0, 4 * (MAX_PROBES + 1)) == 0
+    assert cache.find_evicted(text, 0, 4 * MAX_PROBES) == 4
+    assert cache.find_evicted(text, 0, 4 * (MAX_PROBES + 1)) == 0
 
 
 def test_the_oldest_eviction_is_forgotten_first() -> None:
@@ -263,12 +266,12 @@ def test_the_oldest_eviction_is_forgotten_first() -> None:
         cache.evict_everything()
     assert cache.stats.checkpoints_evicted == REMEMBERED
     first = "aa" + "a" * (4 * num_units - 1)
-    assert cache.state_of(first).find_evicted(0, 4 * num_units) > 0
+    assert cache.find_evicted(first, 0, 4 * num_units) > 0
     cache.serve("A" * 4 * num_units + "x")
     cache.evict_everything()
-    assert cache.state_of(first).find_evicted(0, 4 * num_units) == 0
+    assert cache.find_evicted(first, 0, 4 * num_units) == 0
     second = "ba" + "a" * (4 * num_units - 1)
-    assert cache.state_of(second).find_evicted(0, 4 * num_units) == 4 * num_units
+    assert cache.find_evicted(second, 0, 4 * num_units) == 4 * num_units
 
 
 def test_without_full_attention_a_boundary_is_behind_shorter_ones_only() -> None:
@@ -289,7 +292,7 @@ def test_without_full_attention_a_boundary_is_behind_shorter_ones_only() -> None
 
 def test_evictions_count_against_their_reason(cache: ModelCache) -> None:
     prompts = [f"{number:04}" + "a" * 20 + "x" for number in range(60)]
-    rates, hint = cache.cache_state.rates, (Origin.HINT, 0, 0)
+    rates, hint = inspection.rates_of(cache.cache_state), (Origin.HINT, 0, 0)
     latest = (Origin.LATEST, 1, 0)  # An answer of one token crosses no boundary.
     assert rates.is_worth_trying(latest)
     for prompt in prompts:
@@ -388,9 +391,9 @@ def test_a_held_block_that_is_uncached_is_needed_no_longer_than_others() -> None
     for block in held:
         cache.pool.uncache_unasked(block)
     ids = [block.block_id for block in held]
-    assert cache.retention._request_states["r"].held_blocks() == ids
+    assert inspection.held_blocks(cache.retention._request_states["r"]) == ids
     cache.preempt(request)
-    assert not any(map(cache.cache_state.num_needs, ids))
+    assert not any(inspection.num_needs(cache.cache_state, index) for index in ids)
 
 
 def test_a_need_that_was_overruled_is_not_taken_back_from_others() -> None:
@@ -402,7 +405,7 @@ def test_a_need_that_was_overruled_is_not_taken_back_from_others() -> None:
     other = ModelRequest("r2", "b" * 24 + "x")
     assert cache.step(other, 24)
     cache.finish(other)
-    assert cache.cache_state.num_needs(block.block_id)
+    assert inspection.num_needs(cache.cache_state, block.block_id)
     cache.pool.uncache_unasked(block)
     cache.preempt(holder)
     cache.check()
@@ -452,7 +455,8 @@ def test_nothing_is_evicted_while_blocks_are_free_that_were_uncached(cache: Mode
     cache.finish(request)
     num_uncached = sum(block._block_hash is None for block in cache.pool.queue)
     assert any(
-        cache.cache_state.num_needs(block.block_id) for block in cache.pool.queue[:num_uncached]
+        inspection.num_needs(cache.cache_state, block.block_id)
+        for block in cache.pool.queue[:num_uncached]
     )
     cache.pool.allocate(num_uncached)
     assert not cache.stats.checkpoints_evicted

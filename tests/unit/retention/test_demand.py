@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.retention import inspection
 from unit.retention.small_cache import FULL, WINDOW, ModelCache, ModelRequest, spelled
 
 from vllm_ascend_kvext.retention.demand import find_demand
@@ -34,7 +35,7 @@ def demand(cache: ModelCache, text: str, hints: object = None) -> dict[int, Orig
 
 
 def find_evicted(cache: ModelCache, text: str) -> int:
-    return cache.state_of(text).find_evicted(0, len(text))
+    return cache.find_evicted(text, 0, len(text))
 
 
 def answer(letters: str) -> str:
@@ -68,8 +69,8 @@ def test_demand_changes_nothing(cache: ModelCache) -> None:
         return (
             cache.stats.totals(),
             cache.cache_state.counts(),
-            cache.cache_state.describe(),
-            cache.cache_state.surplus(),
+            inspection.describe(cache.cache_state),
+            inspection.surplus(cache.cache_state),
             [block.block_id for block in cache.pool.queue],
             [(block._block_hash, block.ref_cnt) for block in cache.pool.blocks],
             str(cache.pool.cached_block_hash_to_block._cache),
@@ -153,7 +154,7 @@ def test_losses_add_up(prompts: list[list[str]], num_blocks: int, use_eagle: boo
 
 
 def boundaries(cache: ModelCache) -> set[int]:
-    return {node["boundary_tokens"] for node in cache.cache_state.describe()}
+    return {node["boundary_tokens"] for node in inspection.describe(cache.cache_state)}
 
 
 def common(text: str, other: str) -> int:
@@ -183,7 +184,11 @@ def test_of_two_copies_of_the_same_content_checkpoints_need_one(cache: ModelCach
     cache.step(second, 20)
     cache.finish(first)
     cache.finish(second)
-    needed = [b._block_hash for b in cache.pool.blocks if cache.cache_state.num_needs(b.block_id)]
+    needed = [
+        b._block_hash
+        for b in cache.pool.blocks
+        if inspection.num_needs(cache.cache_state, b.block_id)
+    ]
     assert needed and len(needed) == len(set(needed))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.retention import inspection
 from support.sample import sampled
 from unit.retention.small_cache import LAYOUTS, ModelCache, spelled
 
@@ -27,7 +28,7 @@ class World(ModelCache):
         self.parents: dict[bytes, bytes] = {}
 
     def by_key(self) -> dict[bytes, Node]:
-        nodes = {node["key"]: node for node in self.cache_state.describe()}
+        nodes = {node["key"]: node for node in inspection.describe(self.cache_state)}
         self.parents.update((key, node["parent_key"]) for key, node in nodes.items())
         return {key: node for key, node in nodes.items() if node["tail"]}
 
@@ -43,7 +44,7 @@ class World(ModelCache):
 
     def worths_of(self, savings: dict[bytes, tuple[float, Any, float]]) -> dict[bytes, float]:
         return {
-            key: saved * self.cache_state.rates.uses_per_pool(reason, age_pools)
+            key: saved * inspection.rates_of(self.cache_state).uses_per_pool(reason, age_pools)
             for key, (saved, reason, age_pools) in savings.items()
         }
 
@@ -51,7 +52,7 @@ class World(ModelCache):
         """Tokens saved per block, reason and age of every checkpoint."""
         nodes = self.by_key()
         needs: Counter[int] = Counter()
-        for node in self.cache_state.describe():
+        for node in inspection.describe(self.cache_state):
             for ids in (*node["runs"], node["tail"]):
                 needs.update(ids)
         savings = {}
@@ -63,7 +64,7 @@ class World(ModelCache):
             while above and above not in nodes:
                 above = self.parents[above]
             saved_tokens = len(key) - len(above)
-            age_pools = self.cache_state.clock_pools - node["clock_pools"]
+            age_pools = inspection.clock_pools(self.cache_state) - node["clock_pools"]
             savings[key] = saved_tokens / max(1, num_blocks), node["reason"], age_pools
         return savings
 
@@ -108,7 +109,7 @@ def test_no_more_is_evicted_than_has_to_be(prompts: list[str], layout: str) -> N
         own = {
             key
             for key, node in nodes.items()
-            if any(world.cache_state.num_needs(index) == 1 for index in node["tail"])
+            if any(inspection.num_needs(world.cache_state, index) == 1 for index in node["tail"])
         }
         gone = world.evict_one()
         assert len(gone) == 1 or len(gone & own) <= 1, "one that yields a block is enough"
@@ -168,5 +169,8 @@ def test_the_clock_tells_what_has_been_cached_for_checkpoints() -> None:
     world = World("full and window", 200)
     for number in range(5):
         world.serve(f"{number:04}" + "a" * 40 + "x")
-        needed = sum(world.cache_state.num_needs(block.block_id) > 0 for block in world.pool.blocks)
-        assert world.cache_state.clock_pools == pytest.approx(needed / 200)
+        needed = sum(
+            inspection.num_needs(world.cache_state, block.block_id) > 0
+            for block in world.pool.blocks
+        )
+        assert inspection.clock_pools(world.cache_state) == pytest.approx(needed / 200)

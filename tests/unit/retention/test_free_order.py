@@ -10,6 +10,7 @@ from unittest import mock
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.retention import inspection
 from support.sample import sampled
 from unit.retention.small_cache import FULL, WINDOW, ModelBlock, ModelCache, ModelRequest, spelled
 
@@ -53,7 +54,7 @@ class FreeOrderMachine(RuleBasedStateMachine):
 
     def parts(self) -> tuple[list[ModelBlock], list[ModelBlock], list[ModelBlock]]:
         queue = self.pool.queue
-        unneeded = [b for b in queue if not self.cache_state.num_needs(b.block_id)]
+        unneeded = [b for b in queue if not inspection.num_needs(self.cache_state, b.block_id)]
         uncached = [b for b in unneeded if b._block_hash is None]
         surplus = [b for b in unneeded if b._block_hash is not None]
         return uncached, surplus, queue[len(unneeded) :]
@@ -89,7 +90,7 @@ class FreeOrderMachine(RuleBasedStateMachine):
         )
 
     def _is_needed(self, block: ModelBlock) -> bool:
-        return self.cache_state.num_needs(block.block_id) > 0
+        return inspection.num_needs(self.cache_state, block.block_id) > 0
 
     def _draw(self, data: st.DataObject, blocks: list[ModelBlock]) -> list[ModelBlock]:
         ids = [block.block_id for block in blocks]
@@ -125,7 +126,7 @@ class FreeOrderMachine(RuleBasedStateMachine):
     def make_room(self, number: int) -> None:
         self._compare_surplus(
             lambda: self.cache_state.make_room(
-                min(len(self.cache_state.surplus()) + number, NUM_BLOCKS)
+                min(len(inspection.surplus(self.cache_state)) + number, NUM_BLOCKS)
             )
         )
 
@@ -154,8 +155,10 @@ class FreeOrderMachine(RuleBasedStateMachine):
     def the_parts_follow_each_other(self) -> None:
         uncached, surplus, needed = self.parts()
         assert self.pool.queue == uncached + surplus + needed
-        assert all(self.cache_state.num_needs(block.block_id) for block in needed)
-        assert self.cache_state.surplus() == [block.block_id for block in uncached + surplus]
+        assert all(inspection.num_needs(self.cache_state, block.block_id) for block in needed)
+        assert inspection.surplus(self.cache_state) == [
+            block.block_id for block in uncached + surplus
+        ]
 
 
 TestFreeOrder = FreeOrderMachine.TestCase
@@ -165,20 +168,20 @@ TestFreeOrder.settings = settings(max_examples=sampled(100), stateful_step_count
 def test_a_needed_block_uncached_in_place_is_reallocated_in_the_end() -> None:
     cache = make_cache()
     served(cache, "a" * 8 + "x")
-    needed = [b for b in cache.pool.queue if cache.cache_state.num_needs(b.block_id)]
+    needed = [b for b in cache.pool.queue if inspection.num_needs(cache.cache_state, b.block_id)]
     for block in needed:
         cache.pool.uncache_unasked(block)
     cache.cache_state.make_room(NUM_BLOCKS)
-    assert len(cache.cache_state.surplus()) == NUM_BLOCKS
+    assert len(inspection.surplus(cache.cache_state)) == NUM_BLOCKS
     assert len(cache.pool.allocate(NUM_BLOCKS)) == NUM_BLOCKS
 
 
 def test_the_first_tokens_are_the_last_to_be_reallocated() -> None:
     cache = make_cache()
     served(cache, "a" * 40 + "x")
-    while any(node["tail"] for node in cache.cache_state.describe()):
-        cache.cache_state.make_room(len(cache.cache_state.surplus()) + 1)
-    keys = [cache.pool.blocks[index]._block_hash for index in cache.cache_state.surplus()]
+    while any(node["tail"] for node in inspection.describe(cache.cache_state)):
+        cache.cache_state.make_room(len(inspection.surplus(cache.cache_state)) + 1)
+    keys = [cache.pool.blocks[index]._block_hash for index in inspection.surplus(cache.cache_state)]
     full = [key for key in keys if key and key.endswith(b"\0\0\0\0")]
     assert full == sorted(full, key=len, reverse=True)
 

@@ -75,7 +75,5 @@ def test_what_full_attention_shares_is_found(
         expected.append(min(num_prompt_tokens // block_tokens, num_blocks) * block_tokens)
     hit_tokens = min(hit_units * UNIT_TOKENS, *(tokens // 4 * 4 for tokens in expected))
     state = RetainedRequest(cache.cache_state, request)
-    assert (
-        state.find_shared(cache.pool.cached_block_hash_to_block, hit_tokens, num_prompt_tokens)
-        == expected
-    )
+    key_table = cache.pool.cached_block_hash_to_block
+    assert state.find_prefixes(key_table, hit_tokens, num_prompt_tokens) == (expected, 0)

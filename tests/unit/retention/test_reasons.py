@@ -7,12 +7,13 @@ import bisect
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.retention.inspection import new_rates
 
-from vllm_ascend_kvext._native import UseRates
 from vllm_ascend_kvext.retention.reasons import Origin
 
 ReasonTuple = tuple[int, int, int]
@@ -29,8 +30,8 @@ PRIOR_CHECKPOINTS = 2
 
 
 @pytest.fixture
-def rates() -> UseRates:
-    return UseRates()
+def rates() -> Any:
+    return new_rates()
 
 
 def test_origins_are_those_of_the_compiled_module() -> None:
@@ -41,25 +42,25 @@ def test_origins_are_those_of_the_compiled_module() -> None:
     assert [origin.value for origin in Origin] == list(range(len(Origin)))
 
 
-def test_reasons_are_judged_apart(rates: UseRates) -> None:
+def test_reasons_are_judged_apart(rates: Any) -> None:
     rates.count_use(LADDER, 0.1, 0)
     rates.count_eviction(PROMPT)
     rates.note_age(PROMPT, 0.1, 0)
     for other in ((Origin.LADDER, 2, 0), (Origin.LADDER, 1, 1), (Origin.LADDER, 257, 0)):
         assert rates.expected_uses(other) == 1
-        assert rates.uses_per_pool(other, 0.1) == UseRates().uses_per_pool(other, 0.1)
+        assert rates.uses_per_pool(other, 0.1) == new_rates().uses_per_pool(other, 0.1)
     assert rates.expected_uses(PROMPT) < 1 < rates.expected_uses(LADDER)
     assert rates.uses_per_pool(PROMPT, 0) < rates.uses_per_pool(LADDER, 0)
 
 
 def test_last_boundaries_lend_what_is_known_to_those_that_are_the_prompts_too(
-    rates: UseRates,
+    rates: Any,
 ) -> None:
     of_answer, of_prompt = (Origin.LATEST, 0, 0), (Origin.LATEST, 1, 0)
-    unknown = UseRates().uses_per_pool(of_prompt, 0.01)
+    unknown = new_rates().uses_per_pool(of_prompt, 0.01)
     for _ in range(100):
         rates.note_age(of_answer, OLDEST_AGE_POOLS, 0)
-    lent = UseRates()
+    lent = new_rates()
     for _ in range(100):
         lent.note_age(of_answer, OLDEST_AGE_POOLS, 0)
         lent.count_use(of_prompt, 0, 0)
@@ -67,7 +68,7 @@ def test_last_boundaries_lend_what_is_known_to_those_that_are_the_prompts_too(
     assert lent.uses_per_pool(of_prompt, 0) > 5 * lent.uses_per_pool(of_answer, 0)
 
 
-def test_an_eviction_taken_back_counts_as_a_use(rates: UseRates) -> None:
+def test_an_eviction_taken_back_counts_as_a_use(rates: Any) -> None:
     rates.count_eviction(PROMPT)
     rates.count_missed_use(PROMPT, 0, 0)
     assert rates.expected_uses(PROMPT) == 2
@@ -75,7 +76,7 @@ def test_an_eviction_taken_back_counts_as_a_use(rates: UseRates) -> None:
     assert rates.expected_uses(LADDER) == 2, "of what nothing is known there is none to take back"
 
 
-def test_what_happened_long_ago_is_forgotten(rates: UseRates) -> None:
+def test_what_happened_long_ago_is_forgotten(rates: Any) -> None:
     for _ in range(2000):
         rates.count_use(PROMPT, 0, 0)
     for _ in range(300):
@@ -83,7 +84,7 @@ def test_what_happened_long_ago_is_forgotten(rates: UseRates) -> None:
     assert rates.expected_uses(PROMPT) < 0.5
 
 
-def test_what_is_never_used_is_tried_less_often(rates: UseRates) -> None:
+def test_what_is_never_used_is_tried_less_often(rates: Any) -> None:
     assert rates.is_worth_trying(LADDER)
     for _ in range(100):
         rates.count_eviction(LADDER)
@@ -94,7 +95,7 @@ def test_what_is_never_used_is_tried_less_often(rates: UseRates) -> None:
     assert rates.is_worth_trying(LADDER)
 
 
-def test_ages_of_long_ago_weigh_less(rates: UseRates) -> None:
+def test_ages_of_long_ago_weigh_less(rates: Any) -> None:
     for _ in range(AGE_MEMORY):
         rates.count_use(PROMPT, 1.0, 0)
     before = rates.uses_per_pool(PROMPT, 0.9)
@@ -149,7 +150,7 @@ def estimated(events: list[tuple[str, float]], age_pools: float) -> float:
     return max(worths)
 
 
-def tell(rates: UseRates, kind: str, age_pools: float) -> None:
+def tell(rates: Any, kind: str, age_pools: float) -> None:
     if kind == "use":
         rates.count_use(PROMPT, age_pools, 0)
     elif kind == "miss":
@@ -169,7 +170,7 @@ events_of_ages = st.lists(
 def test_uses_per_pool_are_those_of_kaplan_meier_and_gittins(
     events: list[tuple[str, float]], probes: list[float]
 ) -> None:
-    rates = UseRates()
+    rates = new_rates()
     for number, (kind, age_pools) in enumerate(events):
         tell(rates, kind, age_pools)
         if number % 7 == 0:  # what was estimated before must not stay

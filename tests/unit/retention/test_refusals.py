@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.retention import inspection
 from unit.retention.small_cache import UNIT_TOKENS, ModelCache, ModelKeyTable, ModelRequest
 
 from vllm_ascend_kvext._native import RetainedCache, RetainedRequest
-from vllm_ascend_kvext.retention.managed import geometry_tables, group_tables
+from vllm_ascend_kvext.retention.reasons import Origin
 
 
 @dataclass(eq=False, slots=True)
@@ -29,15 +30,16 @@ def cache(request: pytest.FixtureRequest) -> ModelCache:
 
 def make_cache_state(cache: ModelCache, blocks: Any, head: Any = None) -> RetainedCache:
     retention, queue = cache.retention, cache.pool.free_block_queue
-    policy = retention.policy
     return RetainedCache(
         blocks=blocks,
         head=queue.fake_free_list_head if head is None else head,
         tail=queue.fake_free_list_tail,
-        geometry=geometry_tables(policy, retention.sparse_groups, retention.full_groups),
-        sparse_groups=group_tables(retention.sparse_groups, policy, cache.pool),
-        full_groups=group_tables(retention.full_groups, policy, cache.pool),
-        has_events=False,
+        hash_block_tokens=cache.pool.hash_block_size,
+        geometry=retention.policy.tables,
+        sparse_groups=retention.sparse_groups,
+        full_groups=retention.full_groups,
+        quiet_sparse_groups=[True],
+        quiet_full_groups=[True],
     )
 
 
@@ -102,7 +104,7 @@ def test_hashes_that_are_no_list_of_bytes_are_refused(
     request.block_hashes = hashes
     state = RetainedRequest(cache.cache_state, request)
     with pytest.raises(TypeError, match=message):
-        state.find_shared(cache.pool.cached_block_hash_to_block, 0, 12)
+        state.find_prefixes(cache.pool.cached_block_hash_to_block, 0, 12)
     with pytest.raises(TypeError, match=message):
         cache.retention.cache(request, 12)
     assert not any(block._block_hash for block in cache.managers[0].req_to_blocks["r"])
@@ -125,11 +127,12 @@ def test_more_tokens_than_a_request_has_hashes_for_are_refused(cache: ModelCache
     cache.serve("a" * 12 + "x")
     cache.cache_state.make_room(60)
     state = RetainedRequest(cache.cache_state, ModelRequest("r", "a" * 12))
-    for refused in (lambda: state.find_evicted(0, 12), lambda: state.want(12)):
-        with pytest.raises(IndexError, match="hashes"):
-            refused()
+    key_table = cache.pool.cached_block_hash_to_block
     with pytest.raises(IndexError, match="hashes"):
-        state.want(0)
+        state.find_prefixes(key_table, 0, 12)
+    for tokens in (12, 0):
+        with pytest.raises(IndexError, match="hashes"):
+            state.plan([(tokens, Origin.WANTED, 0)], [], [], 0)
 
 
 def test_a_key_table_without_a_dict_is_refused(cache: ModelCache) -> None:
@@ -139,9 +142,9 @@ def test_a_key_table_without_a_dict_is_refused(cache: ModelCache) -> None:
     table._cache = [b"a"]  # type: ignore[assignment]
     state = RetainedRequest(cache.cache_state, request)
     with pytest.raises(TypeError, match="expected a dict"):
-        state.find_shared(table, 0, 12)
+        state.find_prefixes(table, 0, 12)
     with pytest.raises(AttributeError):
-        state.find_shared(object(), 0, 12)
+        state.find_prefixes(object(), 0, 12)
 
 
 @pytest.mark.parametrize("call", ["split_freed", "note_surplus", "note_uncached"])
@@ -158,7 +161,7 @@ def test_what_is_no_block_of_the_pool_is_not_freed(
 @pytest.mark.parametrize("block_id", [-1, 60, 10**6])
 def test_needs_of_no_block_are_refused(cache: ModelCache, block_id: int) -> None:
     with pytest.raises(IndexError, match="no such block"):
-        cache.cache_state.num_needs(block_id)
+        inspection.num_needs(cache.cache_state, block_id)
 
 
 def test_a_request_keeps_its_cache_alive() -> None:
@@ -167,5 +170,4 @@ def test_a_request_keeps_its_cache_alive() -> None:
     state = RetainedRequest(cache.cache_state, cache.request("r", "a" * 12 + "x"))
     key_table = cache.pool.cached_block_hash_to_block
     del cache
-    assert state.find_shared(key_table, 0, 12) == [12]
-    assert state.find_evicted(0, 12) == 0
+    assert state.find_prefixes(key_table, 0, 12) == ([12], 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every backend of a shared tier does: files, and Mooncake's own servers."""
+"""Behaviour of every backend of a shared tier: files, and Mooncake's own servers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ NUM_BYTES = 3 << 10
 NAME = f"R0-64-{'ab' * 16}"
 OTHER = f"R0-64-{'cd' * 16}"
 NOTES = tuple(f"N{digit * 32}" for digit in "123")
-PLACE, GUARD = 4 << 20, 0xA5
+PLACE = 4 << 20
+GUARD = 0xA5
 
 
 def content_of(seed: object, num_bytes: int = NUM_BYTES) -> bytes:
@@ -40,15 +41,17 @@ CONTENT = content_of(0)
 
 
 class Engine:
-    """One rank of an engine: its tier, and its memory."""
+    """One rank of an engine, with its tier and its memory."""
 
     def __init__(self, tier: SharedTier, spare_bytes: int) -> None:
-        self.tier, self.spare_bytes, self.namespace = tier, spare_bytes, ""
+        self.tier = tier
+        self.spare_bytes = spare_bytes
+        self.namespace = ""
         self.memory = bytearray(8 << 20)
         self.tier.register(memoryview(self.memory))
 
     def within(self, namespace: str) -> Engine:
-        """The same, but for its name space."""
+        """The same engine in another name space."""
         other = object.__new__(Engine)
         vars(other).update({**vars(self), "namespace": namespace})
         return other
@@ -73,7 +76,7 @@ class Engine:
         return answer, bytes(self.memory[PLACE : PLACE + num_bytes])
 
     def _guard(self, what: SharedObject) -> None:
-        """Nothing outside the place of an object, and what it has to spare, may change."""
+        """Fill an object's place and the bytes around it. The bytes around it must stay."""
         end = what.offset_bytes + what.num_bytes + self.spare_bytes
         self.memory[what.offset_bytes - 64 : end + 64] = bytes([GUARD]) * (
             end + 128 - what.offset_bytes
@@ -128,17 +131,19 @@ Lead = Callable[[Engine, str, str], None]
 
 
 class Backend:
-    """Engines of one backend. Their tiers are used again: a client of Mooncake ends slowly."""
+    """Engines of one backend. Tests share their tiers, because a client of Mooncake ends slowly."""
 
     def __init__(self, url: str, overwrite: Overwrite, lead: Lead, full_name: str) -> None:
-        self._url, self._full_name = url, full_name
-        self.overwrite, self.lead = overwrite, lead
+        self._url = url
+        self._full_name = full_name
+        self.overwrite = overwrite
+        self.lead = lead
         self._engines: dict[tuple[int, int], Engine] = {}
         self.namespaces = (f"space-{number}" for number in itertools.count())
         self.namespace = next(self.namespaces)
 
     def engine(self, number: int = 0, rank: int = 0) -> Engine:
-        """In the name space of the test."""
+        """An engine in the name space of the test."""
         if (number, rank) not in self._engines:
             spare_bytes = ConnectorOptions(shared_tier=self._url).spare_bytes
             tier = open_tier(self._url, None, rank)
@@ -148,7 +153,7 @@ class Backend:
         return engine
 
     def sealed_name(self, name: str, rank: int = 0) -> str:
-        """What the seal of an object says of its name."""
+        """The name that the seal of an object covers."""
         return self._full_name.format(rank=rank, name=f"{self.namespace}/{name}")
 
     def end(self) -> None:
@@ -217,7 +222,7 @@ def test_notes_lead_to_the_object_that_begins_first(engine: Engine) -> None:
     assert engine.exist(*NOTES[:2], *names) == [names[1], "", *names]
     engine.forget(names[1])
     assert engine.exist(*NOTES[:1]) == [""]
-    engine.put(CONTENT, names[0], NOTES[:1])  # It is there, and its note is not.
+    engine.put(CONTENT, names[0], NOTES[:1])  # The object exists, and its note does not.
     assert engine.exist(*NOTES[:1]) == names[:1]
 
 
@@ -247,9 +252,9 @@ MALFORMED = [
 def test_a_note_with_a_malformed_name_leads_nowhere(
     backend: Backend, engine: Engine, name: str
 ) -> None:
-    """Its seal is right: somebody has put it so. An object of that name is there, too."""
+    """The note's seal is right, because a client wrote it so. An object of its name exists, too."""
     engine.put(CONTENT, notes=NOTES[:2])
-    backend.lead(engine, NOTES[0], NAME)  # That is how it leads there.
+    backend.lead(engine, NOTES[0], NAME)  # `lead` writes a note that leads to an object.
     assert engine.exist(*NOTES[:2]) == [NAME, NAME]
     if name not in NOTES:
         backend.overwrite(engine, name, CONTENT, b"")
@@ -268,7 +273,7 @@ def test_a_touch_says_what_is_there(engine: Engine) -> None:
     assert engine.touch() == []
 
 
-# Damage: it is found before anybody can use the bytes, and forgotten.
+# Damaged objects are detected before their bytes are used, and they are removed.
 
 
 def flipped(data: bytes, at: int) -> bytes:
@@ -299,7 +304,7 @@ def test_a_damaged_object_is_broken_and_forgotten(
 ) -> None:
     engine.put(CONTENT, notes=NOTES)
     seal = seal_of(backend.sealed_name(NAME), CONTENT)
-    backend.overwrite(engine, NAME, CONTENT, seal)  # That is how it is stored.
+    backend.overwrite(engine, NAME, CONTENT, seal)  # `overwrite` stores a whole object.
     assert engine.get() == (Answer.WHOLE, CONTENT)
     backend.overwrite(engine, NAME, *DAMAGES[damage](CONTENT, seal))
     assert engine.get()[0] is Answer.BROKEN
@@ -309,8 +314,9 @@ def test_a_damaged_object_is_broken_and_forgotten(
 
 @pytest.mark.parametrize("owner", ["another object", "another rank", "another name space"])
 def test_the_bytes_of_another_are_broken(backend: Backend, engine: Engine, owner: str) -> None:
-    """With a seal that is right for what it was."""
-    name, rank = (OTHER if owner == "another object" else NAME), int(owner == "another rank")
+    """The seal is right for the object that the bytes come from."""
+    name = OTHER if owner == "another object" else NAME
+    rank = int(owner == "another rank")
     seal = seal_of(backend.sealed_name(name, rank), CONTENT)
     if owner == "another name space":
         seal = seal_of(backend.sealed_name(name).replace("space", "other"), CONTENT)
@@ -326,7 +332,7 @@ def test_an_object_of_another_size_is_broken(engine: Engine, difference: int) ->
     assert engine.exist(NAME) == [""]
 
 
-# For people.
+# Output for operators.
 
 
 def test_engines_know_each_other(backend: Backend, engine: Engine) -> None:
@@ -339,7 +345,7 @@ def test_engines_know_each_other(backend: Backend, engine: Engine) -> None:
     assert found == {**before, **{namespace_of(each): each for each in identities}}
 
 
-# Against a dict.
+# Comparison with a dict.
 
 OPERATIONS = st.lists(
     st.tuples(
@@ -361,13 +367,14 @@ OPERATIONS = st.lists(
 def test_two_engines_do_what_a_dict_does(
     any_backend: Backend, operations: list[tuple[str, int, int, int]]
 ) -> None:
-    """Whoever puts, forgets and damages."""
+    """Any of the two engines puts, forgets and damages."""
     any_backend.namespace = next(any_backend.namespaces)
     names = [f"R0-64-{number:032x}" for number in range(4)]
     notes = ["N" + name[-32:] for name in names]
     objects: dict[str, bytes | None] = {}  # None: damaged.
     for operation, number, by, seed in operations:
-        engine, name = any_backend.engine(by), names[number]
+        engine = any_backend.engine(by)
+        name = names[number]
         if operation == "put":
             content = content_of(seed % 4, 256)
             assert engine.put(content, name, (notes[number],)) is Answer.WHOLE

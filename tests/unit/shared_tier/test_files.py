@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared tier in a folder: whole or not at all, whatever becomes of the files."""
+"""The shared tier in a folder: objects are whole or absent, whatever happens to the files."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_only_the_owner_can_read(tmp_path: Path) -> None:
             assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
 
 
-# Damage: it is found before anybody can use the bytes, and forgotten.
+# Damaged objects are detected before their bytes are used, and they are removed.
 
 
 def flip(path: Path, at: int) -> None:
@@ -169,7 +169,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
 
 
 def test_the_bytes_of_another_object_are_broken(engine: Engine, tmp_path: Path) -> None:
-    """Renamed, or of another rank, with a trailer that is right for what it was."""
+    """A renamed file, or one of another rank. Its trailer is right for the original object."""
     engine.put(CONTENT)
     other = NAME.replace("ab", "cb")
     engine.put(content_of(1), other)
@@ -179,7 +179,7 @@ def test_the_bytes_of_another_object_are_broken(engine: Engine, tmp_path: Path) 
     assert engine.get(name=other) == (Answer.WHOLE, content_of(1))
 
 
-# What somebody else has put where a file is looked for.
+# Other things in the place of a file.
 
 
 def make_folder(path: Path) -> None:
@@ -212,15 +212,12 @@ OTHER_THINGS: dict[str, Callable[[Path], object]] = {
 def test_something_else_in_a_place_concerns_that_object_only(
     engine: Engine, tmp_path: Path, place: str, thing: str
 ) -> None:
-    """A tier that answers that it cannot be reached is left alone by all requests."""
+    """The tier must not answer that it is unreachable, because no request would use it then."""
     other = NAME.replace("ab", "cd")
     engine.put(CONTENT, notes=NOTES)
     engine.put(content_of(1), other, notes=())
-    (path,) = (
-        each
-        for each in (object_files(tmp_path) if place == "object" else note_files(tmp_path))
-        if each.name in (NAME, NOTES[0])
-    )
+    files = object_files(tmp_path) if place == "object" else note_files(tmp_path)
+    (path,) = (each for each in files if each.name in (NAME, NOTES[0]))
     path.unlink()
     OTHER_THINGS[thing](path)
     assert engine.exist(NAME, *NOTES[:1]) == ["" if place == "object" else NAME, ""]
@@ -228,11 +225,11 @@ def test_something_else_in_a_place_concerns_that_object_only(
     if place == "object":
         assert engine.get()[0] is Answer.ABSENT
     assert engine.get(name=other) == (Answer.WHOLE, content_of(1))
-    assert engine.put(CONTENT, notes=NOTES) is Answer.WHOLE  # It gets its place.
+    assert engine.put(CONTENT, notes=NOTES) is Answer.WHOLE  # The object replaces the other thing.
     assert engine.get() == (Answer.WHOLE, CONTENT)
     assert engine.exist(NAME, *NOTES) == [NAME] * 4
     kept = [each.read_text() for each in tmp_path.rglob("something")]
-    assert kept == ["of somebody else"] * (thing == "full folder")
+    assert kept == (["of somebody else"] if thing == "full folder" else [])
 
 
 def test_a_folder_that_was_moved_aside_is_not_counted(engine: Engine, tmp_path: Path) -> None:
@@ -243,12 +240,13 @@ def test_a_folder_that_was_moved_aside_is_not_counted(engine: Engine, tmp_path: 
     assert taken_bytes(tmp_path) == before
 
 
-# Notes: nobody opens an object to see whether it is the one.
+# Notes. A reader does not open an object to see whether the note is right.
 
 
 def test_a_note_of_another_object_leads_nowhere(engine: Engine, tmp_path: Path) -> None:
-    """Two links that have changed places are as whole as before."""
-    other, other_note = NAME.replace("ab", "cd"), f"N{'4' * 32}"
+    """Two exchanged links are still whole files."""
+    other = NAME.replace("ab", "cd")
+    other_note = f"N{'4' * 32}"
     engine.put(CONTENT, notes=NOTES[:1])
     engine.put(content_of(1), other, (other_note,))
     links = {path.name: path for path in note_files(tmp_path)}
@@ -258,14 +256,14 @@ def test_a_note_of_another_object_leads_nowhere(engine: Engine, tmp_path: Path) 
         links[name].symlink_to(targets[wrong])
     assert engine.exist(NOTES[0], other_note) == ["", ""]
     assert engine.tier.touch([f"{engine.namespace}/{NOTES[0]}"]) == [False]
-    engine.put(CONTENT, notes=NOTES[:1])  # Who computes it puts that right.
+    engine.put(CONTENT, notes=NOTES[:1])  # A put of the same object repairs the note.
     assert engine.exist(NOTES[0], other_note) == [NAME, ""]
 
 
 def test_an_object_that_gives_way_before_its_note_is_there_counts_as_put(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other engines remove links that lead nowhere, unfinished ones, too."""
+    """Other engines remove links that lead nowhere, including unfinished ones."""
     engine.put(CONTENT, notes=NOTES[:1])
     (path,) = object_files(tmp_path)
     path.unlink()
@@ -286,7 +284,9 @@ def test_a_note_is_whole_and_where_it_was_put(engine: Engine, tmp_path: Path, ch
     other = NAME.replace("ab", "cb")
     engine.put(CONTENT, other)
     (link,) = note_files(tmp_path)
-    target, rank, namespace = os.readlink(link), 0, engine.namespace
+    target = os.readlink(link)
+    rank = 0
+    namespace = engine.namespace
     if change in ("rank", "name space"):
         rank, namespace = (1, namespace) if change == "rank" else (0, "other")
         engine = Engine(tmp_path, rank=rank)
@@ -346,7 +346,7 @@ def test_an_engine_file_that_says_nothing_stops_nobody(
     assert found == [{namespace_of(good): good}]
     assert str(path) in caplog.text and "Delete it" in caplog.text
     caplog.clear()
-    engine.tier.introduce(namespace_of(IDENTITY), IDENTITY)  # Such an engine starts.
+    engine.tier.introduce(namespace_of(IDENTITY), IDENTITY)  # An engine with this identity starts.
     assert engine.tier.engines() == {namespace_of(each): each for each in (IDENTITY, good)}
     assert not [each for each in caplog.messages if "expected in" in each]
 
@@ -368,7 +368,7 @@ def test_a_folder_that_is_removed_is_made_again(engine: Engine, tmp_path: Path) 
 def test_errors_of_the_system_are_answers(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:
-    """And nothing unfinished takes room."""
+    """No unfinished file takes room after an error."""
     other = NAME.replace("ab", "cd")
     engine.put(CONTENT, other)
 
@@ -391,7 +391,8 @@ def test_errors_of_the_system_are_answers(
 def test_a_write_that_stops_half_way_leaves_nothing(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, calls = os.write, []
+    write = os.write
+    calls = []
 
     def short_write(file: int, data: Any) -> int:
         calls.append(len(data))
@@ -421,7 +422,7 @@ def test_what_is_not_a_folder_of_ones_own_is_refused(tmp_path: Path) -> None:
     (shared / "kvext3").chmod(0o700)
     shared.chmod(0o777)
     with pytest.raises(SettingsError, match="in a folder of mode 0777"):
-        Engine(shared)  # Others could put another folder in its place.
+        Engine(shared)  # Other users could replace the folder.
     shared.chmod(0o1777)
     Engine(shared)
     with (
@@ -432,7 +433,7 @@ def test_what_is_not_a_folder_of_ones_own_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_look_at_its_status_removes_nothing(tmp_path: Path) -> None:
-    """Whoever looks does not know its capacity; here it is seven eighths of the file system."""
+    """The command does not know the capacity; here it is seven eighths of the file system."""
     small = mock.Mock(f_blocks=8, f_frsize=1 << 20, f_bavail=4)
     with mock.patch.object(os, "statvfs", lambda path: small):
         tier = FilesTier(f"file://{tmp_path}", 7 << 20, 0)
@@ -467,7 +468,7 @@ def test_what_was_used_longest_ago_gives_way(tmp_path: Path) -> None:
         assert engine.put(content_of(number, size), name, (f"N{number:032x}",)) is Answer.WHOLE
         (path,) = tmp_path.glob(f"kvext3/*/*/objects/*/{name}")
         os.utime(path, (number, number))
-        if number >= 3:  # The third is used again and again.
+        if number >= 3:  # Object 3 is used again after each put.
             (path,) = tmp_path.glob(f"kvext3/*/*/objects/*/{names[3]}")
             os.utime(path, (number, number))
         assert taken_bytes(tmp_path) <= 32 * size
@@ -486,7 +487,7 @@ def test_a_get_counts_as_use(engine: Engine, tmp_path: Path) -> None:
 
 
 def test_a_touch_counts_as_use(engine: Engine, tmp_path: Path) -> None:
-    """Of an object, and of that to which a note leads."""
+    """A touch counts for an object, and for the object to which a note leads."""
     other = NAME.replace("ab", "cd")
     engine.put(CONTENT, notes=NOTES)
     engine.put(CONTENT, other)
@@ -528,8 +529,9 @@ def test_what_does_not_fit_is_not_put(tmp_path: Path) -> None:
 
 
 def test_engines_evict_at_once_and_keep_the_capacity(tmp_path: Path) -> None:
-    """Their puts and gets never bring wrong bytes, whoever removes what."""
-    size, capacity_bytes = 16 << 10, 40 * (20 << 10)
+    """Puts and gets never bring wrong bytes while several engines remove objects."""
+    size = 16 << 10
+    capacity_bytes = 40 * (20 << 10)
     wrong: list[object] = []
 
     def work(seed: int) -> None:
@@ -599,7 +601,7 @@ def test_a_writer_that_is_killed_leaves_nothing_half(
                 assert engine.tier.get_into(what, lambda num_bytes: None) is Answer.WHOLE
                 engine.forget(path.name)
     assert unfinished
-    engine.put(CONTENT)  # Not yet: a writer may only be slow.
+    engine.put(CONTENT)  # They stay for now, as a writer may only be slow.
     assert [path for path in unfinished if path.exists()]
     for path in unfinished:
         if path.exists():
@@ -608,11 +610,11 @@ def test_a_writer_that_is_killed_leaves_nothing_half(
     assert not [path for path in unfinished if path.exists()]
 
 
-# Against a dict.
+# Comparison with a dict.
 
 
 class FilesAgainstDict(RuleBasedStateMachine):
-    """Two engines on one folder do what a dict does, whoever puts, forgets and damages."""
+    """Two engines on one folder behave like a dict; both put, forget and damage objects."""
 
     names = st.integers(0, 5).map(lambda number: f"R0-64-{number:032x}")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared tier in Mooncake Store: its servers stop, are killed, are full, and are not there."""
+"""The shared tier in Mooncake Store, whose servers stop, are killed, are full or do not exist."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def what(number: int = 0, num_bytes: int = NUM_BYTES) -> SharedObject:
 
 
 class Rank:
-    """A tier with memory, whose bytes are `fill`."""
+    """A tier with memory. `fill` sets the bytes of the memory."""
 
     def __init__(self, url: str) -> None:
         self.tier = MooncakeTier(url, 0)
@@ -81,7 +81,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 @pytest.fixture(scope="module")
 def ranks(running: Servers) -> Iterator[tuple[Rank, Rank]]:
-    """Of two engines."""
+    """The ranks of two engines."""
     found = Rank(running.url), Rank(running.url)
     yield found
     for each in found:
@@ -96,14 +96,14 @@ def rank(ranks: tuple[Rank, Rank]) -> Rank:
 
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[Servers]:
-    """For a test that stops and kills them."""
+    """Servers for one test, which stops and kills them."""
     started = Servers(tmp_path)
     yield started
     started.end()
 
 
 def in_time(call: Callable[[], Any], most_s: float) -> Any:
-    """What a call returns that Mooncake ends by itself, after a time that is its own."""
+    """The result of a call that Mooncake itself ends, after a time that Mooncake has chosen."""
     began_s = time.monotonic()
     result = call()
     assert time.monotonic() - began_s < most_s
@@ -116,10 +116,12 @@ def in_time(call: Callable[[], Any], most_s: float) -> Any:
 def test_a_seal_lies_in_spare_bytes_of_its_place(
     ranks: tuple[Rank, Rank], running: Servers
 ) -> None:
-    """Not in the next place, and not behind the last one, with which memory ends."""
-    num_bytes, num_places = (1 << 20) - ALIGNMENT_BYTES, 8
+    """It is neither in the next place nor behind the last place, where memory ends."""
+    num_bytes = (1 << 20) - ALIGNMENT_BYTES
+    num_places = 8
     arena = Arena(len(ranks[0].memory), ConnectorOptions(shared_tier=running.url).spare_bytes)
-    objects, contents = [], []
+    objects = []
+    contents = []
     for number in range(num_places):
         offset_bytes = arena.allocate(arena.place_bytes(num_bytes))
         assert offset_bytes is not None
@@ -136,7 +138,7 @@ def test_a_seal_lies_in_spare_bytes_of_its_place(
 
 
 def test_engines_that_put_at_once_leave_one_of_both(rank: Rank, ranks: tuple[Rank, Rank]) -> None:
-    """The same tokens, computed in other batches, have other last bits."""
+    """KV of the same tokens has other last bits if it is computed in another batch."""
     for number in range(20):
         barrier = threading.Barrier(2)
 
@@ -184,7 +186,7 @@ def test_what_does_not_fit_is_not_there(rank: Rank, ranks: tuple[Rank, Rank]) ->
 
 
 def test_what_is_evicted_is_not_there(rank: Rank, ranks: tuple[Rank, Rank]) -> None:
-    answers = [rank.put(number) for number in range(200)]  # Of 1 MB, into 128.
+    answers = [rank.put(number) for number in range(200)]  # objects of 1 MB, and room for 128
     assert {*answers} <= {Answer.WHOLE, Answer.UNREACHABLE}
     found = [ranks[1].get(number) for number in range(200)]
     assert {*found} == {Answer.WHOLE, Answer.ABSENT}
@@ -202,7 +204,7 @@ def test_identities_are_not_evicted(rank: Rank) -> None:
     "content", [None, b"5", b"[1]", b"{", b"\xff", b"[" * 100_000, b'{"dtype": "fp16"}']
 )
 def test_an_identity_that_is_damaged_is_not_shown(rank: Rank, content: bytes | None) -> None:
-    """By chance, or with a seal that is right."""
+    """The content is damaged by chance, or has a seal that is right."""
     identity = {"dtype": "bf16"}
     rank.tier.introduce(namespace_of(identity), identity)
     (key,) = rank.tier._there([f"kvext3/engine-{number}" for number in range(1024)])
@@ -214,11 +216,12 @@ def test_an_identity_that_is_damaged_is_not_shown(rank: Rank, content: bytes | N
 
 
 def test_what_is_touched_is_not_evicted(rank: Rank, ranks: tuple[Rank, Rank]) -> None:
-    """Of what was put at the same time, and not used since."""
-    hot, cold = range(5), range(5, 10)
+    """Objects that were put at the same time and were not used since are evicted first."""
+    hot = range(5)
+    cold = range(5, 10)
     for number in (*hot, *cold):
         assert until(lambda number=number: rank.put(number) is Answer.WHOLE)
-    for number in range(10, 300):  # Of 1 MB, into 128.
+    for number in range(10, 300):  # objects of 1 MB, and room for 128
         names = [f"space/{note}" for each in hot for note in what(each).notes]
         assert ranks[1].tier.touch(names) == [True] * len(hot)
         rank.put(number)
@@ -234,18 +237,18 @@ def test_an_owner_that_is_killed(servers: Servers) -> None:
     assert rank.put() is Answer.WHOLE
     servers.owner.kill()
     servers.owner.wait()
-    assert rank.get() is Answer.UNREACHABLE  # Its master does not know yet.
+    assert rank.get() is Answer.UNREACHABLE  # The master does not know yet that the owner is gone.
     assert rank.put(1) is Answer.UNREACHABLE
     time.sleep(CLIENT_TTL_S + 1)
     assert rank.get() is Answer.ABSENT and not rank.exists()
-    assert rank.put() is Answer.UNREACHABLE  # Nobody has memory.
+    assert rank.put() is Answer.UNREACHABLE  # No server has memory.
     servers.start_owner()
     assert rank.put() is Answer.WHOLE and rank.get() is Answer.WHOLE
     rank.tier.close()
 
 
 def test_a_master_that_is_killed(servers: Servers) -> None:
-    """The one after it knows nothing; engines find it by themselves."""
+    """The next master has no objects. Engines find it without a restart."""
     rank = Rank(servers.url)
     assert rank.put() is Answer.WHOLE
     servers.master.kill()
@@ -254,14 +257,14 @@ def test_a_master_that_is_killed(servers: Servers) -> None:
     assert in_time(rank.put, 30) is Answer.UNREACHABLE
     assert not in_time(rank.exists, 30)
     servers.start_master()
-    servers.until_there_is_memory()  # The owner finds it, too.
+    servers.until_there_is_memory()  # The owner finds the new master, too.
     assert not rank.exists() and rank.get() is Answer.ABSENT
     assert rank.put() is Answer.WHOLE and rank.get() is Answer.WHOLE
     rank.tier.close()
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop a process; a busy machine takes a while to stop all of its threads."""
+    """Stop a process. On a busy machine it takes time until all of its threads stop."""
     process.send_signal(signal.SIGSTOP)
     threads = Path("/proc", str(process.pid), "task")
     while any(
@@ -285,11 +288,12 @@ def test_a_master_that_stops(servers: Servers) -> None:
 
 @pytest.mark.skipif(not IS_LONG, reason="takes a minute")
 def test_of_an_owner_that_stops_in_a_get_no_bytes_come_later(tmp_path: Path) -> None:
-    """When a get has ended, its place is somebody else's."""
+    """After the end of a get, its place belongs to another entry."""
     size = 400 << 20
     servers = Servers(tmp_path, "900 MB", "--client_ttl=200", "--default_kv_lease_ttl=200000")
     try:
-        tier, memory = MooncakeTier(servers.url, 0), bytearray(b"\5") * (size + SEAL_BYTES)
+        tier = MooncakeTier(servers.url, 0)
+        memory = bytearray(b"\5") * (size + SEAL_BYTES)
         tier.register(memoryview(memory))
         assert tier.put(what(0, size)) is Answer.WHOLE
         memory[:] = bytes(len(memory))
@@ -318,7 +322,7 @@ def test_of_an_owner_that_stops_in_a_get_no_bytes_come_later(tmp_path: Path) -> 
 def test_of_a_transfer_that_mooncake_gave_up_nobody_hears(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes on, and writes into its place, which whoever is answered would have reused."""
+    """Such a transfer continues and writes into its place, which must not be reused."""
     monkeypatch.setattr(mooncake, "_GIVEN_UP_S", -1.0)
     rank.put()
     assert rank.get() is Answer.WHOLE
@@ -362,12 +366,12 @@ def test_a_writer_that_is_killed_leaves_nothing_half(
         writer.stdout.close()
         for number in range(50):
             answer = rank.get(number, ord("x"))
-            assert answer in (Answer.WHOLE, Answer.ABSENT, Answer.BROKEN)  # Broken: larger.
+            assert answer in (Answer.WHOLE, Answer.ABSENT, Answer.BROKEN)  # broken if it is larger
             assert rank.put(number, ord("x")) in (Answer.WHOLE, Answer.UNREACHABLE)
         rank.raw.remove_all(True)
 
 
-# What is not there when an engine starts.
+# Missing servers and packages at the start of an engine.
 
 
 def test_without_a_master_there_is_no_tier() -> None:
@@ -386,7 +390,7 @@ def test_without_a_master_there_is_no_tier() -> None:
 
 
 def test_another_server_is_no_master() -> None:
-    """In a process of its own: Mooncake tries for a while."""
+    """The test has its own process, because Mooncake tries for a while."""
     require()
     code = "import sys; from vllm_ascend_kvext.shared_tier.mooncake import MooncakeTier\n"
     code += "try: MooncakeTier(sys.argv[1], 0)\nexcept ValueError as error: print(error)"
@@ -416,7 +420,7 @@ def test_without_the_package_it_is_named(running: Servers, monkeypatch: pytest.M
 
 def test_memory_that_cannot_be_registered_is_refused(rank: Rank) -> None:
     with pytest.raises(SettingsError, match="found code -600"):
-        rank.tier.register(memoryview(rank.memory))  # It is.
+        rank.tier.register(memoryview(rank.memory))  # It is registered already.
 
 
 def test_what_a_user_has_set_stays(running: Servers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose KV may meet, what is said where it does not, and what ``status`` shows."""
+"""Name spaces of identities, the messages about differences, and the output of ``status``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tier of a few places, and what requests do with it in one line."""
+"""A tier with a few places, and one-line calls for the actions of requests."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PLACE_BYTES = 64
 
 
 class SmallTier(HostTier):
-    """Chunks of 12 tokens, units of 2. An entry takes one place unless said otherwise.
+    """A tier with chunks of 12 tokens and units of 2. An entry takes one place by default.
 
     Attributes:
-        removed: What the tier has reported.
+        removed: Entries that the tier has reported as removed.
     """
 
     def __init__(self, num_places: int = 100, needs_tails: bool = False, **options: Any) -> None:
@@ -42,14 +42,14 @@ class SmallTier(HostTier):
         return self.begin_store(TextPrefix(text), piece, num_places * PLACE_BYTES, use)
 
     def store(self, text: str, piece: Piece, num_places: int = 1, use: int | None = None) -> Entry:
-        """Of a request of its own unless a use is given."""
+        """Store a piece. Without a use, it belongs to a new request."""
         entry = self.begin(text, piece, num_places, use)
         assert isinstance(entry, Entry), entry
         self.finish_store(entry)
         return entry
 
     def store_prefix(self, text: str) -> None:
-        """All rows of a text."""
+        """Store all rows of a text."""
         use = self.next_use()
         for piece in self.lookup(TextPrefix(text)).missing_pieces(0, len(text)):
             self.store(text, piece, use=use)

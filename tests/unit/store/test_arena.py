@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places in the host buffer, against a model of intervals."""
+"""Places in the host buffer, compared with a model of intervals."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from vllm_ascend_kvext.transfer.schema import HOST_ALIGNMENT_BYTES
 
 CAPACITY_BYTES = 40 * ALIGNMENT_BYTES
 Places = dict[int, int]
-"""Sizes by offset."""
+"""Sizes of places, by offset."""
 
 
 def gaps_between(places: Places) -> list[tuple[int, int]]:
-    """Size and offset of what lies between places."""
+    """Size and offset of each gap between places."""
     gaps = []
     position = 0
     for offset, size in [*sorted(places.items()), (CAPACITY_BYTES, 0)]:
@@ -32,7 +32,7 @@ def gaps_between(places: Places) -> list[tuple[int, int]]:
 def cheapest_windows(
     places: Places, center: int, num_bytes: int, fixed: set[int]
 ) -> list[list[int]]:
-    """Runs of places and gaps around a place that are large enough: those that free least."""
+    """The large enough runs of places and gaps around a place that free the fewest bytes."""
     parts = sorted([*places.items(), *((offset, size) for size, offset in gaps_between(places))])
     windows: dict[int, list[list[int]]] = {}
     for first, end in itertools.combinations(range(len(parts) + 1), 2):
@@ -45,8 +45,9 @@ def cheapest_windows(
 
 @given(st.data(), st.sampled_from([0, 1, 68]))
 def test_places_are_those_of_the_model(data: st.DataObject, spare_bytes: int) -> None:
-    """They are taken and given back in any order."""
-    arena, places = Arena(CAPACITY_BYTES + 63, spare_bytes), Places()
+    """Places are taken and given back in any order."""
+    arena = Arena(CAPACITY_BYTES + 63, spare_bytes)
+    places = Places()
     for _ in range(30):
         if places and data.draw(st.booleans()):
             offsets = st.sampled_from(sorted(places))

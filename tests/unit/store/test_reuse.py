@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is learned from when chunks are asked for again, and what is kept for it."""
+"""Learning from the times when chunks are looked up again, and eviction that uses it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from vllm_ascend_kvext.store.reuse import NUM_CLASSES, NUM_STAGES, Reuse, densit
 
 
 class PlainReuse:
-    """Looks at every chunk at every use. Known: origin, latest use, and times asked, by key."""
+    """A model that looks at every chunk at every use.
+
+    ``known`` has origin, latest use, and number of lookups, by key.
+    """
 
     def __init__(self, max_keys: int) -> None:
         self.max_keys = max_keys
@@ -42,7 +45,8 @@ class PlainReuse:
     def note_ended(self, asked: list[bytes], answered: list[bytes]) -> None:
         behind = 0
         for key in asked:
-            origin, num_asked = behind, 0
+            origin = behind
+            num_asked = 0
             if key in self.known:
                 index, stage = self.place(key, self.now)
                 self.came_back[index][stage] += 1
@@ -59,7 +63,8 @@ class PlainReuse:
 @pytest.mark.parametrize("seed", range(3))
 def test_counts_are_those_of_looking_at_each_chunk(seed: int, max_keys: int) -> None:
     chance = random.Random(seed)
-    reuse, plain = Reuse(max_keys), PlainReuse(max_keys)
+    reuse = Reuse(max_keys)
+    plain = PlainReuse(max_keys)
     for _ in range(300):
         text = chance.choice("abcdefghijklmnop") * chance.randint(1, 6)
         text += chance.choice(["", "", "x", "yz"])
@@ -85,7 +90,8 @@ def test_where_little_was_seen_a_hazard_is_that_of_class_and_stage() -> None:
     waited = [[100.0] * NUM_STAGES for _ in range(NUM_CLASSES)]
     came_back = [[10.0, *[1.0] * (NUM_STAGES - 1)] for _ in range(NUM_CLASSES)]
     came_back[1] = [2 * hits for hits in came_back[1]]
-    waited[1][3] = came_back[1][3] = 0
+    waited[1][3] = 0
+    came_back[1][3] = 0
     hazards = learned_hazards(waited, came_back, 1.0)
     assert hazards[0][0] == pytest.approx(0.1, rel=0.2)
     assert 1.5 * hazards[0][3] < hazards[1][3] < 2.5 * hazards[0][3]
@@ -96,13 +102,15 @@ def test_a_density_is_hits_per_use() -> None:
     assert densities([0.0] * NUM_STAGES) == [0.0] * NUM_STAGES
     assert densities([0.5] * NUM_STAGES)[0] == pytest.approx(0.5, rel=0.4)
     soon = densities([0.0, 0.0, 0.9, *[0.0] * (NUM_STAGES - 3)])
-    # What is about to come back is worth more than what has just been asked for, or is over.
+    # A chunk that is about to come back has a higher density than one that has just been looked up
+    # or that does not come back any more.
     assert soon[2] > soon[1] > soon[0] > soon[3] == 0.0
 
 
 def share_found(texts: list[tuple[int, int]], num_places: int) -> float:
-    """Texts, by number and chunks, are asked for in turn: how many chunks are there then."""
-    tier, num_found = SmallTier(num_places), 0
+    """The share of chunks that are found when texts (number, chunks) are looked up in turn."""
+    tier = SmallTier(num_places)
+    num_found = 0
     for number, num_chunks in texts:
         text = chr(256 + number) * CHUNK_TOKENS * num_chunks
         use = tier.next_use()

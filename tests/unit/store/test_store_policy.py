@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is stored at all."""
+"""The choice of chunks that are stored."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from vllm_ascend_kvext.store.remembered_keys import RememberedKeys
 from vllm_ascend_kvext.store.store_policy import StoreChooser, StorePolicy
 
 ASKED = [
-    # A key, and who asks.
+    # A key and the request that looks it up.
     (b"key", "one"),
-    (b"key", "one"),  # It comes back after a preemption.
+    (b"key", "one"),  # The same request looks it up again after a preemption.
     (b"key", "two"),
     (b"key", "two"),
     (b"key", "one"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a lookup costs, what is refused, and what the machine of random calls does not meet."""
+"""The cost of lookups, refused calls, and cases that the machine of random calls does not reach."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from vllm_ascend_kvext.errors import TierError
 from vllm_ascend_kvext.holes.load_plan import plan_of_hit
 from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
-from vllm_ascend_kvext.store.eviction import MAX_TRIED, NUM_SAMPLED, EvictionOrder, Worth
+from vllm_ascend_kvext.store.eviction import MAX_TRIED, NUM_SAMPLED, EvictionOrder, Priority
 from vllm_ascend_kvext.store.lookup import MAX_PIECES, Shortfall
 from vllm_ascend_kvext.store.prefix import HashedPrefix, TierGeometry
 
-# What a lookup costs, and prefixes.
+# The cost of lookups, and prefixes.
 
 
 class CountingPrefix(TextPrefix):
-    """Counts how often a lookup asks for a key."""
+    """Counts the keys that a lookup asks for."""
 
     num_asked = 0
 
@@ -86,7 +86,7 @@ def test_a_geometry_that_cannot_be_is_refused(
 def test_the_hashes_of_a_request_are_keys(first: int, stop: int, step: int) -> None:
     hashes = [bytes([number]) for number in range(7)]
     prefix = HashedPrefix(hashes, 16)
-    hashes.append(bytes([7]))  # The list grows with the request.
+    hashes.append(bytes([7]))  # vLLM's list grows with the request.
     assert prefix.num_tokens == 128
     boundaries = range(first, stop, step)
     keys = [hashes[each // 16 - 1] for each in boundaries]
@@ -105,13 +105,13 @@ def test_keys_where_nothing_is_hashed_are_refused(boundaries: range | list[int])
             prefix.key_at(boundaries[0])
 
 
-# What gives way.
+# The choice of evicted entries.
 
 CHUNK = Piece.rows(0, 12)
 
 
 def text_of(number: int) -> str:
-    """A chunk that shares nothing with others."""
+    """A chunk that shares no prefix with other chunks."""
     return chr(256 + number) * 12
 
 
@@ -130,9 +130,10 @@ def test_a_hit_that_gave_way_meanwhile_is_not_loaded() -> None:
 
 
 def store_small_among_large(tier: SmallTier, num_small: int) -> tuple[list[Entry], list[Entry]]:
-    """Small entries, each alone between two that are larger and were used later."""
+    """Store small entries, each between two larger entries that were used later."""
     uses = [tier.next_use() for _ in range(2 * num_small)]
-    small, large = [], []
+    small = []
+    large = []
     for number in range(num_small):
         small.append(tier.store(text_of(number), CHUNK, 1, uses[number]))
         large.append(tier.store(text_of(1000 + number), CHUNK, 2, uses[num_small + number]))
@@ -142,7 +143,7 @@ def store_small_among_large(tier: SmallTier, num_small: int) -> tuple[list[Entry
 def test_what_is_tried_before_a_place_is_found_goes_with_it() -> None:
     tier = SmallTier(6)
     entries = [store_chunk(tier, number) for number in range(6)]
-    for number in (0, 2, 3):  # 1, 4 and 5 are tried first
+    for number in (0, 2, 3):  # entries 1, 4 and 5 are tried first
         tier.renew(TextPrefix(text_of(number)), 12, tier.next_use())
     tier.store(text_of(9), CHUNK, num_places=2)
     assert tier.evicted() == [entries[1], entries[4], entries[5]]
@@ -173,20 +174,21 @@ def test_what_is_larger_than_the_tier_is_refused() -> None:
 
 
 def test_few_of_many_entries_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier may have a hundred thousand entries, and the engine waits for the store's plan."""
-    num_places, num_looks = 2000, 0
+    """A tier may have a hundred thousand entries, and the engine waits for the plan of a store."""
+    num_places = 2000
+    num_looks = 0
     tier = SmallTier(num_places)
-    worth_of = EvictionOrder._worth_of
+    priority_of = EvictionOrder._priority_of
 
-    def watched(*arguments: Any) -> Worth:
+    def watched(*arguments: Any) -> Priority:
         nonlocal num_looks
         num_looks += 1
-        return worth_of(*arguments)
+        return priority_of(*arguments)
 
-    monkeypatch.setattr(EvictionOrder, "_worth_of", watched)
+    monkeypatch.setattr(EvictionOrder, "_priority_of", watched)
     entries = [store_chunk(tier, number) for number in range(2 * num_places)]
     assert num_looks <= (NUM_SAMPLED + 1) * num_places
-    # Chosen at random, and still nearly all of those that go are among the oldest.
+    # Candidates are chosen at random, but nearly all evicted entries are among the oldest.
     young = sum(entry.state is EntryState.GONE for entry in entries[-num_places // 2 :])
     assert young < 0.01 * num_places
 
@@ -210,7 +212,7 @@ def test_a_piece_that_is_cut_wrong_is_refused(piece: Piece) -> None:
 
 
 def test_a_long_mix_of_sizes_leaves_no_room_unused_and_refuses_nothing() -> None:
-    """Conversations grow: chunks, pieces of any size, and tails larger than a chunk."""
+    """Growing conversations store chunks, pieces of any size, and tails larger than a chunk."""
     tier = SmallTier(3000, needs_tails=True)
     chance = random.Random(0)
     lengths: dict[int, int] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host tier under random calls, against one that looks at everything there is."""
+"""The host tier under random calls, compared with a model that looks at all entries."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REASONS = {Removal.EVICTED: Shortfall.EVICTED, Removal.LOAD_FAILED: Shortfall.FA
 
 
 def text_of(num_units: int, other_unit: int) -> str:
-    """One of a family of prompts that part ways at some unit."""
+    """One of a family of prompts, which differ from some unit on."""
     letters = ["b" if unit == other_unit else "a" for unit in range(num_units)]
     return "".join(letter * UNIT_TOKENS for letter in letters)
 
@@ -45,14 +45,14 @@ texts = st.builds(text_of, st.integers(1, 14), st.sampled_from([99, 99, 2, 4, 7]
 
 
 class KnownReuse(Reuse):
-    """Some chunks are worth more than others, whatever was asked for."""
+    """Fixed densities: some chunks have higher ones than others, independent of lookups."""
 
     def density(self, key: bytes, use: int, now: int) -> float:
         return key[-1] % 2 + len(key) % 5
 
 
 class TierMachine(RuleBasedStateMachine):
-    """Prompts that share prefixes are stored, looked up and loaded; transfers fail; resets come."""
+    """Stores, looks up and loads prompts that share prefixes. Transfers fail, and resets occur."""
 
     geometry: TierGeometry
     has_one_size = False
@@ -81,7 +81,7 @@ class TierMachine(RuleBasedStateMachine):
         self.loads: list[Load] = []
         self.use = 0
 
-    # What a request does.
+    # Actions of a request.
 
     @rule()
     def next_request(self) -> None:
@@ -105,7 +105,8 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(text=texts, limit=st.integers(0, 30), after=st.integers(0, 20))
     def look_up_what_is_there(self, text: str, limit: int, after: int) -> None:
-        prefix, limit = TextPrefix(text), min(limit, len(text))
+        prefix = TextPrefix(text)
+        limit = min(limit, len(text))
         boundaries = range(UNIT_TOKENS, limit + 1, UNIT_TOKENS)
 
         def those_with(kind: Kind, *states: EntryState) -> list[int]:
@@ -182,7 +183,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(text=texts, grown_units=st.integers(1, 3), reads=st.sampled_from([True] * 3 + [False]))
     def take_a_turn(self, text: str, grown_units: int, reads: bool) -> None:
-        """A request loads what there is, and stores what it adds."""
+        """A request loads the stored part of its text, and stores the new part."""
         self.next_request()
         self.load(text, 0)
         load = self.loads.pop()
@@ -227,7 +228,8 @@ class TierMachine(RuleBasedStateMachine):
             return
         chosen = data.draw(st.sampled_from(self.model.entries))
         self.tier.evict(lambda entry: entry is chosen.entry)
-        assert [entry for entry, _ in self.removed] == [chosen.entry] * chosen.is_evictable
+        expected = [chosen.entry] if chosen.is_evictable else []
+        assert [entry for entry, _ in self.removed] == expected
         self._follow_removals({Removal.EVICTED})
 
     @rule(is_reset=st.sampled_from([False] * 9 + [True]))
@@ -242,10 +244,10 @@ class TierMachine(RuleBasedStateMachine):
         assert {removal for _, removal in self.removed} <= {Removal.CLEARED}
         self.removed.clear()
 
-    # The same in the model.
+    # The same actions in the model.
 
     def _check_missing(self, text: str, first: int, pieces: list[Piece]) -> None:
-        """Each unit is there or in one piece; both only if its chunk is stored once more."""
+        """Each unit is stored or in one piece. Both is right only if its chunk is stored again."""
         states = (EntryState.STORED, EntryState.STORING)
         for boundary in range(
             first - first % CHUNK_TOKENS + UNIT_TOKENS, len(text) + 1, UNIT_TOKENS
@@ -257,9 +259,9 @@ class TierMachine(RuleBasedStateMachine):
                 assert len(around) == 1
 
     def _check_runs(self, text: str, after: int, limit: int, stored: set[int]) -> None:
-        """Runs are stored rows, apart from each other.
+        """Runs are stored rows with gaps between them.
 
-        What follows without a gap is in the first of them, each chunk that is there is in one.
+        The first run has the rows that follow without a gap. Each stored chunk is in one run.
         """
         runs = self.tier.lookup(TextPrefix(text)).find_runs(limit, after)
         assert all(one.end_tokens < other.first_tokens for one, other in pairwise(runs))
@@ -309,9 +311,9 @@ class TierMachine(RuleBasedStateMachine):
         present = [*model.entries, new]
         ends = [each for each in model.entries if each.is_evictable and model.is_end(each, present)]
         model.want(new)
-        worth = {id(each): model.worth(each, model.recent_use()) for each in present}
+        priority = {id(each): model.priority(each, model.recent_use()) for each in present}
         may_go = [each for each in model.entries if each.is_evictable]
-        lesser = [each for each in may_go if worth[id(each)] < worth[id(new)]]
+        lesser = [each for each in may_go if priority[id(each)] < priority[id(new)]]
         if isinstance(entry, Refusal):
             assert not self.removed
             may_go = [each for each in ends if each in lesser and each.use < self.use]
@@ -323,7 +325,7 @@ class TierMachine(RuleBasedStateMachine):
         assert all(victim in ends or victim.use < self.use for victim in victims)
         if victims:
             assert model.largest_run_bytes([]) < size_bytes, "there was room"
-            least = min(ends, key=lambda each: worth[id(each)])
+            least = min(ends, key=lambda each: priority[id(each)])
             assert victims == [least] if self.has_one_size else least in victims
         self._follow_removals({Removal.EVICTED})
         model.entries.append(new)
@@ -369,7 +371,7 @@ class TierMachine(RuleBasedStateMachine):
             self.model.lose(self.model.of(entry), REASONS.get(removal))
         self.removed.clear()
 
-    # What has to hold after every call.
+    # Conditions that hold after every call.
 
     @invariant()
     def the_tier_has_what_the_model_has(self) -> None:
@@ -404,7 +406,7 @@ class TierMachine(RuleBasedStateMachine):
         )
 
     def teardown(self) -> None:
-        """When all transfers have ended, nothing is pinned and only what is stored takes room."""
+        """After the end of all transfers, nothing is pinned and only stored entries take room."""
         for load in self.loads:
             self.tier.end_load(load)
         for entry in list(self.tier._entries.values()):
@@ -435,7 +437,7 @@ GEOMETRIES = {
 def test_the_tier_does_what_the_model_does(
     geometry: TierGeometry, has_one_size: bool, rule: tuple[bool, bool]
 ) -> None:
-    # Where sizes differ, places have bytes to spare, too.
+    # If sizes differ, places have spare bytes, too.
     parts: dict[str, object] = {"geometry": geometry, "has_one_size": has_one_size}
     parts["spare_bytes"] = 0 if has_one_size else 70
     parts |= zip(("has_learned", "ends_first"), rule, strict=True)

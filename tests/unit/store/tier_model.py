@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes that are their own keys, and a host tier that is a list."""
+"""Prefixes that are their own keys, and a model of the host tier that is a list."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class TextPrefix:
-    """One letter is one token; the key of a prefix is its text."""
+    """A prefix as a text. One letter is one token, and the key of a prefix is its text."""
 
     text: str
     key_space: ClassVar[str] = ""
@@ -36,7 +36,7 @@ class TextPrefix:
 
 @dataclass
 class ModelEntry:
-    """What a tier was told of one entry."""
+    """The model's data of one entry."""
 
     entry: Entry
     piece: Piece
@@ -59,11 +59,11 @@ class ModelEntry:
 
 @dataclass
 class ModelTier:
-    """Answers by looking at everything there is.
+    """A model that answers by looking at all entries.
 
     Attributes:
-        density: What is expected of the chunk whose first unit ends a text.
-        ends_first: Whether rows wait for what lies behind them.
+        density: The expected density of the chunk whose first unit ends a text.
+        ends_first: Whether rows are evicted only after the rows that follow them.
     """
 
     geometry: TierGeometry
@@ -82,7 +82,7 @@ class ModelTier:
     def holding(
         self, kind: Kind, text: str, states: Iterable[EntryState] = (EntryState.STORED,)
     ) -> list[ModelEntry]:
-        """Entries with what lies just before the end of a text."""
+        """Entries that hold the tokens just before the end of a text."""
         end_tokens = len(text)
         return [
             each
@@ -95,8 +95,9 @@ class ModelTier:
         ]
 
     def find(self, prefix: TextPrefix, limit_tokens: int, after_tokens: int) -> tuple[int, object]:
-        """Boundary and shortfall of a lookup."""
-        text, unit_tokens = prefix.text, self.geometry.unit_tokens
+        """The boundary and the shortfall of a lookup."""
+        text = prefix.text
+        unit_tokens = self.geometry.unit_tokens
         boundaries = [
             tokens
             for tokens in range(unit_tokens, min(limit_tokens, len(text)) + 1, unit_tokens)
@@ -127,12 +128,13 @@ class ModelTier:
         return hit, None
 
     def settle(self, each: ModelEntry) -> None:
-        """An entry is stored."""
+        """Note that an entry is stored."""
         self.num_settled += 1
-        each.state, each.settled = EntryState.STORED, self.num_settled
+        each.state = EntryState.STORED
+        each.settled = self.num_settled
 
     def renew(self, text: str, use: int) -> None:
-        """All rows of a prefix, on their way as well, up to the first that has been renewed."""
+        """Renew all rows of a prefix, also while they are stored, up to the first renewed one."""
         boundary = len(text) - len(text) % self.geometry.unit_tokens
         while boundary > 0 and self.geometry.needs_rows:
             states = (EntryState.STORED, EntryState.STORING)
@@ -167,7 +169,7 @@ class ModelTier:
         return None
 
     def can_load(self, plan: LoadPlan) -> bool:
-        """Whether the entries of a plan have all that a resume at its boundary needs."""
+        """Whether the entries of a plan suffice for a resume at its boundary."""
         if not plan.num_tokens:
             return True
         text = plan.prefix.text  # type: ignore[attr-defined]
@@ -182,7 +184,7 @@ class ModelTier:
         return not self.geometry.needs_tails or any(each in loaded for each in tails)
 
     def texts_of(self, each: ModelEntry) -> list[str]:
-        """Prefixes at whose end an entry can be found."""
+        """The prefixes at whose end an entry can be found."""
         if each.piece.kind is Kind.TAILS:
             return [each.text]
         first, end = each.piece.first_tokens, each.piece.end_tokens
@@ -190,7 +192,7 @@ class ModelTier:
         return [each.text[:tokens] for tokens in range(first + unit_tokens, end + 1, unit_tokens)]
 
     def lose(self, each: ModelEntry, reason: Shortfall | None) -> None:
-        """An entry is found no more."""
+        """Have an entry not be found any more."""
         each.state = EntryState.LEAVING
         for text in self.texts_of(each):
             if reason is not None and not self.holding(each.piece.kind, text):
@@ -203,14 +205,15 @@ class ModelTier:
             self.entries.remove(each)
 
     def want(self, each: ModelEntry) -> None:
-        """A place is asked for."""
+        """Note that a place is requested."""
         if self.wanted[-1][0] < each.use:
             self.wanted.append([each.use, 0])
         self.wanted[-1][1] += each.size_bytes
 
     def recent_use(self) -> int:
-        """The first of the latest uses that asked for no more than a sixth of the tier."""
-        recent_use, sum_bytes = self.wanted[-1][0] + 1, 0
+        """The first of the latest uses that requested no more than a sixth of the tier together."""
+        recent_use = self.wanted[-1][0] + 1
+        sum_bytes = 0
         for use, num_bytes in reversed(self.wanted):
             sum_bytes += num_bytes
             if sum_bytes > self.capacity_bytes / 6:
@@ -218,8 +221,8 @@ class ModelTier:
             recent_use = use
         return recent_use
 
-    def worth(self, each: ModelEntry, recent_use: int) -> tuple[float, ...]:
-        """What gives way first is least; what was used recently, last."""
+    def priority(self, each: ModelEntry, recent_use: int) -> tuple[float, ...]:
+        """The entry with the least priority is evicted first. Recently used entries are last."""
         piece = each.piece
         first_unit = self.geometry.chunk_start(piece.end_tokens) + self.geometry.unit_tokens
         density = self.density(each.text[:first_unit].encode())
@@ -230,7 +233,7 @@ class ModelTier:
         return is_recent, density, each.use, -piece.end_tokens, piece.kind, each.entry.number
 
     def is_end(self, each: ModelEntry, others: Iterable[ModelEntry]) -> bool:
-        """Whether none of some entries lies just behind rows of an entry."""
+        """Whether none of some entries begins just behind the rows of an entry."""
         if not self.ends_first or each.piece.kind is Kind.TAILS or not self.geometry.needs_rows:
             return True
         texts = self.texts_of(each)
@@ -241,7 +244,7 @@ class ModelTier:
         )
 
     def is_orphan(self, piece: Piece, text: str) -> bool:
-        """Whether these are tails whose rows are gone."""
+        """Whether a piece has tails whose rows are gone."""
         states = (EntryState.STORED, EntryState.STORING)
         return (
             piece.kind is Kind.TAILS
@@ -250,8 +253,9 @@ class ModelTier:
         )
 
     def largest_run_bytes(self, may_free: list[ModelEntry]) -> int:
-        """The largest hole that freeing some entries can make."""
-        largest = position = 0
+        """Size of the largest hole that freeing some entries can make."""
+        largest = 0
+        position = 0
         for each in sorted(self.entries, key=lambda each: each.span):
             if each not in may_free:
                 largest = max(largest, each.span[0] - position)

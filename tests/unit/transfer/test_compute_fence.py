@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which order an NPU is asked for what. That it keeps this order only hardware can show.
+"""The order of calls to an NPU. Only hardware can show that the NPU keeps this order.
 
-torch is imported when a test runs: the tests are collected where there is none.
+torch is imported when a test runs, so that the tests can be collected without torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NPU = SimpleNamespace(type="npu", index=3)
 
 @pytest.fixture
 def npu(mocker: MockerFixture) -> mock.MagicMock:
-    """`torch.npu`; all of its events are one, which was recorded a millisecond ago."""
+    """`torch.npu`. All of its events are one event, which was recorded a millisecond ago."""
     pytest.importorskip("torch")
     npu = mocker.patch("torch.npu", create=True)
     npu.Event.return_value.elapsed_time.return_value = 1.0

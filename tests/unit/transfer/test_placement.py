@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which CPUs copies get by default, from what vLLM's CPU platform leaves in a worker."""
+"""The CPUs that copies get by default, beside the threads of vLLM's CPU platform in a worker."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ BOUND_TO_TWO = {"OMP_PLACES": "{0,1}", **BINDING}
         ({"GOMP_CPU_AFFINITY": "0-6:3,7"}, {0, 3, 6, 7}, False),
         ({"OMP_PLACES": "{4,5}", **BINDING}, {4, 5}, False),
         ({"OMP_PLACES": "{4},{5}"}, {4, 5}, False),
-        # In words that are not read here: what the process has.
+        # These values are not read. The CPUs of the process are taken.
         (BINDING, {2}, False),
         ({"OMP_PLACES": "cores"}, {2}, False),
         ({"OMP_PLACES": "{0:4}", "OMP_PROC_BIND": "close"}, {2}, False),
         ({"KMP_AFFINITY": "compact"}, {2}, False),
-        # The other worker's CPUs are known where the user has chosen them.
+        # The other worker's CPUs are known if the user has chosen them.
         (BOUND_TO_TWO | {"VLLM_CPU_OMP_THREADS_BIND": "0-1|2"}, {0, 1, 2}, True),
         (BOUND_TO_TWO | {"VLLM_CPU_OMP_THREADS_BIND": "auto"}, {0, 1}, False),
     ],
@@ -54,11 +54,12 @@ def test_the_models_cpus_are_read_from_openmps_variables(
     ("process", "model", "has_all_workers", "expected"),
     [
         (ALL, set(), False, ALL),
-        # One CPU of each of the first socket's cores but one: that core comes first, both threads.
+        # The model has a CPU of one core of the first socket. Both threads of the other core come
+        # first.
         (ALL, {4}, False, {1, 5}),
-        # No core is free, threads of cores are.
+        # No core is free, but one thread of each core is.
         (ALL, {4, 5}, False, {0, 1}),
-        # The other socket's may be another worker's.
+        # The CPUs of the other socket may belong to another worker.
         (ALL, {0, 1, 4, 5}, False, set()),
         (ALL, {0, 1, 4, 5}, True, {2, 3, 6, 7}),
         ({0, 1}, {0, 1}, True, set()),
@@ -68,7 +69,7 @@ def test_the_models_cpus_are_read_from_openmps_variables(
 def test_copies_get_what_the_model_leaves_free(process, model, has_all_workers, expected) -> None:
     model_cpus = ModelCpus(frozenset(model), has_all_workers)
     assert choose_cpus(frozenset(process), model_cpus, TWO_SOCKETS) == frozenset(expected)
-    # Where no memory node is known every CPU is on one.
+    # If no memory node is known, all CPUs count as one node.
     assert choose_cpus(frozenset(process), model_cpus, CpuTopology()) == process - model
 
 
@@ -131,7 +132,7 @@ CPUS = sorted(os.sched_getaffinity(0))
 
 
 def default_in_bound_process(script: str = IN_A_WORKER, **variables: str) -> list[str]:
-    """What a process prints whose main thread is bound to the first CPU."""
+    """The output of a process whose main thread is bound to the first CPU."""
     environ = {
         name: value
         for name, value in os.environ.items()
@@ -148,7 +149,8 @@ def default_in_bound_process(script: str = IN_A_WORKER, **variables: str) -> lis
     return finished.stdout.splitlines()
 
 
-FIRST, EVERY = str(CPUS[0]), " ".join(map(str, CPUS))
+FIRST = str(CPUS[0])
+EVERY = " ".join(map(str, CPUS))
 
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
@@ -159,7 +161,7 @@ FIRST, EVERY = str(CPUS[0]), " ".join(map(str, CPUS))
             IN_A_WORKER,
             {**BINDING, "OMP_PLACES": f"{{{FIRST}}}", "VLLM_CPU_OMP_THREADS_BIND": FIRST},
         ),
-        # What a process had before it was bound is its own.
+        # The CPUs that a process had before it was bound are its own.
         (
             IN_A_PROCESS_BOUND_LATER,
             {"GOMP_CPU_AFFINITY": FIRST, "VLLM_CPU_OMP_THREADS_BIND": FIRST},
@@ -181,7 +183,8 @@ ALL_CPUS = ",".join(map(str, CPUS))
 @pytest.mark.parametrize(
     ("script", "variables", "cpus"),
     [
-        # OpenMP binds the main thread to the first place, the model's other threads behind it.
+        # OpenMP binds the main thread to the first place, and the model's other threads to the next
+        # places.
         (IN_A_WORKER, BINDING, EVERY),
         (IN_A_WORKER, {"OMP_PLACES": "cores"}, EVERY),
         (IN_A_WORKER, {"KMP_AFFINITY": "compact,1,0"}, EVERY),
@@ -190,7 +193,8 @@ ALL_CPUS = ",".join(map(str, CPUS))
             {**BINDING, "OMP_PLACES": f"{{{ALL_CPUS}}}", "VLLM_CPU_OMP_THREADS_BIND": ALL_CPUS},
             EVERY,
         ),
-        # Where the first mask is not known it may be that of ``taskset``: the shell's says nothing.
+        # If the first mask is not known, it may be the mask of ``taskset``. The shell's mask does
+        # not show it.
         (IN_THE_USERS_PROCESS, BINDING, FIRST),
         (IN_AN_ORPHAN, BINDING, FIRST),
     ],

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps pages from being given to others while a transfer reads them, or a later one will.
+"""Keeps pages from being reallocated while a transfer reads them or is going to read them.
 
-A referenced block is to the pool as one that another request holds: it is not reallocated when its
-request is preempted, moves its window on, or ends.
+To the pool, a referenced block is like a block that another request holds. It is not reallocated
+when its own request is preempted, moves its window on, or ends.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Any
 from vllm_ascend_kvext.upstream_types import BlockPool
 
 MAX_REFERENCED_SHARE = 0.75
-"""The share of the pool's blocks that stores under way hold at most."""
+"""The largest share of the pool's blocks that unfinished stores may hold."""
 
 
 class BlockReferences:
-    """References that the connector holds. A block that is referenced twice counts twice.
+    """The references that the connector holds. A block that is referenced twice counts twice.
 
     Attributes:
-        new_ids: Of the blocks that were allocated since somebody last cleared it, once a step.
+        num_references: The number of references.
+        new_ids: The ids of the blocks that were allocated in this step. The connector clears the
+            list once per step.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -30,16 +32,16 @@ class BlockReferences:
 
     @property
     def num_free(self) -> int:
-        """Blocks of the pool that nobody holds."""
+        """The number of blocks of the pool that are free."""
         return self._pool.get_num_free_blocks()
 
     def take(self, blocks: Sequence[Any]) -> None:
-        """Hold blocks, none of them null."""
+        """Hold blocks. None of them is null."""
         self._pool.touch(blocks)
         self.num_references += len(blocks)
 
     def allocate(self, num_blocks: int) -> Iterator[Any] | None:
-        """New blocks, held as if by `take`; None, and nothing is taken, if there are too few."""
+        """Allocate new blocks, and hold them like `take`. If too few are free, None is returned."""
         if num_blocks > self.num_free:
             return None
         blocks = self._pool.get_new_blocks(num_blocks)
@@ -48,7 +50,7 @@ class BlockReferences:
         return iter(blocks)
 
     def release(self, blocks: Sequence[Any]) -> None:
-        """Let go of blocks that `take` was called for."""
-        # The end of a request goes first, as where upstream frees one.
+        """Release blocks that `take` has held."""
+        # The last blocks are freed first, as upstream does for a request.
         self._pool.free_blocks(reversed(blocks))
         self.num_references -= len(blocks)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV events of the host tier, for routers: what `vllm.distributed.kv_events` publishes.
+"""Makes KV events of the host tier for routers. `vllm.distributed.kv_events` publishes them.
 
-One event per entry of rows. Its hash is the one that vLLM's own events have for the block that
-ends where the piece ends; its parent is the hash where the piece begins. Tails have no events:
-without the rows before them nobody can use them.
+There is one event per entry of rows. Its hash is the hash that vLLM's own events have for the block
+that ends where the entry ends. Its parent is the hash where the entry begins. Tails have no events,
+because no request can use them without the rows before them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ MEDIUM_CPU = "CPU"
 
 
 class TierEvents:
-    """Collects events until vLLM takes them; nothing unless ``is_enabled``."""
+    """Collects events until vLLM takes them. Without ``is_enabled`` it collects none."""
 
     def __init__(self, is_enabled: bool) -> None:
         self._is_enabled = is_enabled
         self._events: list[KVCacheEvent] = []
-        # By key: the numbers of the entries that end there, mostly one.
+        # By key: the numbers of the announced entries that end there, mostly one.
         self._announced: dict[bytes, set[int]] = {}
 
     def stored(self, entry: Entry, prefix: Prefix, request: Request) -> None:
-        """An entry, of the prefix of a request, which may have ended, can be found from now on."""
+        """Announce an entry that can be found from now on. The request may have ended."""
         kind, first_tokens, end_tokens = entry.piece
         if not self._is_enabled or kind is not Kind.ROWS:
             return
@@ -55,9 +55,10 @@ class TierEvents:
         )
 
     def removed(self, entry: Entry) -> None:
-        """An entry is not there any more. Routers are not told why.
+        """Announce that an entry was removed. The event does not say why.
 
-        Says nothing while another entry ends at the same key, or if this one was not announced.
+        There is no event while another entry ends at the same key, and none if this entry was not
+        announced.
         """
         numbers = self._announced.get(entry.key)
         if numbers is None:
@@ -71,6 +72,7 @@ class TierEvents:
         )
 
     def take(self) -> list[Any]:
-        """The events since the last call, in their order."""
-        events, self._events = self._events, []
+        """Return the events since the last call, in their order."""
+        events = self._events
+        self._events = []
         return events

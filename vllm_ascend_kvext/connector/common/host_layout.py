@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler side knows of the workers' pages: sizes, units, which pages a piece has.
+"""What the scheduler side knows of the workers' pages: sizes, units, and the pages of a piece.
 
-Rows of full-attention groups are stored by stretches of tokens; window tails and states, together,
-by boundaries.
+Rows of full-attention groups are stored by ranges of tokens. Window tails and states are stored
+together, by boundaries.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ class HostLayout:
     """How pieces of a prefix lie in pages and in host memory.
 
     Args:
-        layout: Any worker's: see `common_layout`.
-        hash_block_size: Tokens per hash of a request: keys exist at multiples of it.
-        chunk_tokens: Rows are stored by chunks of so many tokens, given the unit.
+        layout: The layout of any worker, see `common_layout`.
+        hash_block_size: Tokens per hash of a request. Keys exist at multiples of it.
+        chunk_tokens: A function from the unit to the tokens of a chunk.
+        states: Whether state groups are kept.
 
     Attributes:
         groups: The groups that are kept.
-        all_groups: The groups of the layout, kept or not.
-        tail_groups: Indices in the layout of the groups that tails are of.
-        unit_tokens: Requests can resume at multiples of it.
+        all_groups: All groups of the layout, kept or not.
+        tail_groups: The indices in the layout of the groups that have tails.
+        unit_tokens: Requests can resume at multiples of this number of tokens.
         has_states: Whether state groups are kept.
-        tokens_per_page: By KV cache group.
+        tokens_per_page: Tokens per page, by KV cache group.
 
     Raises:
         ConnectorError: If the model has nothing to store.
@@ -80,25 +81,25 @@ class HostLayout:
         }
 
     def num_bytes(self, piece: Piece) -> int:
-        """Host bytes of a piece."""
+        """The host bytes of a piece."""
         return sum(
             self._arrangement.section(index, len(rows)).num_bytes
             for index, rows in self._kept_rows(piece)
         )
 
     def chunk(self, piece: Piece, host_offset_bytes: int) -> PlacedChunk:
-        """A piece for a `StoreJob`."""
+        """A piece in the form of a `StoreJob`."""
         is_rows = piece.kind is Kind.ROWS
         return PlacedChunk(
             _tokens_of(piece), host_offset_bytes, self._row_groups if is_rows else self.tail_groups
         )
 
     def row_map(self, piece: Piece) -> RowMap:
-        """What is there once a piece is stored: sections lie one behind the other."""
+        """The rows of a piece once it is stored. Its sections lie one behind the other."""
         return RowMap.of(self._arrangement.place(self._kept_rows(piece))[0])
 
     def rows_within(self, row_map: RowMap, first_tokens: int, end_tokens: int) -> RowMap:
-        """What a map has of a range that is cut at units."""
+        """The rows of a map within a range of tokens. The range is cut at units."""
         kept = []
         for rows in row_map:
             tokens_per_row = self.all_groups[rows.group].tokens_per_row
@@ -109,12 +110,12 @@ class HostLayout:
         return RowMap.of(kept)
 
     def pages(self, piece: Piece) -> tuple[tuple[int, int, int], ...]:
-        """KV cache group, first and end page of what a piece reads; none of them may be null."""
+        """The pages that a piece reads: KV cache group, first page, end page. None may be null."""
         kept = [(self.all_groups[index], rows) for index, rows in self._kept_rows(piece)]
         return tuple((group.kv_cache_group_id, *_pages_of(group, rows)) for group, rows in kept)
 
     def window_pages(self, boundary_tokens: int) -> dict[int, tuple[int, int]]:
-        """First and end page that going on from a boundary reads, by KV cache group with tails."""
+        """By KV cache group with tails: first and end page that a resume at a boundary reads."""
         found: dict[int, tuple[int, int]] = {}
         for index in self.tail_groups:
             group = self.all_groups[index]
@@ -126,13 +127,13 @@ class HostLayout:
     def pages_that_leave(
         self, boundary_tokens: int, upto_tokens: int
     ) -> tuple[tuple[int, int, int], ...]:
-        """Those `pages` of tails at one boundary that may be freed before another is computed."""
+        """The `pages` of tails at a boundary that may be freed before a later token is computed."""
         leaving = []
         for index in self.tail_groups:
             group = self.all_groups[index]
             first, end = self._tail_pages(group, boundary_tokens)
             if not group.is_snapshot:
-                # What the window before a later token begins with stays.
+                # Pages in the window of the later token stay.
                 end = min(end, self._tail_pages(group, upto_tokens)[0])
             if first < end:
                 leaving.append((group.kv_cache_group_id, first, end))
@@ -146,7 +147,7 @@ class HostLayout:
         return _pages_of(group, rows)
 
     def _kept_rows(self, piece: Piece) -> list[tuple[int, range]]:
-        """Index of a group in the layout, and its rows, as `TransferPlanner` stores them."""
+        """Pairs of a group's index in the layout and its rows, as `TransferPlanner` stores them."""
         groups = self._row_groups if piece.kind is Kind.ROWS else self.tail_groups
         tokens = _tokens_of(piece)
         kept = [
@@ -156,20 +157,20 @@ class HostLayout:
 
 
 def _pages_of(group: LayoutGroup, rows: range) -> tuple[int, int]:
-    """First and end page."""
+    """The first and the end page of some rows."""
     return rows.start // group.rows_per_page, -(-rows.stop // group.rows_per_page)
 
 
 def _tokens_of(piece: Piece) -> TokenRange:
-    """Tails are what the prefix from its first token on leaves."""
+    """The tokens of a piece. The tails at a boundary belong to all tokens before it."""
     return TokenRange(piece.first_tokens if piece.kind is Kind.ROWS else 0, piece.end_tokens)
 
 
 def common_layout(workers: Sequence[WorkerLayout]) -> WorkerLayout:
-    """One worker for all: pieces have the same size and the same place on each.
+    """The layout that all workers share. A piece has the same size and place on every worker.
 
     Raises:
-        ConnectorError: If they differ in more than addresses.
+        ConnectorError: If the layouts of workers differ in more than addresses.
     """
     first, *others = workers
     for rank, other in enumerate(others, 1):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of the connector in vLLM's log and in Prometheus.
+"""Passes reports of the connector to vLLM's log and to Prometheus.
 
-The scheduler side makes a report, see ``counters``. vLLM sends its data to the process that serves
-``/metrics``, and rebuilds the statistics there.
+The scheduler side makes a report, see ``counters``. vLLM sends the data to the process that serves
+``/metrics``, and makes the statistics again there.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ from vllm_ascend_kvext.store.lookup import Shortfall
 
 
 class KvextStats(KVConnectorStats):  # type: ignore[misc]  # mypy does not follow vLLM's imports
-    """What has been counted since the last report: ``data`` is a ``Report``, see ``counters``.
+    """What was counted since the last report. ``data`` is a ``Report``, see ``counters``.
 
-    Always true, even if empty: vLLM asks the scheduler side only if what the workers sent is true.
+    An object is always true, also if it is empty. vLLM asks the scheduler side only if the object
+    that the workers sent is true.
     """
 
     def __init__(self, data: Mapping[str, Number] | None = None) -> None:
-        # A copy: vLLM hands one dict to several loggers, and each adds to it.
+        # The dict is copied, because vLLM passes one dict to several loggers, which each add to it.
         super().__init__(dict(data or {}))
 
     def reset(self) -> None:
         self.data.clear()
 
     def aggregate(self, other: KvextStats) -> KvextStats:
-        """Add a later report, in place. Of several engines, gauges are those of the latest."""
+        """Add a later report, in place. A gauge has the value of the latest report."""
         METRICS.merge(self.data, other.data)
         return self
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted. What gauges say is no reason for a log line."""
+        """Whether nothing was counted. Gauges alone are no reason for a log line."""
         return all(map(METRICS.is_gauge, self.data))
 
     def reduce(self) -> dict[str, int | float]:
-        """For one line of the log; vLLM joins the pairs."""
+        """The names and values of one line of the log. vLLM joins the pairs."""
         line: dict[str, int | float] = {}
         for direction, done in (("store", "stored"), ("load", "loaded")):
             num_bytes = self._count(f"transfer_bytes.{direction}")

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""At which boundaries of a request tails are stored.
+"""Decides at which boundaries of a request tails are stored.
 
-The same policy as that of the local prefix cache (`RetentionPolicy`), on another grid: a host hit
-is a multiple of the layout's row unit, where a local one is a multiple of every group's page. What
-suggested a boundary is remembered: suggestions that nobody uses are made less often.
+The policy is that of the local prefix cache (`RetentionPolicy`), but on another grid. A hit in host
+memory is a multiple of the layout's row unit; a local hit is a multiple of every group's page. The
+planner counts hits by the reason of a boundary. Reasons that bring few hits suggest fewer
+boundaries.
 """
 
 from __future__ import annotations
@@ -21,24 +22,30 @@ from vllm_ascend_kvext.retention.reasons import STEPS_END_AT, Origin, Reason
 from vllm_ascend_kvext.upstream_types import Request
 
 UNASKED = frozenset({Origin.LADDER, Origin.GRID, Origin.CHUNK})
-"""Reasons of boundaries that nobody asked for."""
+"""The origins of boundaries that no request asked for."""
 
 _END_STEPS = STEPS_END_AT | {Origin.PROMPT, Origin.LADDER}
-"""Where prefill steps have to end for a state. vLLM ends them elsewhere: at the last block of a
-prompt, even if it ends with the prompt, or one block earlier with EAGLE and MTP."""
+"""The origins of boundaries at which a prefill step must end to leave a state. By itself vLLM ends
+steps elsewhere: at the last block of a prompt, even if the block ends with the prompt, or one block
+earlier with EAGLE and MTP."""
 
 _CHUNK = Reason(Origin.CHUNK)
+
 NEVER = 1 << 60
+"""A boundary that no request reaches."""
 
 _TRIALS = 16
-"""Tails of one reason that are tried before their hits are looked at."""
+"""The number of tails of one reason that are stored before their hits are counted."""
 
 _MIN_HITS_PER_TAIL = 1 / 64
+"""A reason pays if its tails bring at least so many hits each."""
+
 _MIN_HITS_PER_STEP = 1 / 16
-"""The same where a prefill step has to end for a state, at a rung: that costs time, too."""
+"""The same limit for a rung of the ladder at which a prefill step must end for a state. Such a step
+also costs time."""
 
 _TRY_EVERY = 32
-"""One in so many tails that are not worth it is stored, to notice when that changes."""
+"""One in so many tails is stored although its reason does not pay, to notice when it does."""
 
 
 class BoundaryPlanner:
@@ -48,7 +55,7 @@ class BoundaryPlanner:
         self, groups: Sequence[LayoutGroup], unit_tokens: int, interval_tokens: int = 0
     ) -> None:
         geometry = HitGeometry(_geometries(groups, unit_tokens), unit_tokens)
-        # On the coarser grid of the host, the interval means the next multiple.
+        # The interval is rounded up to the coarser grid of host memory.
         interval_tokens = -(-interval_tokens // unit_tokens) * unit_tokens
         self._policy = RetentionPolicy(geometry, interval_tokens, is_adaptive=True)
         self._tried: dict[Reason, int] = {}
@@ -56,17 +63,20 @@ class BoundaryPlanner:
 
     @property
     def min_prompt_tokens(self) -> int:
-        """The shortest prompt that hits in host memory when it comes again."""
+        """The shortest prompt that can hit in host memory when it is sent again."""
         return self._policy.geometry.min_prompt_tokens
 
     def plan(self, request: Request, hit_tokens: int, shared_tokens: int) -> dict[int, Reason]:
-        """Boundaries past the hit that are known at admission.
+        """The boundaries behind the hit that are known when a request is admitted.
 
-        Somebody has computed the first ``shared_tokens`` of the prompt before.
+        Args:
+            request: The request.
+            hit_tokens: The tokens of its hit.
+            shared_tokens: The first tokens of the prompt that an earlier request has computed.
         """
         geometry = self._policy.geometry
         demand = {}
-        # The last token of a prompt is always computed: nobody resumes behind it.
+        # The last token of a prompt is always computed, so no request resumes behind it.
         shared_tokens = min(shared_tokens, request.num_prompt_tokens - 1)
         junction_tokens = geometry.reachable_tokens(shared_tokens)
         if junction_tokens > hit_tokens:
@@ -82,13 +92,13 @@ class BoundaryPlanner:
         return {tokens: reason for tokens, reason in plan.items() if tokens > hit_tokens}
 
     def report_hints(self, request: Request) -> None:
-        """Log the hints of a request that is admitted and that leave no checkpoint."""
+        """Log the hints of an admitted request that leave no checkpoint."""
         report_unusable_hints(request, self._policy.geometry)
 
     def crossed(
         self, plan: dict[int, Reason], after_tokens: int, upto_tokens: int
     ) -> list[tuple[int, Reason]]:
-        """Boundaries that a step passes, at which tails are to be stored, ascending."""
+        """The boundaries of a step at which tails are to be stored, ascending."""
         boundaries = self._policy.lasting_boundaries(plan, after_tokens, upto_tokens)
         geometry = self._policy.geometry
         if (
@@ -97,57 +107,53 @@ class BoundaryPlanner:
             and upto_tokens not in dict(boundaries)
             and geometry.is_boundary(upto_tokens)
         ):
-            # Wherever a step of the prompt ends, it leaves a state.
+            # A step of the prompt leaves a state where it ends.
             boundaries.append((upto_tokens, _CHUNK))
         return [(tokens, reason) for tokens, reason in boundaries if self._is_worth_storing(reason)]
 
     def next_after(self, plan: dict[int, Reason], tokens: int) -> int:
-        """The next boundary that `crossed` may name; a very large number if there is none."""
+        """The next boundary that `crossed` may name; `NEVER` if there is none."""
         following = min((each for each in plan if each > tokens), default=NEVER)
         return min(following, _next_multiple(self._policy.grid_tokens, tokens))
 
     def next_stop_after(self, plan: dict[int, Reason], tokens: int) -> int:
-        """The next boundary at which a prefill step has to end to leave a state.
-
-        Returns:
-            A very large number if there is none.
-        """
+        """The next boundary at which a prefill step must end to leave a state; `NEVER` if none."""
         asked = (each for each, reason in plan.items() if reason.origin in _END_STEPS)
         following = min((each for each in asked if each > tokens), default=NEVER)
         return min(following, _next_multiple(self._policy.interval_tokens, tokens))
 
     def note_tried(self, reason: Reason) -> None:
-        """Tails of a boundary that this suggested are going to be stored, or there is no room."""
+        """Count tails of this reason that are to be stored, whether or not there is room."""
         self._tried[reason] = self._tried.get(reason, 0) + 1
 
     def note_hit(self, reason: Reason) -> None:
-        """A request resumed there."""
+        """Count a request that has resumed at a boundary of this reason."""
         self._hits[reason] = self._hits.get(reason, 0) + 1
 
     def _is_worth_storing(self, reason: Reason) -> bool:
         if reason.origin not in UNASKED or self._pays(reason, _MIN_HITS_PER_TAIL):
             return True
         if reason.origin is Origin.LADDER and self._policy.geometry.has_states:
-            return True  # `plan` has decided, and a step has ended there.
+            return True  # `plan` has decided it already, and a step has ended there.
         tried = self._tried[reason]
         self._tried[reason] = tried + 1
         return tried % _TRY_EVERY == 0
 
     def _pays(self, reason: Reason, min_hits_per_tail: float) -> bool:
-        """Whether requests resume often enough from what was stored for a reason, or may do so."""
+        """Whether requests resume often enough at boundaries of a reason. New reasons may pay."""
         tried = self._tried.get(reason, 0)
         return tried < _TRIALS or self._hits.get(reason, 0) >= tried * min_hits_per_tail
 
 
 def _next_multiple(distance_tokens: int, after_tokens: int) -> int:
-    """The next multiple of a distance; 0 has none."""
+    """The next multiple of a distance; `NEVER` for a distance of 0."""
     if not distance_tokens:
         return NEVER
     return (after_tokens // distance_tokens + 1) * distance_tokens
 
 
 def _geometries(groups: Sequence[LayoutGroup], unit_tokens: int) -> tuple[GroupGeometry, ...]:
-    # Equal groups are one to the lookup; the order is full attention first.
+    # The lookup counts equal groups as one, and has groups of full attention first.
     counts: dict[tuple[GroupKind, int, int], int] = {}
     for group in sorted(groups, key=lambda group: group.kind is not GroupKind.FULL):
         is_window = group.kind is GroupKind.WINDOW

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether loading costs less than computing, estimated from what was measured.
+"""Estimates from measurements whether a load takes less time than computing.
 
-A load costs its bytes at the measured bandwidth, and the time that a request is parked for whatever
-the size: until a step takes note of its end. Computing costs the measured time per prefill token.
-No load is refused before both are known. KV of a preempted request that would go out and come back
-costs a store, too, for which the step waits. It does not go before all of that is known: an engine
-that has measured nothing cannot say for how long everybody would wait.
+A load costs its bytes at the measured bandwidth. It also costs a time that does not depend on its
+size: the request stays parked until a step notices the end of the load. Computing costs the
+measured time per prefill token. No load is refused before both are known.
+
+If the KV of a preempted request is stored and loaded again, the store costs time, too, and the step
+waits for it. Such KV is not stored before all costs are known, because an engine without
+measurements does not know how long all its requests would wait.
 """
 
 from __future__ import annotations
@@ -13,55 +15,56 @@ from __future__ import annotations
 from vllm_ascend_kvext.connector.common.messages import Direction
 
 MIN_PREFILL_TOKENS = 64
-"""A step with fewer tokens says more about its fixed cost than about prefill."""
+"""Steps with fewer tokens are not measured, because their fixed cost hides that of prefill."""
 
 _WEIGHT = 0.2
-"""The weight of a new sample in a moving mean: some ten samples are remembered."""
+"""The weight of a new sample in a moving mean, which remembers some ten samples."""
 
 
 class TransferCost:
-    """Measurements of one engine.
+    """The measurements of one engine.
 
-    With ``is_ignored``, loads are made, and preempted requests stored, whatever they cost.
+    Args:
+        is_ignored: Whether requests load, and preempted requests are stored, at any cost.
     """
 
     def __init__(self, is_ignored: bool = False) -> None:
         self.is_ignored = is_ignored
-        # Moving means; None, or not there, before anything was measured.
+        # Moving means. A mean that was not measured yet is None or missing.
         self._s_per_byte: dict[Direction, float] = {}
         self._s_per_token: float | None = None
         self._parked_s: float | None = None
 
     def note_copies(self, direction: Direction, num_bytes: int, seconds: float) -> None:
-        """Copies of loads, or of stores, took so long, all of them together."""
+        """Measure the time that all copies of some loads, or of some stores, took together."""
         if num_bytes > 0:
             before = self._s_per_byte.get(direction)
             self._s_per_byte[direction] = _mean(before, seconds / num_bytes)
 
     def note_load(self, num_bytes: int, seconds: float) -> None:
-        """From the step that began a load to the one that reported it, so much time passed."""
+        """Measure the time from the step that began a load to the step that reported its end."""
         parked_s = max(0.0, seconds - self._copy_s(num_bytes))
         self._parked_s = _mean(self._parked_s, parked_s)
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
-        """A step computed so many tokens."""
+        """Measure the time of a step that computed some tokens."""
         if num_tokens >= MIN_PREFILL_TOKENS:
             self._s_per_token = _mean(self._s_per_token, seconds / num_tokens)
 
     def is_slower_than_computing(self, num_bytes: int, num_tokens: int) -> bool:
-        """Whether computing so many tokens is faster than loading so many bytes."""
+        """Whether loading some bytes takes longer than computing some tokens."""
         if self.is_ignored or self._s_per_token is None:
             return False
         return self._load_s(num_bytes) > num_tokens * self._s_per_token
 
     def compute_s(self, num_tokens: int, unknown_s: float) -> float:
-        """How long computing so many tokens takes; ``unknown_s`` before that was measured."""
+        """The time to compute some tokens; ``unknown_s`` if it was not measured yet."""
         return unknown_s if self._s_per_token is None else num_tokens * self._s_per_token
 
     def pays_out_and_back(self, num_bytes: int, num_tokens: int) -> bool:
-        """Whether storing and loading so many bytes is faster than computing so many tokens.
+        """Whether storing and loading some bytes is faster than computing some tokens.
 
-        Before anything was loaded, the way back is estimated as the way out.
+        Before the first load, a load is assumed to take as long as a store.
         """
         if self.is_ignored:
             return True

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How vLLM's CPU attention takes a registered tensor apart, and its op that writes keys and values.
+"""Splits a registered tensor as vLLM's CPU attention does, and calls its op that writes rows.
 
-The one place that knows both; what is imported of vLLM is imported when it is called.
+No other module knows either of them. The functions import vLLM when they are called.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     import torch
 
 BACKEND = "CPU_ATTN"
-"""What vLLM calls it."""
+"""The name of the backend in vLLM."""
 
 
 class CpuBackend:
-    """vLLM's CPU attention, as one worker is configured by its ``VllmConfig``."""
+    """vLLM's CPU attention in one worker, which is configured by its ``VllmConfig``."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._vllm_config = vllm_config
 
     def caches_of(self, layer_name: str, registered: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pages of keys and those of values of one layer, as `write_rows` takes them.
+        """The pages of keys and the pages of values of one layer, in the form of `write_rows`.
 
         Raises:
-            BlendingError: The tensor is not one of this backend.
+            BlendingError: The tensor does not belong to this backend.
         """
         import torch
 
@@ -57,8 +57,8 @@ class CpuBackend:
         from vllm import _custom_ops
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-        # As ``CPUAttentionMetadataBuilder`` asks: for the configured block size, whatever a group's
-        # own is.
+        # ``CPUAttentionMetadataBuilder`` also asks with the configured block size, and not with the
+        # block size of a group.
         instruction_set = _get_attn_isa(
             self._vllm_config.model_config.dtype,
             self._vllm_config.cache_config.block_size,

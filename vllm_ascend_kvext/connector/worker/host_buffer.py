@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host memory of one worker: one buffer, allocated once. Knows nothing of what lies in it."""
+"""Allocates the host memory of one worker, once, as one buffer. It does not know the content."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ logger = logging.getLogger("vllm.ascend_kvext.connector")
 
 
 _MAX_ROUNDING = 1.125
-"""Pinned memory over what was asked for that is not worth a warning."""
+"""Pinned memory may exceed the requested size by this factor without a warning."""
 
 
 class HostMemoryError(ConnectorError, MemoryError):
-    """The host memory of a worker cannot be had."""
+    """The host memory of a worker cannot be allocated."""
 
 
 class HostBuffer:
@@ -43,22 +43,22 @@ class HostBuffer:
 
     @classmethod
     def allocate(cls, num_bytes: int, device: torch.device) -> HostBuffer:
-        """Memory for pages on a device: pinned unless that is a CPU.
+        """Allocate memory for the pages of a device. The memory is pinned unless that is a CPU.
 
-        All of it is taken at once. Where the kernel hands it out page by page, as it is written to
-        for the first time, stores have been seen to take five times as long.
+        Each page of memory is written to once. Otherwise the kernel would hand out pages at the
+        first write to them; stores have been seen to take five times as long then.
 
-        For an NPU it is mapped as well, where ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL`` asks for the
-        kernel. Where it cannot be mapped, one WARNING says so and the DMA engines serve it.
-        Another says where much of the pinned memory is lost.
+        If ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL`` asks for the AscendC kernel, the memory of an NPU is
+        also mapped. If it cannot be mapped, one WARNING says so, and the DMA engines serve it.
+        Another WARNING says so if much of the pinned memory is lost.
 
         Args:
-            num_bytes: Size; what is over a multiple of 64 is left out.
-            device: That has the pages.
+            num_bytes: The size. It is rounded down to a multiple of 64.
+            device: The device of the pages.
 
         Raises:
-            HostMemoryError: If the size is less than 64, or there is not so much memory.
-            SettingsError: ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL`` has a wrong value.
+            HostMemoryError: If the size is less than 64, or if there is too little memory.
+            SettingsError: If ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL`` has a wrong value.
         """
         import torch
 
@@ -77,8 +77,9 @@ class HostBuffer:
             else:
                 tensor = _taken_memory(num_bytes)
         except (RuntimeError, MemoryError, OSError) as error:
+            what = "bytes that can be pinned" if is_pinned else "bytes"
             raise HostMemoryError(
-                f"host memory: expected {num_bytes} bytes{' that can be pinned' * is_pinned} for "
+                f"host memory: expected {num_bytes} {what} for "
                 f"this worker, found less ({error}); give the connector less memory, and mind "
                 "that every worker of a node takes as much"
             ) from error
@@ -89,18 +90,20 @@ class HostBuffer:
         return int(self.tensor.numel())
 
     def unmap(self) -> None:
-        """End what `allocate` has mapped. The caller has waited for every transfer. Idempotent."""
-        backend, self._mapped_by = self._mapped_by, None
+        """Undo the mapping of `allocate`. The caller has waited for every transfer. Idempotent."""
+        backend = self._mapped_by
+        self._mapped_by = None
         if backend is not None:
             backend.unmap_host(self.tensor)
 
 
 def _taken_memory(num_bytes: int) -> torch.Tensor:
-    """Plain memory, each page of it written to once; in huge pages where the kernel has them.
+    """Allocate plain memory, and write to each page once. It uses huge pages if there are any.
 
     Raises:
-        MemoryError: If there is less memory: the kernel would end some process instead.
-        OSError: If the process may not have so much.
+        MemoryError: If less memory is available. Without this check, the kernel would kill some
+            process.
+        OSError: If the process may not have so much memory.
     """
     import torch
 
@@ -108,13 +111,13 @@ def _taken_memory(num_bytes: int) -> torch.Tensor:
     if available_bytes is not None and num_bytes > available_bytes:
         raise MemoryError(f"{available_bytes} bytes are available")
     memory = mmap.mmap(-1, num_bytes)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
+    with contextlib.suppress(OSError):  # The kernel has no huge pages.
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
 
 def _available_bytes() -> int | None:
-    """What the machine can give without swapping; None where it does not say."""
+    """The bytes that are available without swapping; None if the machine does not say."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -126,7 +129,10 @@ def _available_bytes() -> int | None:
 
 
 def _warn_of_rounding(num_bytes: int) -> None:
-    """torch's ``CachingHostAllocator``, also under torch_npu, allocates powers of two."""
+    """Warn if much pinned memory is lost by rounding.
+
+    torch's ``CachingHostAllocator``, also with torch_npu, allocates powers of two.
+    """
     rounded_bytes = 1 << (num_bytes - 1).bit_length()
     if rounded_bytes > num_bytes * _MAX_ROUNDING:
         logger.warning(
@@ -138,7 +144,7 @@ def _warn_of_rounding(num_bytes: int) -> None:
 
 
 def _map(tensor: torch.Tensor) -> AscendKernelBackend | None:
-    """The backend that has mapped it; None where that is not wanted or not possible."""
+    """Map memory for an NPU. Returns the backend that mapped it; None if it is not mapped."""
     if not parse_uses_ascend_kernel(os.environ):
         return None
     try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries out one job of a worker: plans it, lets the model's kernels finish, moves the bytes.
+"""Carries out one job of a worker: plans it, waits for the model's kernels, and moves the bytes.
 
-All or nothing: a job whose plan lacks anything fails before a byte moves. A load whose bytes do not
-move is made again, part by part: so it is known which parts cannot be read. Knows no queue and no
-steps.
+A job whose plan lacks rows fails before a byte moves. If the bytes of a load cannot be moved, the
+load is made again part by part, which shows the parts that cannot be read. The module knows no
+queue and no steps.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ if TYPE_CHECKING:
 
 Job = StoreJob | LoadJob
 Move = Callable[..., None]
-"""As `page_transfer`: pools, host, planes, runs, direction; ``placement`` by its name."""
+"""A function like `page_transfer`, called with pools, host, planes, runs and direction, and with
+``placement`` by name."""
 
 
 MAX_FAILED_IN_A_ROW = 3
-"""Parts of one load: then no other is tried. Each may take until a device's time limit, and other
-transfers wait, and so may a shutdown."""
+"""After so many failed parts in a row, the other parts of a load are not tried. Each failure may
+take until a device's time limit. Other transfers wait for it, and a shutdown may, too."""
 
 
 class Moved(NamedTuple):
@@ -63,9 +64,13 @@ class JobRunner:
     """Moves bytes between the pages and the host memory of one worker. Threads may share it.
 
     Args:
+        layout: The layout of the pages.
+        states: Whether states are moved.
+        pools: The storages of the pages.
         host: The host buffer. dtype: uint8, shape: [num_bytes].
-        placement: Where copies on the host run; None leaves it to the calling thread.
-        move: Moves the bytes; tests hand in another.
+        fence: Lets copies wait for the kernels of the model.
+        placement: Where copies on the host run; None copies on the calling thread.
+        move: The function that moves bytes. Tests pass another one.
 
     Attributes:
         mover: Moves the rows that jobs carry for an extension; None if it moves none.
@@ -92,14 +97,14 @@ class JobRunner:
         self._planner = TransferPlanner(layout, states)
 
     def run(self, job: Job, recorded: Any) -> Moved:
-        """Move what a job names, after the kernels that were recorded (see `ComputeFence`).
+        """Move the bytes of a job, after the recorded kernels (see `ComputeFence`).
 
         Raises:
             ConnectorError: Rows are missing; nothing has been written.
             KvextError: Rows of an extension do not fit; of them nothing has been written.
             TokenRangeError: The job does not fit the layout; nothing has been written.
-            DescriptorError: The same.
-            BackendError: The device refused; its destination may have been written in part.
+            DescriptorError: The job does not fit the layout; nothing has been written.
+            BackendError: The device refused; the destination may have been written in part.
         """
         plans, missing = plan_job(self._planner, job)
         if missing:
@@ -117,7 +122,8 @@ class JobRunner:
     def _move_all(self, job: Job, plans: Iterable[TransferPlan], recorded: Any) -> Moved:
         is_store = isinstance(job, StoreJob)
         direction = Direction.PAGES_TO_HOST if is_store else Direction.HOST_TO_PAGES
-        num_bytes, seconds = 0, 0.0
+        num_bytes = 0
+        seconds = 0.0
         for plan in plans:
             if not len(plan.runs):
                 continue
@@ -153,12 +159,13 @@ class JobRunner:
         return self.mover
 
     def _load_apart(self, job: LoadJob, recorded: Any, error: Exception) -> Moved:
-        """Load each part by itself, once the load of all of them has failed.
+        """Load each part by itself after the load of all parts has failed.
 
         Raises:
-            Exception: What the load of all has raised, if no part can be read.
+            Exception: The given error, if no part can be read.
         """
-        num_bytes, seconds = 0, 0.0
+        num_bytes = 0
+        seconds = 0.0
         num_in_a_row = 0
         unreadable: set[int] = set()
         for part in _parts_of(job):
@@ -175,7 +182,10 @@ class JobRunner:
         return Moved(num_bytes, seconds, frozenset(unreadable), error)
 
     def _try(self, part: LoadJob, recorded: Any) -> Moved | None:
-        """What a part moves; None if it cannot be read. What it does not have, other parts have."""
+        """Load one part of a load. Returns what it has moved; None if it cannot be read.
+
+        Rows that the plan of the part lacks are rows of the other parts, so they are no error.
+        """
         try:
             plans, _ = plan_job(self._planner, part)
             return self._move_all(part, plans, recorded)
@@ -183,9 +193,9 @@ class JobRunner:
             return None
 
     def pages_to_fill(self, job: LoadJob) -> set[int]:
-        """Block ids of the pages that a load is to fill, as far as its tables name them.
+        """The block ids of the pages that a load is to fill, if its tables have them.
 
-        Does not raise, whatever is wrong with the job.
+        The method never raises, even if the job is wrong.
         """
         found: set[int] = set()
         for group in self.layout.groups:
@@ -203,7 +213,7 @@ class JobRunner:
 
 
 def plan_job(planner: TransferPlanner, job: Job) -> tuple[list[TransferPlan], list[MissingRows]]:
-    """What a job moves, in the order of its calls, and what of it is not there."""
+    """The transfers of a job, in the order of its calls, and the rows that are missing."""
     if isinstance(job, StoreJob):
         if not job.chunks:
             return [], []
@@ -245,7 +255,7 @@ def _parts_of(job: LoadJob) -> Iterator[LoadJob]:
 
 
 def _num_bytes(plan: TransferPlan) -> int:
-    """Every run of a group times every plane of that group."""
+    """The bytes of a plan: the rows of each group times the row bytes of its planes."""
     group_of_plane = plan.planes[:, PlaneColumn.GROUP]
     rows_of_group = np.zeros(int(group_of_plane.max()) + 1, np.int64)
     np.add.at(rows_of_group, plan.runs[:, RunColumn.GROUP], plan.runs[:, RunColumn.NUM_ROWS])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One thread that carries out the jobs of a worker beside the model.
+"""Carries out the jobs of a worker in one thread beside the model.
 
-Loads come before stores, each kind in its order: a request waits for a load, and nobody waits for
-a store. Every job that is handed in ends exactly once, well or not. Knows nothing of pages; what a
-job does is handed in.
+Loads come before stores, because a request waits for a load, but no request waits for a store. Jobs
+of one kind keep their order. Every submitted job ends exactly once, as done or as failed. The
+module knows nothing of pages; the caller passes the function that carries out a job.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from vllm_ascend_kvext.connector.worker.job_runner import Job, Moved
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
 _QUIET_S = 10.0
-"""After a failure was logged, others are only counted for so long."""
+"""After a failure was logged, other failures are only counted for this time."""
 
 
 class TransferThread:
-    """Carries out jobs in a daemon thread, which starts with the first of them.
+    """Carries out jobs in a daemon thread, which starts with the first job.
 
     Args:
-        run: Carries out one job after what was recorded (``ComputeFence``). The thread and a caller
-            of `run_now` may call it at the same time.
+        run: Carries out one job after the recorded kernels (``ComputeFence``). The thread and a
+            caller of `run_now` may call it at the same time.
         on_start: Called in the thread before its first job.
     """
 
@@ -51,7 +51,7 @@ class TransferThread:
         self._num_unlogged = 0
 
     def submit(self, jobs: Iterable[Job], recorded: object) -> None:
-        """Carry out jobs some time later, in order; after `shutdown` they fail at once."""
+        """Carry out jobs at a later time, in order. After `shutdown` they fail at once."""
         with self._changed:
             for job in jobs:
                 if self._is_closed:
@@ -64,7 +64,7 @@ class TransferThread:
                 self._changed.notify_all()
 
     def run_now(self, stores: Iterable[StoreJob], recorded: object) -> None:
-        """Carry out stores on the calling thread, in order, without waiting for others."""
+        """Carry out stores on the calling thread, in order, without waiting for other jobs."""
         for store in stores:
             with self._changed:
                 if self._is_closed:
@@ -74,7 +74,7 @@ class TransferThread:
             self._carry_out(store, recorded)
 
     def fail(self, jobs: Iterable[Job], reason: str) -> None:
-        """Report jobs as failed that were not submitted, and now cannot be carried out."""
+        """Report jobs as failed that were not submitted and cannot be carried out any more."""
         failed: list[tuple[Job, Moved | None]] = [(job, None) for job in jobs]
         with self._changed:
             self._ended += failed
@@ -84,14 +84,16 @@ class TransferThread:
     def take_ended(self) -> list[tuple[Job, Moved | None]]:
         """The jobs that have ended since the last call, in the order of their ends.
 
-        Beside each what it has moved; None if it failed.
+        Returns:
+            Pairs of a job and what it has moved; None in its place if the job failed.
         """
         with self._changed:
-            ended, self._ended = self._ended, []
+            ended = self._ended
+            self._ended = []
         return ended
 
     def wait_for_end(self, timeout_s: float) -> None:
-        """Return when a job has ended that was not taken, when none is under way, or in time."""
+        """Wait until an ended job can be taken, until no job is under way, or until the timeout."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._ended or not (self._loads or self._stores or self._num_running),
@@ -99,7 +101,7 @@ class TransferThread:
             )
 
     def drop(self) -> None:
-        """Fail what is queued and wait for what is running; the thread goes on."""
+        """Fail the queued jobs, and wait for the running ones. The thread goes on."""
         with self._changed:
             self._ended += [(job, None) for job, _ in (*self._loads, *self._stores)]
             self._loads.clear()
@@ -107,18 +109,22 @@ class TransferThread:
             self._changed.wait_for(lambda: not self._num_running)
 
     def shutdown(self) -> None:
-        """`drop`, and end the thread. Idempotent."""
+        """Call `drop`, and end the thread. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         self.drop()
         with self._changed:
-            thread, self._thread = self._thread, None
+            thread = self._thread
+            self._thread = None
         if thread is not None:
             thread.join()
 
     def _start(self) -> None:
-        """With the first job, not earlier: a process that forks has no thread to lose."""
+        """Start the thread, if it does not run.
+
+        It starts with the first job. A process that forks before that has no thread to lose.
+        """
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._serve, name="kvext-transfer", daemon=True)
             self._thread.start()
@@ -142,7 +148,7 @@ class TransferThread:
         try:
             self._carry_out(job, recorded)
         except BaseException:
-            # Such as SystemExit. The job has ended as failed; the thread is for all jobs.
+            # For example SystemExit. The job has ended as failed, and the thread serves other jobs.
             logger.exception("A transfer tried to end its thread")
         return True
 
@@ -161,12 +167,15 @@ class TransferThread:
                 self._changed.notify_all()
 
     def _log_failure(self, job: Job, error: Exception, num_unreadable: int | None = None) -> None:
-        """A job has failed, or a load has been made part by part.
+        """Log that a job has failed, or that a load was made part by part.
 
-        The first failure of a burst is logged with its cause, the others are counted.
+        The first failure of a burst is logged with its cause. The others are only counted.
 
         Args:
-            num_unreadable: Of its parts, which are left out; None if nothing of the job is there.
+            job: The job.
+            error: The cause.
+            num_unreadable: The number of parts that a load has left out; None if the whole job has
+                failed.
         """
         now_s = time.monotonic()
         with self._changed:
@@ -174,7 +183,8 @@ class TransferThread:
                 self._num_unlogged += 1
                 return
             self._logged_at_s = now_s
-            num_unlogged, self._num_unlogged = self._num_unlogged, 0
+            num_unlogged = self._num_unlogged
+            self._num_unlogged = 0
         if isinstance(job, StoreJob):
             what = f"Store {job.number}"
         else:

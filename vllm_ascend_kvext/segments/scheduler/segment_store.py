@@ -191,11 +191,11 @@ class SegmentStore:
         Refuses where there is no room for some of it: the rest is not stored either.
         """
         use = self._tier.next_use()
-        precedence = partial(self._precedence, prefix.has_context)
+        preference = partial(self._preference, prefix.has_context)
         entries: list[Entry] = []
         for piece in self._tier.lookup(prefix).missing_pieces(0, prefix.num_tokens):
             num_bytes = self.num_bytes(self.contents(prefix, piece))
-            entry = self._tier.begin_store(prefix, piece, num_bytes, use, precedence)
+            entry = self._tier.begin_store(prefix, piece, num_bytes, use, preference)
             if isinstance(entry, Refusal):
                 for begun in entries:
                     self._tier.fail_store(begun)
@@ -203,7 +203,7 @@ class SegmentStore:
             entries.append(entry)
         return entries
 
-    def _precedence(self, has_context: bool, entry: Entry) -> int:
+    def _preference(self, has_context: bool, entry: Entry) -> int:
         """What has no context stays: it serves every place, and is what others are learned from."""
         if not isinstance(entry.row_map, StoredTokens):
             return 0

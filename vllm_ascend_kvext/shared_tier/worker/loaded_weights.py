@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class LoadedWeights:
-    """The files from which the models of one worker have their weights.
+    """The files of the weights of one worker's models.
 
     Args:
-        layers: Of these models: those that have KV.
+        layers: The layers of these models that have KV.
 
     Raises:
-        SettingsError: If not all of them are of models whose weights are read from files.
+        SettingsError: If a layer belongs to a model whose weights were not read from files.
     """
 
     def __init__(self, layers: Iterable[torch.nn.Module]) -> None:
@@ -42,16 +42,17 @@ class LoadedWeights:
         self._num_read = self._count_read()
 
     def digests(self) -> tuple[str, ...]:
-        """What each of the models is known by, in the order of loading.
+        """The digests of the files of all models, in the order of loading.
 
         Raises:
-            SettingsError: If files are not what they were before they were read.
+            SettingsError: If a file has changed since it was going to be read.
         """
         return tuple(files.digest() for known in self._models for files in known.files)
 
     def take_is_read_again(self) -> bool:
-        """Whether more files have been read for these models since this was asked."""
-        before, self._num_read = self._num_read, self._count_read()
+        """Whether files were read for these models since the last call."""
+        before = self._num_read
+        self._num_read = self._count_read()
         return self._num_read != before
 
     def _count_read(self) -> int:
@@ -59,9 +60,9 @@ class LoadedWeights:
 
 
 def _parts_of(model: torch.nn.Module) -> set[int]:
-    """Ids of a model's modules, and of what they hold in a list or a dictionary.
+    """The ids of a model's modules, and of the objects in their lists and dictionaries.
 
-    vLLM's Transformers models have their attention layers in a plain dictionary.
+    vLLM's Transformers models keep their attention layers in a plain dictionary.
     """
     found = set()
     for module in model.modules():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one worker gets from the shared tier into host memory, and puts there.
+"""Moves objects between the shared tier and the host memory of one worker.
 
-A request waits for gets. No request waits for puts: so each kind has threads of its own. A call
-that hangs is left behind, and reported when it ends, if ever: until then its place in host memory
-is not used.
+A request waits for gets, but no request waits for puts. So each kind has its own threads. A call
+that hangs is left behind, and is reported when it ends, if ever. Until then its place in host
+memory is not used for anything else.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ from vllm_ascend_kvext.shared_tier.messages import SharedJobs, SharedOutput
 logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
 
 MAX_CALL_S = 5.0
-"""What is queued behind a call that takes longer is not begun: no request waits for it any more."""
+"""After a call that took longer, the calls queued behind it are dropped. No request waits for them
+any more."""
 
 MAX_FAILED_S = 0.5
-"""The same for a call that fails: those behind it would probably fail as slowly."""
+"""The same limit for a call that has failed because the tier does not work."""
 
 
 class SharedTransfers:
-    """Moves objects between the tier of the options and the memory of one worker.
+    """Moves objects between the tier of the options and the host memory of one worker.
 
     Args:
-        num_equal: So many ranks, from 0 on, have the same KV: an object is put by one of them,
-            another one each time, and got by all.
+        options: The options with the tier.
+        rank: The rank of the worker.
+        num_equal: The number of ranks, from rank 0 on, that have the same KV. Each object is put by
+            one of them, chosen by its name, and got by all.
         memory: The worker's host memory; dtype: uint8.
         on_start: The first call of each thread.
 
@@ -74,13 +77,15 @@ class SharedTransfers:
         self._report = SharedOutput()
 
     def submit(self, jobs: SharedJobs) -> None:
-        """Move objects some time later; those of each kind begin in their order."""
+        """Move objects at a later time. The calls of each kind begin in their order."""
         self._leave_hanging_behind()
         for what in jobs.gets:
             self._submit("get", partial(self._move, "get", what, time.monotonic()))
         for what in jobs.puts:
             self._submit("put", partial(self._move, "put", what, time.monotonic()))
-        for used in jobs.touches:  # Behind the puts, which they may be about.
+        for (
+            used
+        ) in jobs.touches:  # They come behind the puts, because they may touch what these put.
             self._submit("put", partial(self._touch, used, time.monotonic()))
 
     def _submit(self, direction: Direction, call: Call) -> None:
@@ -95,7 +100,7 @@ class SharedTransfers:
 
     def _note_hanging(self, direction: Direction, num_threads: int) -> None:
         if direction == "put" or num_threads >= self._tier.num_get_threads:
-            # All of them: what was queued has stood there for as long.
+            # All threads of this kind hang. The calls in the queue have waited as long as they.
             self._stale_before_s[direction] = time.monotonic()
         logger.warning(
             "Shared tier: %d %s(s) have taken more than %.0f s, and others go on without them. "
@@ -106,7 +111,7 @@ class SharedTransfers:
         )
 
     def take_output(self) -> WorkerOutput:
-        """What has ended, and come, since the last call."""
+        """The calls that have ended, and the bytes that have arrived, since the last call."""
         self._leave_hanging_behind()
         with self._changed:
             output = self._output
@@ -117,7 +122,11 @@ class SharedTransfers:
         return output
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Return when something has come or ended, or in time; False if nothing is under way."""
+        """Wait until bytes have arrived or a call has ended, or until the timeout.
+
+        Returns:
+            False if no call is under way.
+        """
         with self._changed:
             if not self._num_left:
                 return False
@@ -125,7 +134,11 @@ class SharedTransfers:
         return True
 
     def shutdown(self) -> None:
-        """Begin nothing any more. Does not wait: the tier may hang, and is not closed then."""
+        """Begin no further calls.
+
+        The method does not wait, because the tier may hang. The tier is closed only if no call is
+        under way.
+        """
         for thread in self._threads.values():
             thread.close()
         with self._changed:
@@ -139,7 +152,8 @@ class SharedTransfers:
             if submitted_s >= self._stale_before_s[direction]:
                 if direction == "get":
                     answer = self._tier.get_into(what, self._note_bytes)
-                elif not self._is_own(what.name):  # Another rank puts it.
+                elif not self._is_own(what.name):
+                    # Another rank puts the object.
                     answer = Answer.WHOLE
                     what = what._replace(num_bytes=0)
                 else:
@@ -181,13 +195,13 @@ class SharedTransfers:
                 self._changed.notify_all()
 
     def _is_own(self, name: str) -> bool:
-        """Whether this one, of the ranks with the same KV, puts and touches what has this name."""
+        """Whether this one of the ranks with equal KV puts and touches the object of a name."""
         return (zlib.crc32(name.encode()) - self._rank) % self._num_equal == 0
 
     def _note_duration(
         self, direction: Direction, began_s: float, ended_s: float, is_unreachable: bool
     ) -> None:
-        """A call has ended; after a slow one, what was queued behind it is not begun."""
+        """Note that a call has ended. After a slow call, the calls queued behind it are dropped."""
         max_s = MAX_FAILED_S if is_unreachable else MAX_CALL_S
         if ended_s - began_s > max_s and not self._threads[direction].is_left_behind():
             self._stale_before_s[direction] = ended_s

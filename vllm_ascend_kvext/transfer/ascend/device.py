@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both Ascend backends need of torch_npu, and how long its streams need our objects."""
+"""What both Ascend backends need from torch_npu, and the objects that its streams still use."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def npu_of(transfer: Transfer, backend: str) -> torch.device:
 
 
 class InFlight:
-    """Keeps objects alive until a stream has passed; may be shared by threads."""
+    """Keeps objects alive until a stream has finished its work. Threads may share it."""
 
     def __init__(self) -> None:
         self._held: list[tuple[Any, object]] = []
         self._lock = threading.Lock()
 
     def hold(self, what: object) -> None:
-        """Hold ``what`` until all that the current stream has been given so far is done."""
+        """Hold ``what`` until the current stream has done all the work that it has so far."""
         event = npu().Event()
         event.record(npu().current_stream())
         with self._lock:
             self._held.append((event, what))
 
     def release_finished(self) -> None:
-        """Let go of what is done. Streams finish in any order."""
+        """Release the objects whose streams have finished. Streams finish in any order."""
         with self._lock:
             self._held = [held for held in self._held if not held[0].query()]

@@ -2,9 +2,9 @@
 """The Ascend DMA backend: vLLM-Ascend's batched copy, fed with our descriptors.
 
 ``torch.ops._C_ascend.swap_blocks_batch(sources, destinations, sizes, direction)`` takes three int64
-tensors in host memory, one entry per copy, all copies of one direction, and enqueues them on the
-current stream of the current NPU (vLLM-Ascend ``csrc/torch_binding.cpp``). It keeps no reference to
-the tensors and checks neither contiguity nor sizes.
+tensors in host memory with one entry per copy. All copies have one direction. The operator enqueues
+them on the current stream of the current NPU (vLLM-Ascend ``csrc/torch_binding.cpp``). It keeps no
+reference to the tensors, and checks neither contiguity nor sizes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from vllm_ascend_kvext.transfer.schema import Direction
 _HOST_TO_DEVICE = 0
 _DEVICE_TO_HOST = 1
 
-# Pointer arrays that the device may still read. Of the process: a backend may be dropped earlier.
+# Pointer arrays that the device may still read. They belong to the process, because a backend may
+# be dropped earlier.
 IN_FLIGHT = InFlight()
 
 
 class AscendDmaBackend:
     """Copies between pools on one NPU and a pinned host buffer, with the DMA engines.
 
-    Asynchronous: bytes have arrived once the stream that was current has passed. The caller keeps
-    pools and host buffer alive until then.
+    The copies are asynchronous. The bytes have arrived once the stream that was current has done
+    its work. Until then the caller keeps pools and host buffer alive.
     """
 
     name = "ascend-dma"
@@ -60,7 +61,7 @@ class AscendDmaBackend:
                     f"{device}: {error}. Treat the destination as not written."
                 ) from error
             finally:
-                # Also after a failure: some copies may have been enqueued.
+                # This is needed after an error, too: some copies may have been enqueued.
                 IN_FLIGHT.hold(tensors)
 
 

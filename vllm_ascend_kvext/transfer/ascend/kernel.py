@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The AscendC backend: one kernel launch per transfer, for many small scattered runs.
 
-The vector cores read and write the host buffer themselves, so it must be mapped for the device
-first (`map_host`), or be device memory.
+The vector cores read and write the host buffer themselves. So the buffer must be device memory, or
+`map_host` must have mapped it for the device.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def upload(table: Table, device: torch.device) -> torch.Tensor:
-    """Copies a table to the device on its current stream, without waiting for it.
+    """Copy a table to the device on its current stream, without waiting for the copy.
 
-    The caching allocators of torch_npu know the stream: neither the pinned copy nor the result is
-    handed out again before the stream has passed.
+    The caching allocators of torch_npu know the stream. They reuse neither the pinned copy nor the
+    result before the stream has done its work.
     """
     import torch
 
@@ -36,8 +36,8 @@ def upload(table: Table, device: torch.device) -> torch.Tensor:
 class AscendKernelBackend:
     """Copies between pools on one NPU and a host buffer that is mapped for it.
 
-    Asynchronous: bytes have arrived once the stream that was current has passed. The caller keeps
-    pools and host buffer alive until then.
+    The copies are asynchronous. The bytes have arrived once the stream that was current has done
+    its work. Until then the caller keeps pools and host buffer alive.
     """
 
     name = "ascend-kernel"
@@ -47,24 +47,24 @@ class AscendKernelBackend:
         launcher: KernelLauncher | None = None,
         upload: Callable[[Table, torch.device], torch.Tensor] = upload,
     ) -> None:
-        """Raises BackendError where the package was built without the kernel."""
+        """Raise `BackendError` if the package was built without the kernel."""
         self._launcher = launcher or installed_launcher()
         self._upload = upload
 
     def map_host(self, host: torch.Tensor) -> None:
-        """See `KernelLauncher.map_host`. Takes long: meant for one arena at start-up.
+        """Map a buffer, see `KernelLauncher.map_host`. Transfers may use any part of it.
 
-        Transfers may use any part of it.
+        The call takes long. It is meant for one buffer at start-up.
         """
         num_bytes = host.numel() * host.element_size()
         self._launcher.map_host(host.data_ptr(), num_bytes, owner=host)
 
     def unmap_host(self, host: torch.Tensor) -> None:
-        """End `map_host`. The caller has waited for every transfer that uses the buffer."""
+        """Undo `map_host`. The caller has waited for every transfer that uses the buffer."""
         self._launcher.unmap_host(host.data_ptr())
 
     def can_reach(self, transfer: Transfer) -> bool:
-        """Whether the transfer's host buffer is mapped, or device memory."""
+        """Whether the transfer's host buffer is mapped or is device memory."""
         return self._host_address(transfer) is not None
 
     def run(self, transfer: Transfer) -> None:
@@ -89,13 +89,14 @@ class AscendKernelBackend:
             )
             num_cores = min(num_cores, int(table[HeaderColumn.NUM_UNITS]))
             device_table = self._upload(table, device)
-            # torch_npu submits its operators from a thread of its own. Asking a stream for its
-            # handle waits for that thread: here the upload is ahead of the launch.
+            # torch_npu submits its operators from a thread of its own. The handle of a stream is
+            # returned only when that thread has submitted all of them. So the upload is submitted
+            # before the launch.
             stream = npu().current_stream().npu_stream
             self._launcher.launch(device_table, num_cores, stream)
 
     def _host_address(self, transfer: Transfer) -> int | None:
-        """The device's address of the host buffer; None where it cannot reach it."""
+        """The device's address of the host buffer; None if the device cannot reach it."""
         if transfer.host_tensor.device.type == "npu":
             return transfer.host_address
         return self._launcher.device_address(transfer.host_address, transfer.host_bytes)

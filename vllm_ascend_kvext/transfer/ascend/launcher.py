@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher library of the AscendC kernel, through ctypes.
+"""Calls the launcher library of the AscendC kernel through ctypes.
 
-Built with ``-DKVEXT_ASCEND=ON`` (``csrc/ascend``). Knows addresses, streams and error codes; what a
-table means is `work_table`'s.
+The library is built with ``-DKVEXT_ASCEND=ON`` (``csrc/ascend``). This module knows addresses,
+streams and error codes. What a table means is defined in `work_table`.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ class KernelLauncher:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        # By first address: size, address on the device, owner.
+        # By the first address of a mapping: its size, its address on the device, and its owner.
         self._mapped: dict[int, tuple[int, int, object]] = {}
         library.kvext_ascend_limits.restype = None
         self.limits = KernelLimits()
         library.kvext_ascend_limits(ctypes.byref(self.limits))
 
     def num_cores(self) -> int:
-        """Vector cores of the current device."""
+        """The number of vector cores of the current device."""
         count = ctypes.c_int64()
         self._check("kvext_ascend_num_cores", ctypes.byref(count))
         return count.value
 
     def map_host(self, address: int, num_bytes: int, owner: object) -> None:
-        """Let the current device reach host memory, for the process, until `unmap_host`.
+        """Let the current device access host memory until `unmap_host`, in the whole process.
 
-        The owner is kept alive so long. Otherwise the memory could be freed, and other memory that
-        is not mapped be allocated at its address.
+        The launcher keeps the owner alive until then. Otherwise the memory could be freed, and
+        memory that is not mapped could be allocated at the same address.
 
         Raises:
-            BackendError: Some of it is mapped already.
+            BackendError: A part of the memory is mapped already.
         """
         for first, (mapped_bytes, _, _) in self._mapped.items():
             if first < address + num_bytes and address < first + mapped_bytes:
@@ -66,7 +66,7 @@ class KernelLauncher:
         self._mapped[address] = num_bytes, mapped.value or 0, owner
 
     def unmap_host(self, address: int) -> None:
-        """End the mapping that begins there; raises `BackendError` if none does."""
+        """End the mapping that begins at an address; raises `BackendError` if none begins there."""
         if self._mapped.pop(address, None) is None:
             raise BackendError(
                 f"ascend-kernel: unmap_host: expected the first address of mapped memory, found "
@@ -75,7 +75,7 @@ class KernelLauncher:
         self._check("kvext_ascend_unmap_host", ctypes.c_void_p(address))
 
     def device_address(self, address: int, num_bytes: int) -> int | None:
-        """The device's address of host memory; None where it is not inside a mapping."""
+        """The device's address of host memory; None if the memory is not inside one mapping."""
         for first, (mapped_bytes, device_address, _) in self._mapped.items():
             offset = address - first
             if offset >= 0 and offset + num_bytes <= mapped_bytes:
@@ -83,7 +83,7 @@ class KernelLauncher:
         return None
 
     def launch(self, table: torch.Tensor, num_cores: int, stream: int) -> None:
-        """Enqueues the kernel; ``table`` is on the device and outlives the stream's work."""
+        """Enqueue the kernel. ``table`` is on the device, and outlives the stream's work."""
         self._check(
             "kvext_ascend_page_transfer",
             ctypes.c_uint32(num_cores),
@@ -103,8 +103,12 @@ class KernelLauncher:
 
 @functools.cache
 def installed_launcher() -> KernelLauncher:
-    """The launcher built with this package; `BackendError` if there is none or it does not load."""
-    # Several folders where the package is imported from a checkout: see the package's __init__.
+    """The launcher library of this package.
+
+    Raises:
+        BackendError: There is no library, or it does not load.
+    """
+    # A package that is imported from a checkout has several folders, see its __init__.
     folders = [Path(folder) for folder in vllm_ascend_kvext.__path__]
     for folder in folders:
         path = folder / LIBRARY_NAME

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transfer as the AscendC kernel reads it: one table that a core can walk without searching.
+"""Builds the table that the AscendC kernel reads. A core can walk it without a search.
 
 The columns are those of ``csrc/ascend/work_table.h``: header, tasks (planes that have runs), runs.
-Each task's work is cut into units of about equal size, numbered through all tasks, so that cores
-take every n-th unit and no core needs to know what another does.
+The work of each task is cut into units of about equal size. Units are numbered through all tasks,
+and core ``i`` of ``n`` takes every ``n``-th unit. So no core needs to know what another core does.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from vllm_ascend_kvext.transfer.schema import DTYPE, PlaneColumn, PoolColumn, Ru
 
 
 class KernelLimits(ctypes.Structure):
-    """What the kernel was compiled for, as the launcher library says.
+    """The limits that the kernel was compiled with, as the launcher library reports them.
 
-    A unit moves a tile at most; runs that share one begin at multiples of ``data_block_bytes``.
+    A unit moves at most one tile. Runs that share a unit begin at multiples of
+    ``data_block_bytes``.
     """
 
     _fields_ = (
@@ -56,7 +57,7 @@ def build_work_table(
 ) -> Table:
     """The kernel's table for a valid transfer. shape: [3 + 9 * num_tasks + 4 * num_runs].
 
-    Addresses of pools and host buffer are those that the device sees.
+    Addresses of pools and host buffer are addresses of the device.
     """
     groups, first_runs, num_runs = np.unique(
         transfer.runs[:, RunColumn.GROUP], return_index=True, return_counts=True
@@ -86,10 +87,10 @@ def build_work_table(
 def _cut_into_units(
     tasks: Table, longest_run_bytes: Table, num_cores: int, limits: KernelLimits
 ) -> int:
-    """Fills the columns that say which unit is what; returns the number of units.
+    """Fill the columns that assign work to units, and return the number of units.
 
-    Tasks whose longest run fills a tile get one unit per tile of each run. In the others runs share
-    a unit, as many as fit, but not so many that cores go without.
+    A task whose longest run fills a tile gets one unit per tile of each run. In other tasks several
+    runs share a unit: as many as fit, but not so many that some cores have no unit.
     """
     runs = tasks[:, TaskColumn.NUM_RUNS]
     tiles_per_run = -(-longest_run_bytes // limits.tile_bytes)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stands for torch_npu on a machine without an NPU: tensors on a device ``npu`` in host memory.
 
-See the README beside this folder. As on a device, ``import torch`` imports it: that is what
-``torch_npu.dist-info`` is for. It adds the device to torch, ``torch.npu``, the communication
-backend ``hccl``, the operators of torch_npu and those of vLLM-Ascend's own library.
+See the README beside this folder. As on a device, ``import torch`` imports this package, because
+``torch_npu.dist-info`` says so. The package adds the device to torch, ``torch.npu``, the
+communication backend ``hccl``, the operators of torch_npu and the operators of vLLM-Ascend's own
+library.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ stand_ins.install()
 __version__ = torch.__version__.partition("+")[0]
 float4_e2m1fn_x2 = getattr(torch, "float4_e2m1fn_x2", None)
 float8_e8m0fnu = getattr(torch, "float8_e8m0fnu", None)
-hifloat8 = None  # not of an A2
+hifloat8 = None  # an A2 does not have this type
 
 ACL_FORMAT_ND = 2
 
 
 def get_npu_format(tensor: torch.Tensor) -> int:
-    """Memory formats of the device are not emulated: all tensors are plain."""
+    """The format of a tensor. Memory formats are not emulated: all tensors have the plain one."""
     return ACL_FORMAT_ND
 
 
 _operators = register_operators()
 atb = ModuleType("torch_npu.atb")
 for _name, _function in _operators.items():
-    # "atb.name" is in a namespace of its own.
+    # An operator "atb.name" belongs to the namespace ``atb``.
     setattr(
         atb if _name.startswith("atb.") else sys.modules[__name__],
         _name.rpartition(".")[2],
@@ -60,7 +61,7 @@ emulation.set_seed(int(_seed) if _seed else None)
 
 
 def _autoload() -> None:
-    """All is done when this module has been imported."""
+    """Do nothing: importing this module has done everything."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled part, which lies among the packages of the environment."""
+"""The compiled part. Its library is among the packages of the environment."""
 
 from _emulated_npu import *  # noqa: F403

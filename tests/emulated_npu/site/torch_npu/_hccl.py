@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend ``hccl`` of torch.distributed: gloo, on the memory of the npu tensors.
 
-A collective waits for the current stream and has ended when it returns: a rank whose host does not
-wait could not take part later, because nothing but a waiting host runs what is enqueued. Other
-streams stay as late as they are.
+A collective waits for the current stream, and it has ended when it returns. It cannot be enqueued,
+because only a waiting host runs enqueued work: a rank whose host does not wait would not take part.
+A collective does not wait for other streams.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OTHER_NAMES = {
     "all_gather_single": "_allgather_base",
     "reduce_scatter_single": "_reduce_scatter_base",
 }
-"""What torch 2.13 calls on process groups, and gloo's function."""
+"""Gloo's function for each method that torch 2.13 calls on process groups."""
 
 
 def _on_cpu(value: Any) -> Any:
@@ -47,7 +47,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 class EmulatedHccl(dist.ProcessGroup):
-    """A process group whose collectives are those of a gloo group."""
+    """A process group that runs the collectives of a gloo group."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -89,7 +89,7 @@ for _name, _name_in_gloo in OTHER_NAMES.items():
     _add(_name, _name_in_gloo)
 
 _groups: list[EmulatedHccl] = []
-"""torch keeps no reference to the Python part of a process group."""
+"""Keeps the groups in memory, because torch keeps no reference to their Python part."""
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> EmulatedHccl:
@@ -99,6 +99,6 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Emul
 
 
 def install() -> None:
-    """Lets torch know the backend."""
+    """Register the backend in torch."""
     dist.Backend.register_backend("hccl", _create, devices=["npu"])
     dist.is_hccl_available = lambda: True  # type: ignore[attr-defined]

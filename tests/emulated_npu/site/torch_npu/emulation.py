@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a test steers: when work runs."""
+"""Functions with which a test decides when work runs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch_npu import _emulator
 
 
 def set_seed(seed: int | None) -> None:
-    """From now on work is late, in an order that this seed chooses; or at once, if it is None.
+    """Have work run late from now on, in an order that a seed chooses; None has it run at once.
 
-    Work in flight is waited for. The same seed gives the same order again where the host makes the
-    same calls in the same order, with as many streams made before.
+    This function waits for work in flight. The same seed gives the same order if the host makes
+    the same calls in the same order, and has made as many streams before.
     """
     _emulator.set_seed(seed)
 
 
 def num_in_flight() -> int:
-    """Work that has been enqueued and has not run, waits and records of events included."""
+    """Number of enqueued operations that have not run, including waits and records of events."""
     return _emulator.num_in_flight()

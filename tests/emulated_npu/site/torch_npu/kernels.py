@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an operator gets from a Python function to ``torch_npu`` or ``torch.ops._C_ascend``.
+"""Registers Python functions as operators of ``torch_npu`` and ``torch.ops._C_ascend``.
 
-The function, its *body*, is plain torch and knows no device: it is tested on CPU tensors. There are
-two ways to give it to the device, each a decorator that leaves the body as it is:
+The function is called the *body* of the operator. It is plain torch code without a device, and
+tests call it with CPU tensors. Two decorators give it to the device and leave the body unchanged:
 
-- As an **operator** it is called with the tensors of the device, and made of operators of torch,
-  each of which is put in the stream's queue by itself. It must not read values (``item()``, masks
-  as indices): that would have the host wait, which the device's operator does not do.
-- As a **kernel** it runs as one when the stream comes to it, with CPU tensors of the same memory.
-  So it may read values. Its results need sizes before: a second function gives ``(shape, dtype)``
-  of each, or an empty list if all it does is to write to its arguments.
+- As an **operator** the body is called with the tensors of the device. It consists of operators of
+  torch, and each of them is put in the stream's queue separately. The body must not read values
+  (``item()``, masks as indices), because the host would wait then. The device's operator does not
+  wait.
+- As a **kernel** the body runs as a whole when the stream reaches it. It gets CPU tensors of the
+  same memory, so it may read values. The sizes of its results must be known before. A second
+  function returns ``(shape, dtype)`` of each result, or an empty list if the body only writes to
+  its arguments.
 
-Names are those of ``torch_npu``. Behind ``_C_ascend.`` stands one of vLLM-Ascend's own library, or
-its schema where the body's signature does not say it.
+A name is one of ``torch_npu``. With the prefix ``_C_ascend.`` it is one of vLLM-Ascend's own
+library, or the operator's schema if the body's signature does not determine it.
 """
 
 from __future__ import annotations
@@ -31,19 +33,19 @@ from torch_npu import _emulator
 
 Body = Callable[..., Any]
 Outputs = Callable[[SimpleNamespace], Sequence[tuple[Sequence[int], torch.dtype]]]
-"""Gets the arguments of the call, by name."""
+"""Returns shapes and types of the results. Its parameter has the arguments of the call, by name."""
 Returned = Callable[[list[torch.Tensor], SimpleNamespace], Any]
-"""Gets the list of outputs, and the arguments of the call; gives what the caller is to have."""
+"""Returns the caller's value. Its parameters are the outputs and the arguments of the call."""
 
 _library = torch.library.Library("_C_ascend", "FRAGMENT")
 _of_torch_npu: dict[str, Body] = {}
 
 
 def operator(name: str, key: str = "PrivateUse1") -> Callable[[Body], Body]:
-    """Register a body that is made of operators of torch.
+    """Register a body that consists of operators of torch.
 
     Args:
-        key: For which tensors, of torch's dispatch keys.
+        key: The dispatch key of torch; it says for which tensors the body is called.
     """
 
     def register(body: Body) -> Body:
@@ -54,7 +56,7 @@ def operator(name: str, key: str = "PrivateUse1") -> Callable[[Body], Body]:
 
 
 def kernel_operator(name: str, *how: Any) -> Callable[[Body], Body]:
-    """Register a body as a kernel; ``how`` is what `kernel` takes besides."""
+    """Register a body as a kernel. ``how`` has further arguments of `kernel`."""
 
     def register(body: Body) -> Body:
         _register(name, body, kernel(name.partition("(")[0], body, *how))
@@ -70,24 +72,24 @@ def _register(name: str, body: Body, call: Body, key: str = "PrivateUse1") -> No
         return
     name, has_schema, _ = schema.partition("(")
     if any(one.kind is one.VAR_KEYWORD for one in inspect.signature(body).parameters.values()):
-        setattr(torch.ops._C_ascend, name, call)  # no schema says it
+        setattr(torch.ops._C_ascend, name, call)  # a schema cannot express ``**``
         return
-    # Who calls it does not look at what it writes to.
+    # Callers do not look at the schema's list of arguments that the operator writes to.
     _library.define(schema if has_schema else name + infer_schema(body, mutates_args=()))
     _library.impl(name, call, key)
 
 
 def register_operators() -> dict[str, Body]:
-    """Define the operators of vLLM-Ascend's library; return those of ``torch_npu``, by name."""
+    """Define vLLM-Ascend's operators, and return the operators of ``torch_npu`` by name."""
     for module in pkgutil.iter_modules(importlib.import_module("torch_npu.operators").__path__):
         importlib.import_module(f"torch_npu.operators.{module.name}")
     return _of_torch_npu
 
 
 def require(operator: str, is_met: bool, requirement: str) -> None:
-    """Refuse what the operator's documentation forbids, or the emulation does not have.
+    """Raise if a call is one that the operator's documentation forbids or that is not emulated.
 
-    An argument that an operator does not know at all is refused by Python.
+    Python itself refuses an argument that the operator does not have.
     """
     if not is_met:
         raise RuntimeError(f"{operator}: {requirement}")
@@ -98,7 +100,7 @@ def nothing(call: SimpleNamespace) -> list[tuple[Sequence[int], torch.dtype]]:
 
 
 def like(name: str) -> Outputs:
-    """One output, of the shape and type of an argument."""
+    """The outputs of a kernel with one result, which has shape and type of an argument."""
     return lambda call: [(getattr(call, name).shape, getattr(call, name).dtype)]
 
 
@@ -109,18 +111,18 @@ def kernel(
     returned: Returned | None = None,
     on_host: Sequence[str] = (),
 ) -> Body:
-    """A body that runs as one when its stream comes to it, in whatever thread waits.
+    """Make a function that enqueues the body as a whole.
 
-    So it depends on nothing but its arguments: values, lists and tensors of the host are those of
-    the call.
+    The body runs when its stream reaches it, in the thread that waits at that time. So it depends
+    only on its arguments. Values, lists and tensors of the host are those of the time of the call.
 
     Args:
-        name: As errors name it.
+        name: The operator's name in errors.
         body: Takes CPU tensors that have the memory of the call's tensors.
-        outputs: Shape and type of what the body returns, if anything.
-        returned: What the caller gets, if that is something else than the outputs.
-        on_host: Parameters that may be tensors of the host. Others are refused, as the device does,
-            unless they are numbers.
+        outputs: Shapes and types of the results of the body, if it has any.
+        returned: Makes the caller's value, if that differs from the outputs.
+        on_host: Parameters that may be tensors of the host. Tensors of the host in other
+            parameters are refused unless they are numbers, as the device does.
     """
     signature = inspect.signature(body)
 
@@ -129,13 +131,13 @@ def kernel(
         given.apply_defaults()
         call = SimpleNamespace(**given.arguments)
         made = [_emulator.new_tensor(tuple(shape), dtype) for shape, dtype in outputs(call)]
-        # The device keeps memory, not tensors: the work must not either.
+        # Enqueued work must keep the memory and not the tensors, as on the device.
         targets = [_emulator.alias(tensor) for tensor in made]
         for key, value in given.arguments.items():
             given.arguments[key] = _input(name, value, key in on_host)
 
         def run() -> None:
-            # Modes of the thread that happens to wait, such as a default device, do not count.
+            # Modes of the waiting thread, such as a default device, must have no effect.
             with torch._C.DisableTorchFunction():
                 results = body(*given.args, **given.kwargs)
                 if targets:
@@ -150,7 +152,7 @@ def kernel(
 
 
 def _input(name: str, value: Any, is_on_host: bool) -> Any:
-    """What the body gets for an argument."""
+    """The value that the body gets for an argument."""
     if isinstance(value, torch.Tensor):
         if value.device.type == "npu":
             return _emulator.alias(value)
@@ -159,7 +161,7 @@ def _input(name: str, value: Any, is_on_host: bool) -> Any:
         raise RuntimeError(f"{name}: expected tensors on npu, found one on {value.device}")
     if type(value) in (list, tuple):
         return type(value)(_input(name, item, is_on_host) for item in value)
-    if type(value) is dict:  # of ``**``
+    if type(value) is dict:  # the arguments of ``**``
         return {key: _input(name, item, is_on_host) for key, item in value.items()}
     return value
 

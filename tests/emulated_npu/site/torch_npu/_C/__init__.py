@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vllm-ascend takes from torch_npu's own extension module."""
+"""Names that vllm-ascend takes from torch_npu's own extension module."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 
 class _NPUTaskGroupHandle:
-    """Of graphs, which are not emulated."""
+    """State of graphs, which are not emulated."""
 
 
 def _weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:

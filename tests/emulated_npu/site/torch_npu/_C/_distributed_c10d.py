@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of HCCL's process groups, none of which the emulation needs."""
+"""The options of HCCL's process groups. The emulation needs none of them."""
 
 from __future__ import annotations
 

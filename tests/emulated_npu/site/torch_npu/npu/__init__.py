@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch_npu adds to torch as ``torch.npu``."""
+"""The module that torch_npu adds to torch as ``torch.npu``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class NPUGraph:
 
 
 def graph_pool_handle() -> tuple[int, int]:
-    """Of memory that graphs would share."""
+    """The handle of memory that graphs would share. Graphs are not emulated."""
     return (0, 0)
 
 

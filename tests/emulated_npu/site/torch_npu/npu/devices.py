@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices: an A2 (Ascend 910B1), as often as ``EMULATED_NPU_DEVICES`` says."""
+"""The devices: as many A2 (Ascend 910B1) as ``EMULATED_NPU_DEVICES`` says."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch_npu import _emulator
 
 SOC_OF_A2 = 220
 NAME = "Ascend910B1"
-CUBE_CORES, VECTOR_CORES = 24, 48
+CUBE_CORES = 24
+VECTOR_CORES = 48
 MEMORY_BYTES = 8 << 30
-"""Of each device; a tensor that does not fit raises as on a device."""
+"""Memory of each device. A tensor that does not fit raises, as on a device."""
 
 
 def index_of(device: Any) -> int:
-    """The number of a device that is given in any form; None is the current one."""
+    """The number of a device. It can be given in any form; None is the current device."""
     if isinstance(device, int):
         return device
     index = None if device is None else torch.device(device).index
@@ -38,7 +39,7 @@ def set_device(device: Any) -> None:
 
 
 class device:  # noqa: N801 (torch's name)
-    """Makes a device the current one for a while."""
+    """A context in which a device is the current one."""
 
     def __init__(self, device: Any) -> None:
         self._index = index_of(device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of memory: what tensors on npu have, without an allocator's caches."""
+"""Statistics of memory. They count the memory of npu tensors; the allocator has no cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ max_memory_reserved = max_memory_allocated
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Free bytes, and all of them."""
+    """Number of free bytes, and of all bytes."""
     return MEMORY_BYTES - memory_allocated(), MEMORY_BYTES
 
 
@@ -45,19 +45,20 @@ def reset_peak_memory_stats(device: Any = None) -> None:
 
 
 def empty_cache() -> None:
-    """There is no cache."""
+    """Do nothing, because there is no cache."""
 
 
 torch.accelerator.empty_host_cache = empty_cache
-"""torch asks its own allocator of pinned memory, and there is none."""
+"""torch's function asks the allocator of pinned memory, which does not exist here."""
 
 
 class NPUPluggableAllocator:
     """The allocator of vLLM-Ascend's library; see ``stand_ins.compiled_modules``.
 
     Args:
-        path: Of the library, which is not loaded.
-        allocate, free: Names of its functions.
+        path: Path of the library, which is not loaded.
+        allocate: Name of its function that allocates.
+        free: Name of its function that frees.
     """
 
     def __init__(self, path: str | None, allocate: str, free: str) -> None:
@@ -65,7 +66,7 @@ class NPUPluggableAllocator:
 
 
 class MemPool:
-    """Memory that is not given back when its tensors are gone."""
+    """A pool. Its memory is not freed with its tensors."""
 
     def __init__(self, allocator: NPUPluggableAllocator | None = None) -> None:
         if allocator is None:
@@ -74,7 +75,7 @@ class MemPool:
 
 @contextmanager
 def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
-    """What is allocated in here belongs to a pool, and can be unmapped."""
+    """A context in which allocated memory belongs to a pool, so that it can be unmapped."""
     from torch_npu.stand_ins import compiled_modules
 
     _emulator.begin_pool(compiled_modules.note_allocated)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams and events. They are torch's own, with the C++ part behind them."""
+"""Streams and events. They are torch's classes, on top of the C++ part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT_STREAM = 0
 
 
 class Stream(torch.Stream):
-    """A queue of work: in its own order, and in none with other streams."""
+    """A queue of work. It runs in order; two streams have no order between them."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **known: Any) -> Stream:
         if "stream_id" in known:
@@ -64,7 +64,7 @@ class Event(torch.Event):
         super().wait(current_stream() if stream is None else stream)
 
     def elapsed_time(self, later: torch.Event) -> float:
-        """Milliseconds. torch's own takes no subclass."""
+        """Milliseconds until a later event. torch's own method takes no subclass."""
         return _emulator.elapsed_ms(self.event_id, later.event_id)
 
 
@@ -76,7 +76,7 @@ def _known_stream(stream_id: int, index: int) -> Stream:
 
 
 def current_stream(device: Any = None) -> Stream:
-    """Of this thread."""
+    """The current stream of this thread."""
     index = index_of(device)
     return _known_stream(_emulator.current_stream(index), index)
 
@@ -91,7 +91,7 @@ def set_stream(stream: torch.Stream) -> None:
 
 @contextlib.contextmanager
 def stream(stream: torch.Stream | None) -> Iterator[None]:
-    """Makes a stream the current one of its device for a while."""
+    """A context in which a stream is the current one of its device."""
     if stream is None:
         yield
         return
@@ -104,5 +104,5 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
 
 
 def synchronize(device: Any = None) -> None:
-    """Waits for all streams."""
+    """Wait for all streams."""
     _emulator.synchronize_all()

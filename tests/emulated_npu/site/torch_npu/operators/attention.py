@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused attention over sequences of different lengths, with or without a paged cache.
 
-Layouts name the dimensions of the query, and behind a ``_`` those of the output: T tokens of all
-sequences, B sequences, S tokens of one sequence, N heads, D numbers of a head.
+A layout names the dimensions of the query and, after a ``_``, the dimensions of the output: T
+tokens of all sequences, B sequences, S tokens of one sequence, N heads, D numbers of a head.
 
 What pre_tokens counts
 ----------------------
@@ -14,10 +14,11 @@ vllm-ascend 0.23.0 passes the size of vLLM's window, which includes the query's 
 (``attention_v1.py``, lines 1290 and 1331). Read literally, its windows are one key wider than
 vLLM's, and that key can lie in a block that vLLM has given away.
 
-No hardware was asked. Here the number is taken as vLLM's window.
+Nothing was tried on hardware. The emulation takes the number as vLLM's window.
 
 The documentation also says that the mask has no effect if each sequence has one query. Taken
-literally, a decode step of vllm-ascend would have no window. Here the mask holds for every query.
+literally, a decode step of vllm-ascend would have no window. The emulation applies the mask to
+every query.
 """
 
 from __future__ import annotations
@@ -33,24 +34,27 @@ from torch_npu.kernels import kernel_operator, operator, require
 from torch_npu.operators.paged_cache import read_pages
 
 UNLIMITED = 2147483647
-NO_MASK, CAUSAL, BAND = 0, 3, 4  # the values of sparse_mode that vllm-ascend uses
-MASK_SIDE = 2048  # of the mask that modes 3 and 4 take
+# Values of ``sparse_mode`` that vllm-ascend uses.
+NO_MASK = 0
+CAUSAL = 3
+BAND = 4
+MASK_SIDE = 2048  # rows and columns of the mask that modes 3 and 4 take
 LAYOUTS = ("TND", "TND_NTD", "BNSD_NBSD")
-LATENT_SIZES = (128, 512)  # of a head whose rotary part comes as a tensor of its own
+LATENT_SIZES = (128, 512)  # sizes of a head whose rotary part is a separate tensor
 
 Lengths = Sequence[int] | Tensor
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees: all, those before it, or a band of those."""
+    """The keys that a query sees: all keys, the keys before it, or a band of them."""
 
     sparse_mode: int
     pre_tokens: int
     next_tokens: int
 
     def hidden(self, num_queries: int, num_keys: int) -> Tensor | None:
-        """True where a key is not seen: bool, shape ``[num_queries, num_keys]``.
+        """True for keys that a query does not see: bool, shape ``[num_queries, num_keys]``.
 
         The last query is at the place of the last key.
         """
@@ -64,7 +68,7 @@ class Mask(NamedTuple):
 
 
 def attention_outputs(call: SimpleNamespace) -> Shapes:
-    """Shapes and types of what both versions return."""
+    """Shapes and types of the results of both versions."""
     given = dict(vars(call))
     given |= {NAMES_OF_V2.get(key, key): value for key, value in given.pop("options", {}).items()}
     num_kv_heads = given.get("num_key_value_heads") or given.get("num_query_heads") or 1
@@ -102,7 +106,7 @@ def npu_fused_infer_attention_score(
     antiquant_mode: int = 0,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """As ``npu_fused_infer_attention_score_v2``, with other names, and without sinks."""
+    """The same as ``npu_fused_infer_attention_score_v2`` with other names and without sinks."""
     name = "npu_fused_infer_attention_score"
     refused = (antiquant_scale, antiquant_mode, options.get("learnable_sink"))
     require(name, refused == (None, 0, None), "antiquant and learnable_sink are not emulated")
@@ -110,7 +114,7 @@ def npu_fused_infer_attention_score(
     return npu_fused_infer_attention_score_v2(query, key, value, name=name, **options)
 
 
-# vllm-ascend gives the lengths of a decode step with sinks as a tensor of the host.
+# For a decode step with sinks, vllm-ascend passes the lengths as a tensor of the host.
 @kernel_operator("npu_fused_infer_attention_score_v2", attention_outputs, None, ["actual_seq_qlen"])
 def npu_fused_infer_attention_score_v2(
     query: Tensor,
@@ -141,20 +145,21 @@ def npu_fused_infer_attention_score_v2(
         query: ``[T, N, D]`` (TND) or ``[B, N, S, D]`` (BNSD).
         key: without pages ``[T, kv heads, D]``; with pages ``[blocks, block_size, kv heads * D]``
             or ``[blocks, kv heads, block_size, D]``. ``value`` alike; its D can differ.
-        query_rope: further 64 numbers of each head, as ``query``, to multiply with ``key_rope``.
+        query_rope: 64 more numbers of each head, multiplied with ``key_rope``; form of ``query``.
         atten_mask: bool or int8, ``[2048, 2048]``, ones above the diagonal. Sparse modes 3 and 4
-            need it. Its values are not read: no other are allowed.
-        actual_seq_qlen: TND: where each sequence ends in ``query``.
-        actual_seq_kvlen: the length of each sequence, without pages where it ends in ``key``.
+            need it. Its values are not read, because no other values are allowed.
+        actual_seq_qlen: for TND, the end of each sequence in ``query``.
+        actual_seq_kvlen: the length of each sequence; without pages its end in ``key``.
         block_table: int32, ``[sequences, max_blocks]``.
         sparse_mode: 0 no mask, 3 causal, 4 band.
-        learnable_sink: ``[N]``: the score of one further key of each head, whose value is zero.
-        name: of the operator, for errors.
+        learnable_sink: ``[N]``, the score of one more key of each head. The value of this key is
+            zero.
+        name: the operator's name in errors.
 
     Returns:
-        The output, and the logarithm of each query's sum of exponentials in float32: ``[T, N, 1]``
-        (TND) or ``[B, N, S, 1]``; without ``return_softmax_lse`` a zero. A query without keys gets
-        zeros, and minus infinity.
+        The output, and the logarithm of each query's sum of exponentials in float32. The logarithms
+        have shape ``[T, N, 1]`` (TND) or ``[B, N, S, 1]``; without ``return_softmax_lse`` they are
+        one zero. A query without keys gets zeros and minus infinity.
     """
     mask = Mask(sparse_mode, pre_tokens, next_tokens)
     _check(name, mask, atten_mask, query, query_rope, block_table, block_size)
@@ -164,7 +169,7 @@ def npu_fused_infer_attention_score_v2(
     require(name, learnable_sink is None or not is_batch, "learnable_sink needs TND")
     require(name, not is_batch or block_table is not None, f"{input_layout} without block_table")
     if is_batch:
-        # One sequence after the other, as TND has them.
+        # TND has one sequence after the other.
         batch, _, num_queries = query.shape[:3]
         actual_seq_qlen = range(num_queries, (batch + 1) * num_queries, num_queries)
         query = query.transpose(1, 2).flatten(0, 1)
@@ -174,13 +179,15 @@ def npu_fused_infer_attention_score_v2(
     value_size = _value_size(value, num_kv_heads, block_table)
     output = torch.zeros(len(query), num_query_heads, value_size)
     lse = torch.full((len(query), num_query_heads), float("-inf"))
-    first = first_key = 0
+    first = 0
+    first_key = 0
     for row, (end, length) in enumerate(zip(actual_seq_qlen, actual_seq_kvlen, strict=True)):
         num_keys = int(length) - first_key
         if end > first and num_keys > 0:
             pages = None if block_table is None else block_table[row]
             where = (num_kv_heads, pages, first_key, num_keys)
-            queries, keys = query[first:end], _rows(key, *where)
+            queries = query[first:end]
+            keys = _rows(key, *where)
             if query_rope is not None and key_rope is not None:
                 queries = torch.cat((queries, query_rope[first:end]), dim=-1)
                 keys = torch.cat((keys, _rows(key_rope, *where)), dim=-1)
@@ -189,10 +196,12 @@ def npu_fused_infer_attention_score_v2(
             )
         first = int(end)
         first_key += num_keys if block_table is None else 0
-    output, lse = output.to(query.dtype), lse.unsqueeze(-1)
+    output = output.to(query.dtype)
+    lse = lse.unsqueeze(-1)
     if is_batch:
         output, lse = (one.unflatten(0, (batch, num_queries)) for one in (output, lse))
-        output, lse = output.permute(2, 0, 1, 3).contiguous(), lse.transpose(1, 2).contiguous()
+        output = output.permute(2, 0, 1, 3).contiguous()
+        lse = lse.transpose(1, 2).contiguous()
     elif input_layout == "TND_NTD":
         output = output.transpose(0, 1).contiguous()
     return output, lse if return_softmax_lse else torch.zeros(1)
@@ -207,7 +216,7 @@ def _check(
     block_table: Tensor | None,
     block_size: int,
 ) -> None:
-    """Refuses what the documentation forbids, as far as vllm-ascend's calls can come near to it."""
+    """Raise if the documentation forbids a call; checks only what vllm-ascend could pass."""
     require(name, mask.sparse_mode in (NO_MASK, CAUSAL, BAND), f"sparse_mode {mask.sparse_mode}")
     if mask.sparse_mode == NO_MASK:
         require(name, atten_mask is None, "atten_mask with sparse_mode 0")
@@ -230,15 +239,15 @@ def attend(
     scale: float,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one sequence; its last query is at the place of its last key.
+    """Attention of one sequence. The last query is at the place of the last key.
 
     Args:
-        query: ``[queries, heads, D]``; ``key`` and ``value``: ``[keys, kv heads, D]``. Neighbouring
-            heads share a kv head.
+        query: ``[queries, heads, D]``. ``key`` and ``value`` are ``[keys, kv heads, D]``.
+            Neighbouring heads share a kv head.
 
     Returns:
-        float32, ``[queries, heads, D of value]``, and ``[queries, heads]``, the logarithms of the
-        sums.
+        The output in float32, ``[queries, heads, D of value]``, and the logarithms of the sums,
+        ``[queries, heads]``.
     """
     num_sharing = query.shape[1] // key.shape[1]
     key, value = (one.float().repeat_interleave(num_sharing, dim=1) for one in (key, value))
@@ -247,7 +256,7 @@ def attend(
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
     lse = scores.logsumexp(-1)
-    # A sink takes part in the sum, and in nothing else.
+    # A sink adds to the sum only.
     total = lse if sinks is None else torch.logaddexp(lse, sinks.float().unsqueeze(1))
     weights = torch.exp(scores - total.unsqueeze(-1))
     return torch.einsum("hqk,khd->qhd", weights, value), total.t()
@@ -256,7 +265,7 @@ def attend(
 def _rows(
     cache: Tensor, num_kv_heads: int, pages: Tensor | None, first: int, num_keys: int
 ) -> Tensor:
-    """``[keys, kv heads, D]`` of one sequence, from any form of keys or values."""
+    """The keys or values of one sequence, ``[keys, kv heads, D]``, from any of their forms."""
     if pages is None:
         return cache[first : first + num_keys]
     is_flat = cache.dim() == 3
@@ -266,5 +275,5 @@ def _rows(
 
 @operator("npu_fusion_attention")
 def npu_fusion_attention(*args: object, **kwargs: object) -> None:
-    """Exists because transformers imports it; vllm-ascend uses it for encoders alone."""
+    """Exists because transformers imports it. vllm-ascend calls it only for encoders."""
     raise NotImplementedError("npu_fusion_attention is not emulated")

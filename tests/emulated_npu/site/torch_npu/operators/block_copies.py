@@ -13,25 +13,25 @@ from torch_npu.kernels import operator
 TO_DEVICE = 0
 
 counts: Counter[str] = Counter()
-"""Calls so far, for tests."""
+"""Number of calls so far, for tests."""
 is_skipping_loads = False
-"""Whether copies to the device copy nothing: with it, comparisons have to fail."""
+"""Whether copies to the device copy nothing. Comparisons of answers must fail then."""
 
 
 @operator("_C_ascend.swap_blocks_batch", "CPU")
 def swap_blocks_batch(
     src_ptrs: torch.Tensor, dst_ptrs: torch.Tensor, sizes: torch.Tensor, direction: int
 ) -> None:
-    """Enqueue copies on the current stream. All arguments are read when the stream comes to them.
+    """Enqueue copies on the current stream. Arguments are read when the stream reaches the copies.
 
     Args:
         src_ptrs: addresses, int64 on the CPU, shape ``[copies]``.
         dst_ptrs: addresses, as ``src_ptrs``.
         sizes: bytes, as ``src_ptrs``.
-        direction: 0 to the device, 1 from it, 2 within it.
+        direction: 0 to the device, 1 from the device, 2 within the device.
 
     Raises:
-        RuntimeError: As vLLM-Ascend's operator (``csrc/torch_binding.cpp``) refuses it.
+        RuntimeError: vLLM-Ascend's operator (``csrc/torch_binding.cpp``) refuses the arguments.
     """
     counts["calls"] += 1
     if direction == TO_DEVICE and is_skipping_loads:

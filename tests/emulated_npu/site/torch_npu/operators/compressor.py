@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressors: every 4 or 128 tokens, a *window*, become one key, which attention reads.
+"""Compressors make one key, which attention reads, of each *window* of 4 or 128 tokens.
 
-What a compressor has to remember of tokens lies in a paged *state*. Its row of a token has the
-token's projection and its score, both in float32.
+A compressor keeps data of tokens in a paged *state*. The row of a token has the token's projection
+and its score, both in float32.
 """
 
 from __future__ import annotations
@@ -48,36 +48,39 @@ def compressor(
     rotary_mode: int,
     cache_mode: int,
 ) -> Tensor:
-    """Stores the states of all tokens, and returns the keys of the windows that they complete.
+    """Stores the states of all tokens, and returns the keys of all windows that are complete now.
 
-    A key is the mean of its window's projections, weighted by the softmax of the scores, element
-    by element; then comes a norm, and rotation. With ``coff`` 2, windows overlap: projections and
-    scores are twice as wide, and a key is made of the first halves of the window before its own,
-    and the second halves of its own. Before the first window there is nothing.
+    A key is the mean of its window's projections, weighted element by element by the softmax of the
+    scores. A norm and a rotation follow. With ``coff`` 2 windows overlap: projections and scores
+    are twice as wide, and a key is made of the first halves of the window before its own window and
+    of the second halves of its own window. The first window has no window before it.
 
     Args:
         x: shape ``[tokens, hidden]``.
-        wkv: of the projection, shape ``[coff * head_size, hidden]``.
-        wgate: of the scores, as ``wkv``.
+        wkv: weight of the projection, shape ``[coff * head_size, hidden]``.
+        wgate: weight of the scores, shape of ``wkv``.
         state_cache: float32, shape ``[blocks, block_size, 2 * coff * head_size]``. States of
             block 0 are not stored.
-        ape: is added to the scores by the place in the window, shape
+        ape: is added to the scores according to the place in the window, shape
             ``[cmp_ratio, coff * head_size]``.
-        rope_sin: by keys, shape ``[rows, rope_head_dim]``.
+        rope_sin: sines by key, shape ``[rows, rope_head_dim]``.
         state_block_table: shape ``[requests, blocks]``.
-        cu_seqlens: first row of each request in ``x``, and the end; shape ``[requests + 1]``.
+        cu_seqlens: first row of each request in ``x``, and the end of the last; shape ``[requests +
+            1]``.
         start_pos: position of each request's first row, shape ``[requests]``.
 
     Returns:
-        Shape ``[rows, head_size]``, keys of one request behind those of another. What lies behind
-        the last one is not written on the device; here it is NaN.
+        The keys, one request after the other, shape ``[rows, head_size]``. The device does not
+        write the rows behind the last key; here they are NaN.
     """
-    head_size, width = norm_weight.shape[0], coff * norm_weight.shape[0]
+    head_size = norm_weight.shape[0]
+    width = coff * norm_weight.shape[0]
     if (rotary_mode, cache_mode, seqused) != (2, 1, None) or coff != (2 if cmp_ratio == 4 else 1):
         raise RuntimeError(f"compressor: {rotary_mode=} {cache_mode=} {seqused=}: not emulated")
     if state_cache.shape[2] != 2 * width or ape.shape != (cmp_ratio, width):
         raise RuntimeError(f"compressor: state {state_cache.shape} or ape {ape.shape} do not fit")
-    kv, scores = x.float() @ wkv.float().T, x.float() @ wgate.float().T
+    kv = x.float() @ wkv.float().T
+    scores = x.float() @ wgate.float().T
     keys = [kv.new_empty(0, head_size)]
     for request, (first, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         start = int(start_pos[request])
@@ -98,7 +101,8 @@ def compressor(
     found = torch.cat(keys)
     found = found * torch.rsqrt(found.square().mean(-1, keepdim=True) + norm_eps)
     found = found * norm_weight.float()
-    cos, sin = rope_cos[: len(found)].float(), rope_sin[: len(found)].float()
+    cos = rope_cos[: len(found)].float()
+    sin = rope_sin[: len(found)].float()
     turned = npu_rotary_mul(found[:, -rope_head_dim:], cos, sin, "interleave")
     found[:, -rope_head_dim:] = turned
     result = torch.full((len(rope_sin), head_size), float("nan"))
@@ -107,11 +111,11 @@ def compressor(
 
 
 def _keys(states: Tensor, head_size: int, *, is_at_first: bool) -> Tensor:
-    """Keys of windows, before the norm; overlapping ones come with the window before the first.
+    """Keys of windows before the norm. Overlapping windows need the window before the first, too.
 
     Args:
         states: shape ``[windows, cmp_ratio, 2, width]``.
-        is_at_first: whether there is no such window.
+        is_at_first: whether there is no window before the first.
     """
     if states.shape[-1] > head_size:
         if is_at_first:
@@ -123,13 +127,14 @@ def _keys(states: Tensor, head_size: int, *, is_at_first: bool) -> Tensor:
 
 
 def _places(block_table: Tensor, block_size: int, first: int, end: int) -> tuple[Tensor, Tensor]:
-    """Blocks of the tokens ``first`` to ``end``, and rows in them."""
+    """The blocks of the tokens ``first`` to ``end``, and the rows in these blocks."""
     tokens = torch.arange(first, end)
     return block_table[tokens // block_size].long(), tokens % block_size
 
 
 def compressor_metadata_outputs(call: SimpleNamespace) -> Shapes:
-    num_rows, cos = call.num_compressed_tokens, call.rope_cos
+    num_rows = call.num_compressed_tokens
+    cos = call.rope_cos
     rope = ((num_rows, 1, 1, cos.shape[1]), cos.dtype)
     return [rope, rope, ((num_rows, 2), torch.int32)]
 
@@ -147,14 +152,14 @@ def compressor_metadata(
     num_compressed_tokens: int,
     num_reqs_actual: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Says of each key that ``compressor`` will return how it is turned, and where it belongs.
+    """Returns rotation and slot of each key that ``compressor`` will return.
 
     Args:
-        rope_cos: by positions, shape ``[positions, width]``.
-        kv_block_table: of the keys, shape ``[requests, blocks]``.
-        num_compressed_tokens: rows to return. Those that no key belongs to turn by nothing, and
-            their slot is one that is left out.
-        num_reqs_actual: requests that are read.
+        rope_cos: cosines by position, shape ``[positions, width]``.
+        kv_block_table: blocks of the keys, shape ``[requests, blocks]``.
+        num_compressed_tokens: number of rows to return. Rows without a key have no rotation, and
+            their slot is one that is skipped.
+        num_reqs_actual: number of requests that are read.
 
     Returns:
         Cosines and sines of the window's first token, ``[rows, 1, 1, width]``, and slots: block
@@ -175,7 +180,8 @@ def compressor_metadata(
         for window in range(start // compress_ratio, stop // compress_ratio)
     )
     for row, (request, window) in enumerate(itertools.islice(keys, num_compressed_tokens)):
-        position, block = window * compress_ratio, window // kv_block_size
+        position = window * compress_ratio
+        block = window // kv_block_size
         if position < len(rope_cos) and block < kv_block_table.shape[1]:
             cos[row], sin[row] = rope_cos[position], rope_sin[position]
             slots[row, 0] = kv_block_table[request, block]
@@ -198,7 +204,7 @@ def compressor_metadata_out(
     compress_sin: Tensor,
     slot_mapping: Tensor,
 ) -> None:
-    """As ``compressor_metadata``, to the last three."""
+    """The same as ``compressor_metadata``, written to the last three parameters."""
     where = (cu_seqlens, start_pos, kv_block_table, kv_block_size, slot_mapping_format)
     sizes = (compress_ratio, len(slot_mapping), num_reqs_actual)
     found = compressor_metadata(rope_cos, rope_sin, *where, *sizes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM-Ascend can print from the device. It starts only where this exists."""
+"""The operator that prints from the device. vLLM-Ascend starts only if it exists."""
 
 from __future__ import annotations
 

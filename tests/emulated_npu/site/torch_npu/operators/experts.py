@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture of experts: the choice of each token's experts, their matrices, and the way there."""
+"""Mixture of experts: choosing experts, sorting tokens by expert, and multiplying matrices."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from torch.nn import functional
 
 from torch_npu.kernels import kernel_operator, operator, require
 
-COUNTS = 1  # of group_list_type, and of expert_tokens_num_type
-SUM_OF_TWO = 1  # of group_select_mode
-SOFTMAX, SIGMOID, ROOT_OF_SOFTPLUS = 0, 1, 2  # of norm_type
+COUNTS = 1  # value of group_list_type and of expert_tokens_num_type
+SUM_OF_TWO = 1  # value of group_select_mode
+# Values of ``norm_type``.
+SOFTMAX = 0
+SIGMOID = 1
+ROOT_OF_SOFTPLUS = 2
 SCORES: dict[int, Callable[[Tensor], Tensor]] = {
     SOFTMAX: lambda x: x.softmax(-1),
     SIGMOID: torch.sigmoid,
@@ -21,8 +24,11 @@ SCORES: dict[int, Callable[[Tensor], Tensor]] = {
 }
 
 Choice = tuple[Tensor, Tensor, Tensor]
-"""Weights in the type of ``x``, experts in int32, both ``[num_tokens, k]`` with the best expert
-first, and the scores of all experts in float32 (on the device undefined without ``out_flag``)."""
+"""Weights in the type of ``x``, experts in int32, and the scores of all experts in float32.
+
+Weights and experts are ``[num_tokens, k]``, with the best expert first. On the device the scores
+are undefined without ``out_flag``.
+"""
 
 
 @operator("_C_ascend.moe_gating_top_k")
@@ -43,9 +49,9 @@ def moe_gating_top_k(
 
     Args:
         x: ``[num_tokens, num_experts]``.
-        group_select_mode: a group is as good as its best two experts (1).
-        renorm: whether the chosen weights are divided by their sum; with sigmoid they always are.
-        bias_opt: ``[num_experts]``, counts for the choice, not for the weight.
+        group_select_mode: 1: the score of a group is the sum of its best two experts.
+        renorm: whether the chosen weights are divided by their sum. With sigmoid they always are.
+        bias_opt: ``[num_experts]``, is added for the choice and not for the weight.
     """
     require("moe_gating_top_k", norm_type in (SOFTMAX, SIGMOID), f"norm_type {norm_type}")
     scores = SCORES[norm_type](x.float())
@@ -87,8 +93,9 @@ def moe_gating_top_k_hash(
     Args:
         bias: is added to the scores for the choice, and only for it; shape ``[experts]``.
         input_ids: shape ``[tokens]``.
-        tid2eid: experts by token id, shape ``[vocabulary, k]``; without it the best are chosen.
-        bias_vl: for tokens of images, which have the ids from ``image_sentinel_lo`` on.
+        tid2eid: experts by token id, shape ``[vocabulary, k]``. Without it the experts with the
+            best scores are chosen.
+        bias_vl: bias for tokens of images. These tokens have ids from ``image_sentinel_lo`` on.
     """
     if norm_type != ROOT_OF_SOFTPLUS or renorm or out_flag or group_count != 1 or k_group != 1:
         raise RuntimeError(
@@ -109,7 +116,7 @@ def moe_gating_top_k_hash(
 
 
 def _weigh(x: Tensor, scores: Tensor, experts: Tensor, scale: float, eps: float | None) -> Choice:
-    """With ``eps`` weights are divided by their sum."""
+    """The weights of chosen experts; with ``eps`` they are divided by their sum."""
     weights = scores.gather(-1, experts)
     if eps is not None:
         weights = weights / (weights.sum(-1, keepdim=True) + eps)
@@ -133,14 +140,14 @@ def npu_moe_init_routing(
     """Copies each token once for each of its experts, sorted by expert.
 
     Args:
-        x: ``[num_tokens, hidden]``; ``expert_idx``: int32, ``[num_tokens, k]``.
-        active_expert_range: of this device: all experts.
-        expert_tokens_num_type: only 1, counts.
+        x: ``[num_tokens, hidden]``. ``expert_idx`` is int32, ``[num_tokens, k]``.
+        active_expert_range: the experts of this device: all experts.
+        expert_tokens_num_type: 1, which stands for counts. Other types are not emulated.
 
     Returns:
-        ``[num_tokens * k, hidden]``; the row of each token and choice in it, int32,
-        ``[num_tokens * k]``; the tokens of each expert, int64; and nothing (scales of a
-        quantization).
+        The sorted tokens, ``[num_tokens * k, hidden]``; the row of each token and choice in them,
+        int32, ``[num_tokens * k]``; the number of tokens of each expert, int64; and an empty tensor
+        in the place of a quantization's scales.
     """
     name = "npu_moe_init_routing"
     require(name, scale is None, "scale is not emulated")
@@ -178,20 +185,21 @@ def npu_grouped_matmul(
     """Multiplies each group of rows with its own matrix.
 
     Args:
-        x: one tensor, ``[rows, k]``, the rows of a group together.
-        weight: one tensor, ``[groups, k, n]``; ``bias`` one tensor, ``[groups, n]``.
-        group_list: int64, ``[groups]``: how many rows each group has (type 1).
+        x: one tensor, ``[rows, k]``. The rows of a group follow each other.
+        weight: one tensor, ``[groups, k, n]``. ``bias`` is one tensor, ``[groups, n]``.
+        group_list: int64, ``[groups]``, the number of rows of each group (type 1).
 
     Returns:
-        One tensor, ``[rows, n]``. Rows behind the last group are undefined; here they are not a
-        number, so that it is seen if they are used.
+        One tensor, ``[rows, n]``. Rows behind the last group are undefined. Here they are NaN, so
+        that tests detect a use of them.
     """
     name = "npu_grouped_matmul"
     is_emulated = group_type == 0 and split_item in (2, 3) and len(x) == len(weight) == 1
     require(name, is_emulated, "only groups of rows in one tensor, and one weight, are emulated")
     if group_list is None or group_list_type != COUNTS:
         raise RuntimeError(f"{name}: group_list has to have counts")
-    rows, matrices = x[0], weight[0]
+    rows = x[0]
+    matrices = weight[0]
     output = torch.full((len(rows), matrices.shape[-1]), float("nan"))
     first = 0
     for group, end in enumerate(group_list.cumsum(0).tolist()):
@@ -205,11 +213,12 @@ def npu_grouped_matmul(
 def npu_moe_token_unpermute(
     permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor | None = None
 ) -> Tensor:
-    """Adds up what the experts made of each token, times the experts' weights.
+    """Adds up the experts' results of each token, multiplied by the experts' weights.
 
     Args:
         permuted_tokens: ``[num_tokens * k, hidden]``, sorted by expert.
-        sorted_indices: int32, ``[num_tokens * k]``, the row of each token and choice in it.
+        sorted_indices: int32, ``[num_tokens * k]``, the row of each token and choice in
+            ``permuted_tokens``.
         probs: ``[num_tokens, k]``; without it k is 1.
     """
     rows = permuted_tokens[sorted_indices.long()]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear attention by the gated delta rule: its convolution, its gates, and its steps of decoding.
+"""Linear attention by the gated delta rule: convolution, gates, and decode steps.
 
-A state is a matrix per head of values. Each token lets it fade, corrects what it says of the
-token's key, and asks it the token's query. Heads of values share the heads of keys in groups.
+A state is one matrix for each value head. Each token scales the state down, corrects the value that
+the state has for the token's key, and reads the state with the token's query. A group of value
+heads shares one key head.
 """
 
 from __future__ import annotations
@@ -28,23 +29,24 @@ def convolve(
     pad_slot_id: int = -1,
     null_block_id: int | None = None,
 ) -> Tensor:
-    """Convolves each channel over a sequence's tokens, behind those that its state remembers.
+    """Convolves each channel over a sequence's tokens, which follow the tokens in its state.
 
     Args:
-        x: shape ``[tokens, channels]``, sequences one behind the other.
-        weight: shape ``[width, channels]``; its last row is for the token itself.
+        x: shape ``[tokens, channels]``, one sequence after the other.
+        weight: shape ``[width, channels]``; the last row belongs to the token itself.
         bias: shape ``[channels]``.
         conv_states: the last ``width - 1`` tokens of each sequence, shape
             ``[blocks, width - 1, channels]``; written.
-        query_start_loc: where each sequence begins, shape ``[sequences + 1]``.
-        cache_indices: block of each sequence, shape ``[sequences]`` or, in the first column,
-            ``[sequences, blocks]``; those with ``pad_slot_id`` or ``null_block_id`` are left out.
-        has_initial_state: whether a sequence goes on from its state, shape ``[sequences]``;
-            without it, all do.
-        activation: "silu" or none.
+        query_start_loc: first token of each sequence, shape ``[sequences + 1]``.
+        cache_indices: block of each sequence, shape ``[sequences]``; or a table of shape
+            ``[sequences, blocks]``, whose first column counts. Sequences with ``pad_slot_id`` or
+            ``null_block_id`` are skipped.
+        has_initial_state: whether a sequence continues from its state, shape ``[sequences]``.
+            Without it, all sequences do.
+        activation: "silu", or None.
 
     Returns:
-        As ``x``; not a number for sequences that are left out.
+        A tensor of the shape of ``x``, with NaN for sequences that are skipped.
     """
     if query_start_loc is None or cache_indices is None:
         raise RuntimeError("convolution: expected starts and blocks of sequences")
@@ -84,7 +86,7 @@ def causal_conv1d_fn(
     query_start_loc: Tensor,
     **options: Any,
 ) -> Tensor:
-    """``convolve`` for prompts, of the library ``fla_npu``."""
+    """``convolve`` for prompts, as the library ``fla_npu`` has it."""
     return _convolution(x, weight, bias, conv_states, query_start_loc, **options)
 
 
@@ -102,7 +104,7 @@ def causal_conv1d_update(
     null_block_id: int,
     out: Tensor,
 ) -> Tensor:
-    """``convolve`` for decoding, of the library ``fla_npu``, to ``out``."""
+    """``convolve`` for decoding, as the library ``fla_npu`` has it; writes to ``out``."""
     if num_accepted_tokens is not None or max_query_len != 1:
         raise NotImplementedError("causal_conv1d_update: drafts are not emulated")
     out.copy_(
@@ -140,11 +142,11 @@ def npu_causal_conv1d_custom(
     pad_slot_id: int,
     run_mode: int,
 ) -> Tensor:
-    """``convolve``, of vLLM-Ascend 0.23.0, to ``output``.
+    """``convolve``, as vLLM-Ascend 0.23.0 has it; writes to ``output``.
 
     Args:
         activation_mode: 1 for SiLU, 0 for none.
-        run_mode: 0 for prompts, 1 for decoding; here both are the same.
+        run_mode: 0 for prompts, 1 for decoding. Here both are the same.
     """
     if num_accepted_tokens_opt is not None:
         raise NotImplementedError("npu_causal_conv1d_custom: drafts are not emulated")
@@ -163,19 +165,19 @@ def npu_fused_gdn_gating(
     beta: float = 1.0,
     threshold: float = 20.0,
 ) -> tuple[Tensor, Tensor]:
-    """How much of a state is left, and how much of a correction is made.
+    """The two gates: the part of a state that is kept, and the part of a correction that is made.
 
     Args:
         A_log: shape ``[heads]``.
         a: shape ``[tokens, heads]``.
         b: as ``a``.
         dt_bias: as ``A_log``.
-        beta: of softplus.
-        threshold: from where softplus is a line.
+        beta: parameter of softplus.
+        threshold: value from which softplus is linear.
 
     Returns:
-        The logarithm of what is left, float32, and the part of the correction, in the type of
-        ``b``; both ``[1, tokens, heads]``.
+        The logarithm of the kept part in float32, and the part of the correction in the type of
+        ``b``. Both are ``[1, tokens, heads]``.
     """
     step = functional.softplus(a.float() + dt_bias.float(), beta, threshold)
     return (-A_log.float().exp() * step).unsqueeze(0), b.float().sigmoid().to(b.dtype).unsqueeze(0)
@@ -184,25 +186,27 @@ def npu_fused_gdn_gating(
 def run_gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """One sequence, token by token, in float32.
+    """Computes one sequence token by token in float32.
 
     Args:
         query: shape ``[tokens, key_heads, key_size]``.
         key: as ``query``.
         value: shape ``[tokens, heads, value_size]``.
-        g: logarithm of what is left of a state, shape ``[tokens, heads]``.
-        beta: part of the correction that is made, as ``g``.
+        g: logarithm of the part of a state that is kept, shape ``[tokens, heads]``.
+        beta: part of the correction that is made, shape of ``g``.
         state: shape ``[heads, value_size, key_size]``.
-        scale: of queries.
+        scale: factor of queries.
 
     Returns:
-        Answers, of the shape of ``value``, and the last state.
+        The output, of the shape of ``value``, and the last state.
     """
     group = value.shape[1] // key.shape[1]
     query = query.float().repeat_interleave(group, 1).unsqueeze(-1) * scale
     key = key.float().repeat_interleave(group, 1).unsqueeze(-1)
-    value, left = value.float().unsqueeze(-1), g.float().exp()[..., None, None]
-    beta, state = beta.float()[..., None, None], state.float()
+    value = value.float().unsqueeze(-1)
+    left = g.float().exp()[..., None, None]
+    beta = beta.float()[..., None, None]
+    state = state.float()
     answers = []
     for token in range(len(value)):
         state = state * left[token]
@@ -227,7 +231,7 @@ def npu_recurrent_gated_delta_rule(
     g: Tensor | None = None,
     gk: Tensor | None = None,
 ) -> Tensor:
-    """Steps of decoding: sequences go on from their states.
+    """Decode steps: sequences continue from their states.
 
     Args:
         query: normed, shape ``[tokens, key_heads, key_size]``.
@@ -235,11 +239,11 @@ def npu_recurrent_gated_delta_rule(
         value: shape ``[tokens, heads, value_size]``.
         state: shape ``[blocks, heads, value_size, key_size]``; written.
         beta: shape ``[tokens, heads]``.
-        scale: of queries; ``key_size ** -0.5`` if None.
-        actual_seq_lengths: the first token of the first sequence, and how many each sequence has,
-            shape ``[1 + sequences]``.
+        scale: factor of queries; ``key_size ** -0.5`` if None.
+        actual_seq_lengths: the first token of the first sequence, and the number of tokens of each
+            sequence, shape ``[1 + sequences]``.
         ssm_state_indices: block of each token, shape ``[tokens]``. A sequence of several tokens
-            would leave a state for each: that is for drafts, and not emulated.
+            would leave one state per token. Drafts need that; it is not emulated.
         g: as ``beta``.
     """
     name = "npu_recurrent_gated_delta_rule"
@@ -255,7 +259,8 @@ def npu_recurrent_gated_delta_rule(
             raise NotImplementedError(f"{name}: {length} tokens of a sequence are not emulated")
         if length == 0:
             continue
-        one, block = slice(first, first + 1), int(ssm_state_indices[first])
+        one = slice(first, first + 1)
+        block = int(ssm_state_indices[first])
         first += 1
         if block < 0:
             continue
@@ -269,4 +274,4 @@ def npu_recurrent_gated_delta_rule(
 recurrent_gated_delta_rule = kernel(
     "recurrent_gated_delta_rule", npu_recurrent_gated_delta_rule, like("value")
 )
-"""Of the library ``fla_npu``."""
+"""Functions of the library ``fla_npu``, by name."""

@@ -2,8 +2,8 @@
 """Hyper connections: a residual of several streams, collapsed before a block and mixed after it.
 
 On the device ``npu_hc_pre_v2`` takes bfloat16, four streams and a hidden size of 4,096 or 7,168.
-The arithmetic depends on none of that: other sizes and types are taken as well, and what the device
-returns in bfloat16 comes in the type of ``x``.
+The arithmetic does not depend on these limits, so other sizes and types are taken as well. Results
+that the device returns in bfloat16 have the type of ``x`` here.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def hc_pre(
     norm_eps: float,
     hc_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Collapses the streams of ``x``, and says how ``hc_post`` mixes them.
+    """Collapses the streams of ``x``, and returns the weights with which ``hc_post`` mixes them.
 
-    One projection of all streams together, divided by their root mean square, gives each token a
-    weight per stream to collapse with, one per stream to write back with, and a matrix that mixes
-    the streams. Rows and columns of the matrix are divided by their sums in turn, until both are
-    nearly one (Sinkhorn-Knopp).
+    One projection of all streams together is divided by their root mean square. It gives each token
+    one weight per stream to collapse with, one weight per stream to write back with, and a matrix
+    that mixes the streams. The rows and the columns of the matrix are divided by their sums in
+    turn, until all sums are nearly one (Sinkhorn-Knopp).
 
     Args:
         x: shape ``[..., streams, hidden]``.
@@ -39,7 +39,8 @@ def hc_pre(
         hc_base: float32, shape ``[(2 + streams) * streams]``.
 
     Returns:
-        Shapes ``[..., hidden]``, and in float32 ``[..., streams]``, ``[..., streams, streams]``.
+        The collapsed streams, ``[..., hidden]``; in float32 the weights to write back with,
+        ``[..., streams]``, and the matrix, ``[..., streams, streams]``.
     """
     if x.shape[-2] != hc_mult or hc_fn.shape[1] != x.shape[-2] * x.shape[-1]:
         raise RuntimeError(f"npu_hc_pre_v2: {hc_mult=}, x {x.shape} and hc_fn {hc_fn.shape}")
@@ -64,7 +65,7 @@ def hc_pre(
 
 @operator("_C_ascend.npu_hc_post")
 def hc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """Writes ``x`` back into every stream, beside the mixed streams of the residual.
+    """Adds ``x`` to every stream of the mixed residual.
 
     Args:
         x: shape ``[..., hidden]``.

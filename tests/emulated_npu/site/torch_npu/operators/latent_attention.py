@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What multi-head latent attention (MLA) needs beside attention itself."""
+"""Operators of multi-head latent attention (MLA), except attention itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_npu.operators.norms import npu_rms_norm
 from torch_npu.operators.paged_cache import write_slots
 from torch_npu.operators.rotary import ROPE_SIZE, npu_interleave_rope
 
-LATENT_SIZE = 512  # the only one of npu_kv_rmsnorm_rope_cache
+LATENT_SIZE = 512  # the only size that npu_kv_rmsnorm_rope_cache takes
 
 
 @kernel_operator(
@@ -37,16 +37,17 @@ def npu_kv_rmsnorm_rope_cache(
     cache_mode: str = "Norm",
     is_output_kv: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Splits ``kv``, norms the latent part, turns the rotary part, and writes both to the cache.
+    """Splits ``kv``, norms the latent part, rotates the rest, and writes both to the cache.
 
     Args:
-        kv: ``[batch, 1, tokens, 512 + 64]``: the latent, then the numbers to turn, interleaved.
-        gamma: ``[512]``; ``cos`` and ``sin``: ``[batch, 1, tokens, 64]``.
-        index: int64, ``[batch * tokens]``: slots; a negative one is left out.
-        k_cache: ``[blocks, block_size, 1, 64]``; ``ckv_cache``: ``[blocks, block_size, 1, 512]``.
+        kv: ``[batch, 1, tokens, 512 + 64]``, the latent and then the numbers to rotate,
+            interleaved.
+        gamma: ``[512]``. ``cos`` and ``sin`` are ``[batch, 1, tokens, 64]``.
+        index: int64, ``[batch * tokens]``, slots. Negative slots are skipped.
+        k_cache: ``[blocks, block_size, 1, 64]``. ``ckv_cache`` is ``[blocks, block_size, 1, 512]``.
 
     Returns:
-        The turned part, and the normed latent, each ``[batch, 1, tokens, size]``. The operator
+        The rotated part and the normed latent, each ``[batch, 1, tokens, size]``. The operator
         returns the two caches before them.
     """
     name = "npu_kv_rmsnorm_rope_cache"
@@ -65,12 +66,12 @@ def npu_kv_rmsnorm_rope_cache(
 def npu_attention_update(
     lse: Sequence[Tensor], local_out: Sequence[Tensor], update_type: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Joins attention over several parts of the keys to attention over all of them.
+    """Combines attention over several parts of the keys to attention over all keys.
 
     Args:
-        lse: for each part, ``[num_rows]`` in float32: logarithms of the sums of exponentials.
-        local_out: for each part, ``[num_rows, head_size]``.
-        update_type: 0 the joined output alone, 1 with its logarithms.
+        lse: for each part, the logarithms of the sums of exponentials, ``[num_rows]`` in float32.
+        local_out: for each part, its output, ``[num_rows, head_size]``.
+        update_type: 0 for the combined output only, 1 for the output and its logarithms.
     """
     parts = torch.stack(list(lse))
     total = parts.logsumexp(0)

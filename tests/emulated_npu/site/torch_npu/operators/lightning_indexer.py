@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The indexer: scores compressed keys with 8-bit integers, and chooses what attention reads."""
+"""The indexer scores compressed keys with 8-bit integers and chooses which attention reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import Tensor
 
 from torch_npu.kernels import kernel_operator
 
-HEADS, HEAD_SIZE = 64, 128
+HEADS = 64
+HEAD_SIZE = 128
 UNLIMITED = (1 << 63) - 1
 
 
@@ -40,23 +41,24 @@ def quant_lightning_indexer(
     cmp_ratio: int = 1,
     return_value: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Chooses for each token the keys with the best scores, of those whose windows have ended.
+    """Chooses for each token the keys with the best scores among keys whose windows have ended.
 
-    A score is the sum over heads of what is positive in query times key, weighted.
+    A score is the weighted sum over heads of the positive part of query times key.
 
     Args:
         query: int8, shape ``[tokens, 64, 128]``.
         key: int8, shape ``[blocks, block_size, 1, 128]``.
         weights: float16, shape ``[tokens, 64]``, as ``query_dequant_scale``.
         key_dequant_scale: float16, shape ``[blocks, block_size, 1]``.
-        actual_seq_lengths_query: end of each request in ``query``, shape ``[requests]``.
-        actual_seq_lengths_key: tokens of each request, compressed or not, shape ``[requests]``.
-        block_table: of the keys, shape ``[requests, blocks]``.
+        actual_seq_lengths_query: the end of each request in ``query``, shape ``[requests]``.
+        actual_seq_lengths_key: number of tokens of each request before compression, shape
+            ``[requests]``.
+        block_table: blocks of the keys, shape ``[requests, blocks]``.
         metadata: a plan for the device's cores.
 
     Returns:
-        int32, shape ``[tokens, 1, sparse_count]``, with -1 where there are no more keys; and
-        nothing.
+        The chosen keys, int32, shape ``[tokens, 1, sparse_count]``, filled up with -1; and an empty
+        tensor.
     """
     form = (layout_query, layout_key, sparse_mode, return_value)
     if form != ("TND", "PA_BSND", 3, False):
@@ -75,9 +77,9 @@ def quant_lightning_indexer(
         if num_keys:
             blocks = block_table[request, : -(-num_keys // key.shape[1])].long()
             keys = key[blocks].flatten(0, 2)[:num_keys].float()
-            # On the device, too, this product is of half precision.
+            # This product has half precision on the device, too.
             factors = weights[first:end] * query_dequant_scale[first:end].view(-1, HEADS)
-            scores = torch.stack(  # one by one: together they would take gigabytes
+            scores = torch.stack(  # row by row, because all rows would take gigabytes
                 [
                     factor @ (heads @ keys.T).relu_()
                     for heads, factor in zip(query[first:end].float(), factors.float(), strict=True)
@@ -119,14 +121,14 @@ def quant_lightning_indexer_v2(
     cmp_ratio: int = 4,
     return_value: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """As ``quant_lightning_indexer``, with other names.
+    """The same as ``quant_lightning_indexer``, with other names.
 
     Args:
-        topk: keys to choose.
-        quant_mode: 2, 8-bit integers.
-        cu_seqlens_q: first row of each request, and the end; shape ``[requests + 1]``.
-        seqused_k: compressed keys of each request, shape ``[requests]``.
-        cmp_residual_k: tokens behind the last window that has ended, as ``seqused_k``.
+        topk: number of keys to choose.
+        quant_mode: 2, which stands for 8-bit integers.
+        cu_seqlens_q: first row of each request, and the end of the last; shape ``[requests + 1]``.
+        seqused_k: number of compressed keys of each request, shape ``[requests]``.
+        cmp_residual_k: number of tokens behind the last complete window, shape of ``seqused_k``.
     """
     form = (layout_q, layout_k, mask_mode, return_value, quant_mode)
     if form != ("TND", "PA_BBND", 3, 0, 2) or seqused_k is None or cmp_residual_k is None:

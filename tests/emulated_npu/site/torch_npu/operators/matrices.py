@@ -10,12 +10,13 @@ from torch import Tensor
 
 from torch_npu.kernels import operator, require
 
-NZ_FORMAT, ND_FORMAT = 29, 2
+NZ_FORMAT = 29
+ND_FORMAT = 2
 
 
 @operator("npu_format_cast")
 def npu_format_cast(tensor: Tensor, acl_format: int) -> Tensor:
-    """Returns ``tensor`` itself: only the order of its numbers in memory would differ.
+    """Returns ``tensor`` itself, because a format changes only the order of numbers in memory.
 
     The emulated device keeps every tensor in the order of its dimensions (ND).
     """
@@ -45,7 +46,7 @@ def npu_transpose_batchmatmul(
     """Batched matrix product with reordered dimensions.
 
     Args:
-        input: ``[batch, m, k]`` after ``perm_x1``; ``weight``: ``[batch, k, n]``.
+        input: ``[batch, m, k]`` after ``perm_x1``. ``weight`` is ``[batch, k, n]``.
 
     Returns:
         ``[batch, m, n]`` reordered by ``perm_y``: ``[m, batch, n]``.
@@ -58,7 +59,7 @@ def npu_transpose_batchmatmul(
 
 @operator("npu_dynamic_quant")
 def npu_dynamic_quant(x: Tensor, *, dst_type: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """Returns ``x`` as int8, and by tokens the scale that turns it back.
+    """Returns ``x`` as int8, and for each token the scale that restores it.
 
     The largest value of a token becomes 127.
     """

@@ -11,11 +11,11 @@ from torch_npu.kernels import operator, require
 
 @operator("npu_rms_norm")
 def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Root mean square norm over the dimensions of ``gamma``, which are the last ones of ``x``.
+    """Root mean square norm over the last dimensions of ``x``, which ``gamma`` has.
 
     Returns:
-        ``x / rms(x) * gamma`` in the type of ``x``, and ``1 / rms(x)`` in float32, of the shape of
-        ``x`` with ones in the place of the dimensions of ``gamma``.
+        ``x / rms(x) * gamma`` in the type of ``x``, and ``1 / rms(x)`` in float32. The second has
+        the shape of ``x``, with ones in the place of the dimensions of ``gamma``.
     """
     exact = x.float()
     dimensions = tuple(range(x.dim() - gamma.dim(), x.dim()))
@@ -25,7 +25,7 @@ def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tenso
 
 @operator("_C_ascend.npu_gemma_rms_norm")
 def npu_gemma_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """As ``npu_rms_norm`` with the weight ``1 + gamma``, added in float32."""
+    """``npu_rms_norm`` with the weight ``1 + gamma``, added in float32."""
     return npu_rms_norm(x, 1.0 + gamma.float(), epsilon)
 
 

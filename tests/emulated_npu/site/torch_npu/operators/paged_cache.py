@@ -2,7 +2,7 @@
 """Writes and reads of the paged KV cache.
 
 A cache has the shape ``[num_blocks, block_size, num_heads, head_size]``. A slot is the number of a
-token's place in it: ``block * block_size + offset``.
+token's place in the cache: ``block * block_size + offset``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch_npu.kernels import kernel_operator, require
 def _npu_reshape_and_cache(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor
 ) -> None:
-    """Writes one token's key and value to each slot; a negative slot is left out.
+    """Writes one token's key and value to each slot, and skips negative slots.
 
     Args:
         key: shape ``[num_tokens, num_heads, head_size]``, as ``value``.
@@ -39,13 +39,13 @@ def npu_scatter_pa_kv_cache(
     *,
     cache_mode: str = "Norm",
 ) -> None:
-    """As ``_npu_reshape_and_cache``."""
+    """The same as ``_npu_reshape_and_cache``."""
     require("npu_scatter_pa_kv_cache", cache_mode == "Norm", f"cache_mode {cache_mode}")
     _npu_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
 
 
 def write_slots(tokens: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Writes ``tokens[i]`` to the slot ``slots[i]`` of ``cache``, unless it is negative."""
+    """Writes ``tokens[i]`` to the slot ``slots[i]`` of ``cache``, unless the slot is negative."""
     block_size = cache.shape[1]
     scatter_nd_update(cache, torch.stack((slots // block_size, slots % block_size), -1), tokens)
 
@@ -55,8 +55,8 @@ def write_slots(tokens: Tensor, cache: Tensor, slots: Tensor) -> None:
 def scatter_nd_update(var: Tensor, indices: Tensor, update: Tensor) -> None:
     """Writes ``update[i]`` to ``var[indices[i]]``, unless an index is negative.
 
-    On the device both have one type. Here ``var`` may be another floating type: a model in float32
-    keeps its cache in bfloat16.
+    On the device both have the same type. Here ``var`` may have another floating type, because a
+    model in float32 keeps its cache in bfloat16.
 
     Args:
         var: shape ``[blocks, block_size, ...]``.
@@ -72,9 +72,9 @@ def scatter_nd_update(var: Tensor, indices: Tensor, update: Tensor) -> None:
 
 
 def read_pages(cache: Tensor, blocks: Tensor, num_tokens: int) -> Tensor:
-    """The first ``num_tokens`` tokens of the sequence whose block table is ``blocks``.
+    """The first ``num_tokens`` tokens of a sequence with the block table ``blocks``.
 
-    Only the blocks that hold them are read: what follows in a block table is not valid.
+    Only the blocks of these tokens are read, because later entries of a block table are not valid.
 
     Returns:
         Shape ``[num_tokens, *cache.shape[2:]]``.
@@ -94,13 +94,13 @@ def npu_paged_cache_load(
     key: Tensor,
     value: Tensor,
 ) -> None:
-    """Collects parts of sequences from the cache in ``key`` and ``value``, one behind the other.
+    """Copies parts of sequences from the cache to ``key`` and ``value``, one after the other.
 
     Args:
         block_table: int32, shape ``[num_sequences, max_blocks]``.
-        context_lens: int32, shape ``[num_sequences]``: tokens of each sequence.
-        seq_starts: int32, shape ``[num_sequences]``: the first token of each; it lies at the start
-            of a block.
+        context_lens: int32, shape ``[num_sequences]``, number of tokens of each sequence.
+        seq_starts: int32, shape ``[num_sequences]``, the first token of each sequence. It is the
+            first token of a block.
         key: written, shape ``[sum of context_lens, num_heads, head_size]``, as ``value``.
     """
     starts: Sequence[int] = [0] * len(context_lens) if seq_starts is None else seq_starts.tolist()
@@ -126,6 +126,6 @@ def npu_gather_pa_kv_cache(
     *,
     seq_offset: Tensor | None = None,
 ) -> None:
-    """As ``npu_paged_cache_load``, with other names."""
+    """The same as ``npu_paged_cache_load``, with other names."""
     where = (key_cache, value_cache, block_tables, seq_lens)
     npu_paged_cache_load(*where, seq_starts=seq_offset, key=key, value=value)

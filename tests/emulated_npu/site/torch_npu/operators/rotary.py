@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary embeddings.
 
-A pair of numbers that is turned by an angle lies either in the two halves of a head ("half", called
-neox style in vLLM) or side by side ("interleave").
+An angle rotates a pair of numbers. The two numbers of a pair are in the two halves of a head
+("half", called neox style in vLLM) or side by side ("interleave").
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def _npu_rotary_embedding(
     cos_sin_cache: Tensor,
     is_neox_style: bool = True,
 ) -> None:
-    """Turns whole heads of ``query`` and ``key`` in place, as halves.
+    """Rotates whole heads of ``query`` and ``key`` in place, with pairs in halves.
 
     Args:
         positions: int64, shape ``[num_tokens]``.
         query: shape ``[num_tokens, num_heads * head_size]``; ``key`` with its own number of heads.
-        cos_sin_cache: shape ``[max_positions, head_size]``, cosines in the first half of a row,
-            sines in the second.
+        cos_sin_cache: shape ``[max_positions, head_size]``. The first half of a row has cosines,
+            the second half sines.
     """
     is_emulated = is_neox_style and cos_sin_cache.shape[-1] == head_size
     require("_npu_rotary_embedding", is_emulated, "only whole heads in neox style are emulated")
@@ -53,16 +53,18 @@ def npu_mrope(
     rotary_mode: str = "half",
     cache_mode: str = "default",
 ) -> tuple[Tensor, Tensor]:
-    """As ``_npu_rotary_embedding``, not in place, and for the first numbers of a head if the cache
-    has fewer: the others stay.
+    """The same as ``_npu_rotary_embedding``, with new tensors as the results.
+
+    If the cache has fewer numbers than a head, only the first numbers of a head are rotated.
 
     Args:
-        mrope_section: of positions in several dimensions: zeros.
+        mrope_section: sections of positions in several dimensions. They must be zeros.
     """
     given = (rotary_mode, cache_mode, any(mrope_section or ()))
     require("npu_mrope", given == ("half", "default", False), f"{given} is not emulated")
     cos, sin = cos_sin_cache[positions.flatten()].unsqueeze(1).chunk(2, dim=-1)
-    cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+    cos = torch.cat((cos, cos), -1)
+    sin = torch.cat((sin, sin), -1)
     size = cos.shape[-1]
 
     def turned(tensor: Tensor) -> Tensor:
@@ -79,7 +81,7 @@ def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "ha
 
     Args:
         input: shape ``[..., head_size]``; ``r1`` (cosines) and ``r2`` (sines) broadcast to it.
-        rotary_mode: which numbers make a pair ``(a, b)``, rotated to ``(-b, a)``.
+        rotary_mode: says which numbers make a pair ``(a, b)``. A pair is rotated to ``(-b, a)``.
     """
     require("npu_rotary_mul", rotary_mode in ("half", "interleave"), f"rotary_mode {rotary_mode!r}")
     exact = input.float()
@@ -93,7 +95,7 @@ def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "ha
 
 @operator("npu_interleave_rope")
 def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Sorts the interleaved pairs of ``x`` into halves, then turns them as halves.
+    """Sorts the interleaved pairs of ``x`` into halves, then rotates them as halves.
 
     Args:
         x: shape ``[batch, num_heads, tokens, 64]``.
@@ -113,14 +115,14 @@ def inplace_partial_rotary_mul(
     partial_slice: Sequence[int],
     negate_sin: bool = False,
 ) -> None:
-    """Turns a slice of each head.
+    """Rotates a slice of each head.
 
     Args:
         x: shape ``[tokens, 1, heads, head_size]``.
         r1: cosines, shape ``[tokens, 1, 1, end - first]``.
         r2: sines, as ``r1``.
         partial_slice: first and end element.
-        negate_sin: turn back.
+        negate_sin: whether to rotate backwards.
     """
     if rotary_mode != "interleave" or x.dim() != 4:
         raise RuntimeError(f"inplace_partial_rotary_mul: {rotary_mode=}, x {x.shape}: not emulated")

@@ -11,13 +11,13 @@ from torch_npu.kernels import operator
 
 @operator("npu_top_k_top_p")
 def npu_top_k_top_p(logits: Tensor, p: Tensor | None = None, k: Tensor | None = None) -> Tensor:
-    """Sets all logits to minus infinity but the best.
+    """Sets all logits except the best to minus infinity.
 
-    Those stay that are among the ``k`` largest, and of these as many, from the largest on, as are
-    needed for a probability of ``p``; one at least.
+    The ``k`` largest logits are candidates. From the largest on, as many candidates stay as are
+    needed for a probability of ``p``, at least one.
 
     Args:
-        logits: ``[rows, vocabulary]``; ``p`` and ``k`` (int32): ``[rows]``.
+        logits: ``[rows, vocabulary]``. ``p`` and ``k`` (int32) are ``[rows]``.
     """
     ordered, places = logits.float().sort(dim=-1, stable=True)
     if k is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to a window of tokens and to compressed keys; keys are the values as well."""
+"""Attention to a window of tokens and to compressed keys. The keys are the values, too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_npu.kernels import kernel_operator, operator
 
 ROWS_AT_A_TIME = 128
-"""Scores of all heads of a step would take gigabytes."""
+"""Rows computed together. Scores of all rows of a step would take gigabytes."""
 
 PLAN_INTEGERS = 1024
 
@@ -49,17 +49,19 @@ def sparse_attention(
 
     Args:
         q: shape ``[tokens, heads, head_size]``.
-        ori_kv: of tokens, shape ``[blocks, block_size, 1, head_size]``. On the device it is of the
-            type of ``q``; here it may be narrower.
-        cmp_kv: compressed, as ``ori_kv``.
+        ori_kv: keys of tokens, shape ``[blocks, block_size, 1, head_size]``. On the device they
+            have the type of ``q``; here they may have a narrower one.
+        cmp_kv: compressed keys, shape of ``ori_kv``.
         cmp_sparse_indices: keys of ``cmp_kv`` that each token reads, -1 for none, shape
-            ``[tokens, 1, keys]``; without it, all. A window that has not ended is never read.
-        cu_seqlens_q: first row of each request, and the end; shape ``[requests + 1]``.
-        cu_seqlens_ori_kv: of keys without pages, as ``cu_seqlens_cmp_kv``; paged ones need none.
-        seqused_kv: tokens of each request, shape ``[requests]``.
+            ``[tokens, 1, keys]``. Without it, a token reads all keys. The key of a window that has
+            not ended is never read.
+        cu_seqlens_q: first row of each request, and the end of the last; shape ``[requests + 1]``.
+        cu_seqlens_ori_kv: first rows of keys without pages, as ``cu_seqlens_cmp_kv``. Paged keys
+            need neither.
+        seqused_kv: number of tokens of each request, shape ``[requests]``.
         sinks: float32, shape ``[heads]``.
         metadata: a plan for the device's cores.
-        ori_win_left: tokens before itself that a token reads.
+        ori_win_left: number of tokens before itself that a token reads.
     """
     form = (layout_q, layout_kv, ori_mask_mode, cmp_mask_mode, ori_win_right)
     if form != ("TND", "PA_ND", 4, 3, 0):
@@ -85,7 +87,8 @@ def sparse_attention(
                 is_read = torch.arange(len(compressed)) < ended[:, None]
                 if cmp_sparse_indices is not None:
                     is_read &= _is_chosen(cmp_sparse_indices[rows, 0].long(), len(compressed))
-                keys, is_seen = torch.cat((keys, compressed)), torch.cat((is_seen, is_read), 1)
+                keys = torch.cat((keys, compressed))
+                is_seen = torch.cat((is_seen, is_read), 1)
             scores = torch.einsum("thd,kd->thk", q[rows].float(), keys) * softmax_scale
             scores.masked_fill_(~is_seen[:, None], float("-inf"))
             shares = torch.cat((scores, sink.expand(len(scores), -1, 1)), -1).softmax(-1)
@@ -94,14 +97,14 @@ def sparse_attention(
 
 
 def _read(cache: Tensor, block_table: Tensor, first: int, end: int) -> Tensor:
-    """Rows ``first`` to ``end`` of a request, shape ``[rows, head_size]``."""
+    """The rows ``first`` to ``end`` of a request, shape ``[rows, head_size]``."""
     rows = torch.arange(first, end)
     block_size = cache.shape[1]
     return cache[block_table[rows // block_size].long(), rows % block_size, 0].float()
 
 
 def _is_chosen(indices: Tensor, num_keys: int) -> Tensor:
-    """Whether each key is among those of a row; -1 is no key."""
+    """Whether each key is among the chosen keys of a row. -1 is no key."""
     chosen = torch.zeros(len(indices), num_keys + 1, dtype=torch.bool)
     chosen.scatter_(1, torch.where(indices < 0, num_keys, indices), True)
     return chosen[:, :-1]
@@ -111,5 +114,5 @@ def _is_chosen(indices: Tensor, num_keys: int) -> Tensor:
 @operator("_C_ascend.npu_vllm_quant_lightning_indexer_metadata")
 @operator("_C_ascend.npu_quant_lightning_indexer_v2_metadata")
 def plan(*, device: str, **options: object) -> Tensor:
-    """Which core of the device does what. Nobody reads it here."""
+    """The plan for the cores of the device. The emulation does not read it."""
     return torch.zeros(PLAN_INTEGERS, dtype=torch.int32, device=device)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch code in the place of Triton kernels, which need a compiler for the device.
+"""Torch code that replaces Triton kernels, which need a compiler for the device.
 
-A module has a table ``STAND_INS``: module and name of the kernel, and what takes its place. It gets
-it as soon as the module has been imported, before others take the name from there. What is in
-another module in another version of vLLM-Ascend is named with both. A table ``WHOLE_MODULES`` has
-whole modules, by name, for those that cannot be imported here.
+Each module of this folder has a table ``STAND_INS``. A key is module and name of a kernel, and the
+value replaces the kernel. The replacement happens as soon as the kernel's module has been imported,
+before other modules take the name from it. A kernel that is in different modules in different
+versions of vLLM-Ascend has one key for each. A table ``WHOLE_MODULES`` has replacements, by name,
+of whole modules that cannot be imported here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 
 class Launched:
-    """Is launched as a Triton kernel: ``kernel[grid](...)``."""
+    """A function that is launched like a Triton kernel: ``kernel[grid](...)``."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
@@ -60,7 +61,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Find the stand-ins, and have them take their places."""
+    """Find the stand-ins, and have each replace its kernel."""
     found: dict[tuple[str, str], Any] = {}
     for info in pkgutil.iter_modules(__path__):
         part = importlib.import_module(f"{__name__}.{info.name}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that a build for the device makes, that need its toolkit, or that do nothing here."""
+"""Stands for modules that only a build for the device has, or that need its toolkit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch_npu import _emulator
 
 Handle = tuple[int, int, int, int]
-"""Of memory: device, bytes, address, and what the runtime calls it."""
+"""The handle of memory: device, bytes, address, and the runtime's name for it."""
 
 _NO_RUNTIME = 0
 
@@ -18,38 +18,39 @@ _when_allocated: list[Callable[[Handle], None]] = []
 
 
 def init_module(allocated: Callable[[Handle], None], freed: Callable[[int], Handle]) -> None:
-    """What is to be called when a pool gets memory. It never gives any back."""
+    """Set the function to call when a pool gets memory. A pool never frees memory."""
     _when_allocated[:] = [allocated]
 
 
 def note_allocated(address: int, num_bytes: int) -> None:
-    """A pool has got memory."""
+    """Call the functions for memory that a pool has got."""
     for allocated in _when_allocated:
         allocated((_emulator.current_device(), num_bytes, address, _NO_RUNTIME))
 
 
 def python_create_and_map(device: int, num_bytes: int, address: int, runtime: int) -> None:
-    """Bring memory back. It holds anything."""
+    """Map memory again. Its contents are undefined."""
     _emulator.map(address)
 
 
 def python_unmap_and_release(device: int, num_bytes: int, address: int, runtime: int) -> None:
-    """Take memory away; its address stays."""
+    """Unmap memory. Its address stays reserved."""
     _emulator.unmap(address)
 
 
 WHOLE_MODULES: dict[str, dict[str, Any]] = {
-    # setup.py writes it, so a source archive has none.
+    # setup.py writes this module, so a source archive does not have it.
     "vllm_ascend._build_info": {"__device_type__": "A2"},
-    # `operators` has those that it defines.
+    # `operators` defines the operators of this module.
     "vllm_ascend.vllm_ascend_C": {
         "init_module": init_module,
         "python_create_and_map": python_create_and_map,
         "python_unmap_and_release": python_unmap_and_release,
     },
-    # Its kernels without data serve graphs only, and want every operator to be defined.
+    # Kernels of this module have no data and serve graphs only. They require every operator.
     "vllm_ascend.meta_registration": {},
-    # Of operators in a library that a torch for CPUs cannot load; models of text need none.
+    # A torch for CPUs cannot load the library of these operators. Models of text do not need
+    # them.
     "torchvision._meta_registrations": {},
     "torch_npu.op_plugin.atb._atb_ops": {"_register_atb_extensions": lambda: None},
     "torch_npu.profiler": {"dynamic_profile": SimpleNamespace(step=lambda: None)},

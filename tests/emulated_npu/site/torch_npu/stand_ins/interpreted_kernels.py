@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels that have no stand-in run in Triton's interpreter.
 
-vLLM's second model runner prepares its inputs and samples with them. It asks its configuration for
-Triton. Everywhere else ``HAS_TRITON`` stays false: where vLLM-Ascend has code without, that runs.
-So do vLLM's kernels where vLLM-Ascend has its own (``patch/worker/patch_v2/patch_triton.py``).
+vLLM's second model runner prepares its inputs and samples with Triton kernels. It asks its
+configuration for Triton. ``HAS_TRITON`` stays false everywhere else, so vLLM-Ascend runs its code
+without Triton where it has some. vLLM's kernels run where vLLM-Ascend has its own ones
+(``patch/worker/patch_v2/patch_triton.py``).
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from typing import Any
 from torch_npu.kernels import kernel
 from torch_npu.npu.devices import CUBE_CORES, VECTOR_CORES
 
-# So that functions of its language are interpreted as well.
+# With this variable, functions of Triton's language are interpreted as well.
 os.environ["TRITON_INTERPRET"] = "1"
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 
 class Kernel(InterpretedFunction):  # type: ignore[misc]
-    """Runs as a kernel of the device when it is launched. Other kernels call it as a function."""
+    """A kernel that runs on the emulated device. Other kernels call it as a function."""
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def body(*args: Any, **named: Any) -> None:
@@ -34,7 +35,7 @@ class Kernel(InterpretedFunction):  # type: ignore[misc]
 
 
 class Triton(ModuleType):
-    """Is ``triton``, but for decorators."""
+    """The module ``triton`` with other decorators."""
 
     __getattr__ = staticmethod(functools.partial(getattr, triton))
 
@@ -44,7 +45,7 @@ class Triton(ModuleType):
 
     @staticmethod
     def autotune(*args: Any, **options: Any) -> Any:
-        """Kernels that ask for it do not run here: they lack arguments."""
+        """Does nothing. Kernels that need this decorator lack arguments and cannot run here."""
         return lambda function: function
 
     heuristics = autotune

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear attention by the gated delta rule, where it is more than operators of the device.
+"""Linear attention by the gated delta rule, apart from operators of the device.
 
-Prompts are computed token by token: the device does it in chunks of 64 tokens and in bfloat16,
-which here would hide differences. So vLLM-Ascend's host code for those chunks does not run.
+Prompts are computed token by token. The device computes chunks of 64 tokens in bfloat16, which
+would hide differences here. So vLLM-Ascend's host code for these chunks does not run.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def split_heads(
     head_qk: int,
     head_v: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sort by kind what a projection has by heads of keys.
+    """Sort the results of a projection, which are grouped by key head, by kind.
 
     Args:
-        mixed_qkvz: by head of keys its query, its key, its values and their gates, shape
+        mixed_qkvz: for each key head its query, its key, its values and their gates, shape
             ``[tokens, key_heads * (2 * key_size + 2 * group * value_size)]``.
-        mixed_ba: by head of keys ``b`` and ``a`` of its values, ``[tokens, 2 * heads]``.
+        mixed_ba: for each key head ``b`` and ``a`` of its values, ``[tokens, 2 * heads]``.
 
     Returns:
         Queries, keys and values, ``[tokens, 2 * key_heads * key_size + heads * value_size]``;
@@ -51,16 +51,16 @@ def split_heads(
 
 
 def l2_norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> Tensor:
-    """``x`` with its last dimension at length 1, in its own type unless one is given."""
+    """``x`` with its last dimension scaled to length 1, in the type of ``x`` or a given type."""
     long = x.float()
     normed = long * (long.square().sum(-1, True) + eps).rsqrt()
     return normed.to(output_dtype or x.dtype)
 
 
 def clear_states(ssm_states: Tensor, has_initial_state: Tensor) -> None:
-    """Set states to zero, shape ``[sequences, ...]``, of sequences that do not go on from them.
+    """Set the states of new sequences to zero; shape ``[sequences, ...]``.
 
-    They may hold anything: zero times NaN would not do.
+    Such states may hold anything. A product with zero is not enough, as zero times NaN is NaN.
     """
     is_new = ~has_initial_state.to(ssm_states.device).bool()
     ssm_states.masked_fill_(is_new.view(-1, *[1] * (ssm_states.dim() - 1)), 0)
@@ -79,18 +79,20 @@ def prefill(
     """The gated delta rule for parts of prompts.
 
     Args:
-        q: shape ``[1, tokens, key_heads, key_size]``, sequences one behind the other.
+        q: shape ``[1, tokens, key_heads, key_size]``, one sequence after the other.
         k: as ``q``.
         v: shape ``[1, tokens, heads, value_size]``.
         g: shape ``[1, tokens, heads]``.
         beta: as ``g``.
         initial_state: shape ``[sequences, heads, key_size, value_size]``.
-        cu_seqlens: where each sequence begins, shape ``[sequences + 1]``.
+        cu_seqlens: first token of each sequence, shape ``[sequences + 1]``.
 
     Returns:
-        Answers, of the shape and type of ``v``, and last states, as ``initial_state``.
+        The output, of the shape and type of ``v``, and the last states, shaped as
+        ``initial_state``.
     """
-    answers, states = torch.zeros_like(v), torch.empty_like(initial_state)
+    answers = torch.zeros_like(v)
+    states = torch.empty_like(initial_state)
     starts = cu_seqlens.tolist()
     for number, state in enumerate(initial_state):
         part = slice(starts[number], starts[number + 1])
@@ -121,7 +123,7 @@ def chunk_gated_delta_rule(
     head_first: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``prefill``, after a norm of queries and keys if asked; ``prebuilt_meta`` is not needed."""
+    """``prefill`` after an optional norm of queries and keys. ``prebuilt_meta`` is not needed."""
     if initial_state is None or cu_seqlens is None or not output_final_state or head_first:
         raise NotImplementedError("chunk_gated_delta_rule: expected states and starts of sequences")
     if use_qk_l2norm_in_kernel:
@@ -141,7 +143,7 @@ def gated_norm(
     norm_before_gate: bool = True,
     is_rms_norm: bool = False,
 ) -> tuple[Tensor, None, Tensor]:
-    """Root mean square norm, times a gate ``silu(z)``.
+    """Root mean square norm multiplied by a gate ``silu(z)``.
 
     Args:
         x: shape ``[rows, size]``.
@@ -149,7 +151,8 @@ def gated_norm(
         z: as ``x``.
 
     Returns:
-        The norm in the type of ``x``, no mean, and ``1 / rms`` in float32, ``[rows]``.
+        The norm in the type of ``x``; None in the place of a mean; and ``1 / rms`` in float32,
+        ``[rows]``.
     """
     given = (bias, out, z is None, norm_before_gate, is_rms_norm)
     if given != (None, None, False, True, True) or group_size not in (None, x.shape[-1]):
@@ -159,7 +162,7 @@ def gated_norm(
 
 
 def copy_memory(src_ptrs: Tensor, dst_ptrs: Tensor, sizes: Tensor, *, BLOCK_SIZE: int) -> None:  # noqa: N803
-    """Copy within the device, where addresses and sizes lie as well.
+    """Copy within the device. Addresses and sizes are on the device, too.
 
     Args:
         src_ptrs: addresses, shape ``[copies]``.
@@ -192,7 +195,7 @@ _FLA_NPU = {
     "causal_conv1d_fn": gated_delta_rule.causal_conv1d_fn,
     "causal_conv1d_update": gated_delta_rule.causal_conv1d_update,
     "recurrent_gated_delta_rule": gated_delta_rule.recurrent_gated_delta_rule,
-    # Of another model.
+    # This function belongs to another model.
     "chunk_kda_fwd": None,
     "recurrent_kda": None,
 }
@@ -201,4 +204,4 @@ WHOLE_MODULES: dict[str, dict[str, Any]] = {
     "fla_npu.ops": {},
     "fla_npu.ops.ascendc": _FLA_NPU,
 }
-"""A library for devices, without its kernel of prompts: vLLM-Ascend then takes its own."""
+"""A library for devices. Without its kernel for prompts, vLLM-Ascend takes its own kernel."""

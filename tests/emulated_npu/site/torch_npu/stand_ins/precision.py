@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Casts to bfloat16 that modules of vLLM-Ascend make whatever the model's type is.
+"""Removes casts to bfloat16 that modules of vLLM-Ascend make for every type of a model.
 
-The device has nothing better there. Here they would hide differences: such a module sees float32 in
-the place of bfloat16.
+The device has no better type there. Here these casts would hide differences. So such a module sees
+float32 in the place of bfloat16.
 """
 
 from __future__ import annotations
@@ -27,5 +27,7 @@ for _module in ("layer.attention.layer", "deepseek_v4.model"):
     STAND_INS[f"vllm_ascend.models.{_module}", "kv_cache_dtype_str_to_dtype"] = (
         lambda name, model_config: torch.bfloat16
     )
-"""Keys of DeepSeek-V4, which vLLM-Ascend keeps in the model's type: in float32, pages would have
-a size that no device sees."""
+"""Specs of DeepSeek-V4's keys. vLLM-Ascend keeps these keys in the model's type.
+
+In float32 their pages would have a size that they never have on a device.
+"""

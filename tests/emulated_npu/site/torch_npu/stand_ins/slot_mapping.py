@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the tokens of a step lie in the paged cache."""
+"""Slots of a step's tokens in the paged cache."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def compute_slot_mapping(
     IS_CIRCULAR: bool = False,  # noqa: N803
     **sizes: int,
 ) -> None:
-    """Write the slot of each token, and ``PAD_ID`` behind them.
+    """Write the slot of each token, and ``PAD_ID`` behind the last slot.
 
     Args:
-        query_start_loc: where each request's tokens begin, shape ``[requests + 1]``.
-        positions: of each token in its request, shape ``[tokens]``.
+        query_start_loc: first token of each request, shape ``[requests + 1]``.
+        positions: position of each token in its request, shape ``[tokens]``.
         block_table: shape ``[requests, blocks]``.
         slot_mapping: written, shape ``[max_num_tokens]``.
-        sizes: of the kernel's tiles.
+        sizes: sizes of the kernel's tiles.
     """
     if TOTAL_CP_WORLD_SIZE != 1 or IS_CIRCULAR:
         raise NotImplementedError("slot mapping: no context parallelism, no rings are emulated")
     lengths = (query_start_loc[1:] - query_start_loc[:-1]).long()
     rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     at = positions[: len(rows)].long()
-    # As on the device, where nothing stops a row: tables of compressed keys have fewer blocks than
-    # a request's tokens would take. Nobody uses those slots.
+    # A place may lie behind the end of its row, as on the device. Tables of compressed keys have
+    # fewer blocks than a request's tokens would take. Such slots are not used.
     places = rows * block_table_stride + at // block_size
     table = block_table.as_strided([block_table.shape[0] * block_table_stride], [1])
     blocks = table[places.clamp(max=len(table) - 1)].long()
@@ -68,10 +68,10 @@ def compute_slot_mapping_of_groups(
     pad_id: int,
     is_circular_ptr: Tensor | None = None,
 ) -> None:
-    """Write the same for all groups; addresses, strides and block sizes have one entry each.
+    """Write the slots for all groups. Addresses, strides and block sizes have one entry per group.
 
     Args:
-        is_circular_ptr: whether a group is a ring, of which one block is written again and again.
+        is_circular_ptr: whether a group is a ring, whose single block is written again and again.
     """
     if is_circular_ptr is not None and is_circular_ptr.any():
         raise NotImplementedError("slot mapping: rings are not emulated")

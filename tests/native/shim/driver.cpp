@@ -54,7 +54,7 @@ KVEXT_EXPORT void kvext_shim_register(void* bytes, uint64_t num_bytes, int32_t i
   settings.regions.push_back({bytes, num_bytes, is_mapped != 0, is_writable != 0});
 }
 
-// Why the latest launch failed.
+// The reason why the latest launch failed.
 KVEXT_EXPORT const char* kvext_shim_violation() { return violation.c_str(); }
 
 void kvext_ascend_limits(KernelLimits* limits) {

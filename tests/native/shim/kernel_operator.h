@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stands in for CANN's kernel_operator.h, so that the kernel's source compiles and runs on a host:
 // the few calls it makes, with their documented limits enforced. Copies happen when called, in
-// order; what the hardware runs side by side is checked by the stage of each buffer instead.
+// order; the stage of each buffer tells what the hardware would run side by side.
 #pragma once
 
 #include <cstdint>
@@ -151,7 +151,8 @@ class TPipe {
   }
 };
 
-// Of one block: the kernel needs no more, so the shim knows neither several nor gaps between them.
+// The parameters of one block. The kernel needs no more, so the shim knows neither several blocks nor
+// gaps between them.
 struct DataCopyExtParams {
   uint16_t blockCount;
   uint32_t blockLen;

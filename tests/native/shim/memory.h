@@ -45,7 +45,7 @@ class GlobalMemory {
   virtual ~GlobalMemory() = default;
 
   void Register(uint64_t address, void* bytes, uint64_t num_bytes, bool is_writable) {
-    // calloc: of a large region only the pages that are written come into being.
+    // calloc allocates the pages of a large region only as they are written.
     void* is_written = is_writable ? std::calloc(num_bytes, 1) : nullptr;
     regions_.push_back({address, static_cast<uint8_t*>(bytes), num_bytes,
                         Flags(static_cast<uint8_t*>(is_written), &std::free)});
@@ -97,7 +97,7 @@ class GlobalMemory {
   std::vector<Region> regions_;
 };
 
-// Where a queue's buffer is on its way; a tensor may be used only where its buffer stands.
+// The stage of a queue's buffer; a tensor may be used only where its buffer stands.
 enum class Stage { kFree, kFilling, kQueued, kDraining };
 
 struct Buffer {
@@ -166,7 +166,7 @@ class UnifiedBuffer {
   int64_t used_bytes_ = 0;
 };
 
-// What the calls of the kernel running on this thread act on.
+// The core that the calls of the kernel on this thread act on.
 struct Core {
   GlobalMemory* memory = nullptr;
   UnifiedBuffer unified_buffer;

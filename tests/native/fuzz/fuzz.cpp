@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Feeds valid and damaged descriptors to the compiled core; meant for AddressSanitizer and
-// UndefinedBehaviorSanitizer, which watch every access. What is accepted must move exactly the bytes
-// that the definition names, and rotate those of keys. Usage: fuzz <seconds> [seed]. Prints "<accepted> <refused>".
+// UndefinedBehaviorSanitizer, which watch every access. An accepted case must move exactly the bytes
+// that the definition names, and rotate the bytes of keys. Usage: fuzz <seconds> [seed]. Prints "<accepted> <refused>".
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "../cpu/copier.h"
+#include "cpu/copier.h"
 #include "kvext/copies.h"
 #include "kvext/page_transfer.h"
 #include "kvext/rotation.h"
@@ -31,8 +31,8 @@ using kvext::Shift;
 
 std::mt19937_64 engine;
 
-int64_t between(int64_t least, int64_t most) {
-  return least + static_cast<int64_t>(engine() % static_cast<uint64_t>(most - least + 1));
+int64_t between(int64_t min, int64_t max) {
+  return min + static_cast<int64_t>(engine() % static_cast<uint64_t>(max - min + 1));
 }
 
 bool one_in(int64_t count) { return between(1, count) == 1; }
@@ -103,7 +103,7 @@ void add_rotations(Case& made) {
   }
 }
 
-// Valid: every page is named once, by one group.
+// A valid case names every page once, by one group.
 Case valid_case() {
   Case made;
   made.direction = one_in(2) ? Direction::kPagesToHost : Direction::kHostToPages;
@@ -179,7 +179,7 @@ void damage(Case& made) {
   std::abort();
 }
 
-// The definition, row by row, into copies of the memory. Without a rotation all rows stay as they are.
+// Applies the definition, row by row, to copies of the memory. Without a rotation all rows stay as they are.
 std::vector<std::vector<uint8_t>> expected(const Case& made,
                                            const kvext::CheckedRotation* rotation) {
   std::vector<std::vector<uint8_t>> result;
@@ -251,10 +251,10 @@ bool check_case(const Case& made, bool is_rotating) {
 void check_copies() {
   std::vector<Memory> sources;
   std::vector<kvext::Copy> copies;
-  const int64_t most = one_in(4) ? 40000 : 3000, multiple = one_in(2) ? 64 : 1;
+  const int64_t max_bytes = one_in(4) ? 40000 : 3000, multiple = one_in(2) ? 64 : 1;
   int64_t num_bytes = between(0, 70 / multiple) * multiple;
   for (int64_t count = between(1, 60); count > 0; --count) {
-    const int64_t copied = between(1, most / multiple) * multiple;
+    const int64_t copied = between(1, max_bytes / multiple) * multiple;
     sources.emplace_back(copied);
     copies.push_back({reinterpret_cast<int64_t>(sources.back().bytes.get()), num_bytes, copied});
     num_bytes += copied + (one_in(3) ? between(0, 3) * multiple : 0);
@@ -278,7 +278,7 @@ void check_copies() {
   }
 }
 
-// Every kernel against the last one, on numbers: they may differ in the last bit only.
+// Compares every kernel with the last one, on numbers: they may differ in the last bit only.
 void check_rotations() {
   const int64_t num_pairs = between(1, 80), num_heads = between(1, 5);
   const int64_t front = between(0, 9), back = one_in(2) ? 0 : between(0, 9);

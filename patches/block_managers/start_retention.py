@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Retention of one coordinator begins: its groups and its pool are described to it.
+
+What upstream's and vllm-ascend's coordinators say, `vllm_ascend_kvext.retention` is told here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.patches.hit_geometry import group_geometry
+from vllm_ascend_kvext.patches.retention.block_pool import RetainedPool
+from vllm_ascend_kvext.patches.upstream import (
+    has_partial_hits,
+    hashes_in_key,
+    hit_unit_tokens,
+    lookup_groups,
+)
+from vllm_ascend_kvext.retention.checkpoint_retention import CheckpointRetention
+from vllm_ascend_kvext.retention.geometry import HitGeometry
+from vllm_ascend_kvext.retention.managed import ManagedGroup
+from vllm_ascend_kvext.retention.policy import RetentionPolicy, check_interval
+from vllm_ascend_kvext.upstream_state import CoordinatorState, PoolState
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+
+
+def retain(
+    coordinator: KVCacheCoordinator, interval_tokens: int, is_adaptive: bool = False
+) -> CheckpointRetention | None:
+    """Start keeping checkpoints; None where upstream goes on to decide what is kept.
+
+    Args:
+        interval_tokens: ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; 0 where it is unset.
+        is_adaptive: Whether requests decide what is kept besides.
+
+    Raises:
+        ValueError: If the interval is not valid for this coordinator.
+    """
+    from vllm.logger import init_logger
+
+    logger = init_logger("vllm.ascend_kvext.retention")
+    if left_out := _left_to_upstream(coordinator):
+        logger.warning("Prefix-cache retention is vLLM's own in this engine: %s.", left_out)
+        return None
+    is_caching = all(manager.enable_caching for manager in coordinator.single_type_managers)
+    described = lookup_groups(coordinator) if is_caching else ()
+    groups = [(group_geometry(coordinator, group), group.group_ids) for group in described]
+    kinds = {geometry.kind for geometry, _ in groups}
+    unit_tokens = hit_unit_tokens(coordinator) if groups else 1
+    nothing_to_do = ""
+    if not is_caching:
+        nothing_to_do = "prefix caching is off"
+    elif kinds.isdisjoint({GroupKind.WINDOW, GroupKind.STATE}):
+        nothing_to_do = "this model has neither sliding-window nor state groups"
+    elif not kinds <= {GroupKind.FULL, GroupKind.WINDOW, GroupKind.STATE}:
+        nothing_to_do = "this model has layers of other kinds, as chunked-local or cross attention"
+    if nothing_to_do:
+        if not hasattr(coordinator.kv_cache_config, "prefix_cache_retention_interval"):
+            coordinator.retention_interval = None  # It is that of our variable, before vLLM 0.30.
+        logger.info("Prefix-cache retention has nothing to do: %s.", nothing_to_do)
+        return None
+
+    check_interval(interval_tokens, unit_tokens)
+    managed: dict[GroupKind, list[ManagedGroup]] = {kind: [] for kind in GroupKind}
+    for index, (group, group_ids) in enumerate(groups):
+        for group_id in group_ids:
+            manager = coordinator.single_type_managers[group_id]
+            hashes_per_block = group.block_tokens // coordinator.block_pool.hash_block_size
+            managed[group.kind].append(
+                ManagedGroup(
+                    manager,
+                    index,
+                    group.block_tokens,
+                    _is_upstreams(manager),
+                    hashes_in_key(hashes_per_block),
+                )
+            )
+    policy = RetentionPolicy(
+        HitGeometry(tuple(geometry for geometry, _ in groups), unit_tokens),
+        interval_tokens,
+        is_adaptive,
+    )
+    retention = CheckpointRetention(
+        policy,
+        sparse_groups=(*managed[GroupKind.WINDOW], *managed[GroupKind.STATE]),
+        full_groups=tuple(managed[GroupKind.FULL]),
+        pool=RetainedPool(coordinator.block_pool),
+    )
+    PoolState.of(coordinator.block_pool).on_uncached = retention.cache_state.note_uncached
+    state = CoordinatorState.of(coordinator)
+    state.retention = retention
+    state.interval_tokens = interval_tokens
+    state.waits_for_drafts = True
+    logger.info(
+        "Prefix-cache retention: %s in %d sliding-window and %d state group(s); hits land on "
+        "multiples of %d tokens.",
+        describe_policy(policy),
+        len(managed[GroupKind.WINDOW]),
+        len(managed[GroupKind.STATE]),
+        unit_tokens,
+    )
+    return retention
+
+
+def describe_policy(policy: RetentionPolicy) -> str:
+    grid = f"a checkpoint per {policy.interval_tokens} tokens" if policy.interval_tokens else ""
+    if not policy.is_adaptive:
+        return grid or "last boundaries only"
+    return f"adaptive, and {grid}" if grid else "adaptive"
+
+
+def _left_to_upstream(coordinator: KVCacheCoordinator) -> str:
+    """What of vLLM 0.30's is not reckoned with; empty if there is nothing of it."""
+    managers = coordinator.single_type_managers
+    if has_partial_hits(coordinator):
+        return "a hit may end within a block (prefix_match_unit)"
+    if any(manager.block_pool is not coordinator.block_pool for manager in managers):
+        return "groups have pools of their own"
+    if any(getattr(manager, "has_prefill_checkpoint_blocks", False) for manager in managers):
+        return "prefill steps leave states within them"
+    if hasattr(coordinator, "get_replay_boundaries") and not all(map(_is_upstreams, managers)):
+        return "a group has a manager that is not vLLM's own"
+    return ""
+
+
+def _is_upstreams(manager: SingleTypeKVCacheManager) -> bool:
+    """Whether neither vllm-ascend nor anyone else caches its blocks, or moves its window on."""
+    from vllm.v1.core import single_type_kv_cache_manager as upstreams
+
+    functions = (type(manager).cache_blocks, type(manager).get_num_skipped_tokens)
+    return all(function.__module__ == upstreams.__name__ for function in functions)

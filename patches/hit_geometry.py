@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which prompts a coordinator's prefix cache can hit, in tokens.
+
+Describes a coordinator, upstream's or vllm-ascend's, to `vllm_ascend_kvext.retention.geometry`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from vllm_ascend_kvext.groups.kinds import kind_of, window_tokens_of
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.patches.upstream import (
+    LookupGroup,
+    has_partial_hits,
+    hit_unit_tokens,
+    lookup_groups,
+    tokens_per_block,
+)
+from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+
+
+def group_geometry(coordinator: KVCacheCoordinator, group: LookupGroup) -> GroupGeometry:
+    """Groups that a coordinator looks up as one."""
+    spec = group.spec
+    kind = kind_of(spec)
+    block_tokens, margin_tokens = tokens_per_block(coordinator, group.manager), group.margin_tokens
+    if has_partial_hits(coordinator) and group.manager.supports_fine_grained_hash_lookup:
+        # A hit may end within a block, at any match unit; what looks ahead drops a unit.
+        block_tokens = hit_unit_tokens(coordinator)
+        margin_tokens = min(margin_tokens, block_tokens)
+    return GroupGeometry(
+        kind=kind,
+        block_tokens=block_tokens,
+        window_tokens=window_tokens_of(spec) if kind is GroupKind.WINDOW else 0,
+        use_eagle=group.use_eagle,
+        margin_tokens=margin_tokens,
+        num_groups=len(group.group_ids),
+    )
+
+
+def log_least_prompt(coordinator: KVCacheCoordinator) -> None:
+    """Say how long a prompt has to be to hit, with or without retention."""
+    from vllm.logger import init_logger
+
+    managers = coordinator.single_type_managers
+    # With context parallelism windows have no hits.
+    if any(
+        not manager.enable_caching or manager.dcp_world_size * manager.pcp_world_size > 1
+        for manager in managers
+    ):
+        return
+    groups = tuple(group_geometry(coordinator, group) for group in lookup_groups(coordinator))
+    # vLLM-Ascend has partial hits beside windows, which hit whole blocks only.
+    blocks_tokens = (group.block_tokens for group in groups)
+    geometry = HitGeometry(groups, math.lcm(hit_unit_tokens(coordinator), *blocks_tokens))
+    init_logger("vllm.ascend_kvext.retention").info(
+        "Prefix-cache hits on the device: prompts of %d tokens or more, in multiples of %d.",
+        geometry.min_prompt_tokens,
+        geometry.unit_tokens,
+    )

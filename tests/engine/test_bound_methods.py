@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which function is called, for each method that the fast path or retention has one for.
+
+Both bind methods of single block managers, and of what a manager is made of. An engine that asks
+for neither runs upstream's own function objects, whatever is installed in its process.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import vllm
+from support import family
+from support.installed import apply_feature, installed, revert_feature
+from support.retention.checkpoints import adaptive_chosen
+from support.retention.started import retention_of
+from support.scheduler.block_manager import BlockManager, Layout, full, mamba, window
+from support.scheduler.engine import SchedulerEngine
+from support.scheduler.layouts import FULL_WINDOW
+from support.scheduler.options import EngineOptions
+from support.upstream_version import IS_SINCE_0_30
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_ascend_kvext.compat import version_in
+from vllm_ascend_kvext.patches import PATCHES
+from vllm_ascend_kvext.patches.block_managers.kv_cache_manager import bind
+from vllm_ascend_kvext.patches.upstream import defining_class
+from vllm_ascend_kvext.patching.target import resolve, wrapper_chain
+
+DIRECT = Layout((full(16), window(16, 40)))
+STATES = Layout((full(16), mamba(16)))
+FAST, RETENTION = "fast-prefix-cache", "retention"
+POOL_OF_FAST = {"cache_full_blocks", "get_new_blocks"}
+LOOKUP_IS_BOUND = IS_SINCE_0_30 or not family.IS_ASCEND
+"""The lookup of vLLM-Ascend 0.23 is its own, and left alone."""
+
+
+def owners_of(manager: Any) -> dict[str, Any]:
+    """A manager, and what it is made of, by the names that tests below use."""
+    coordinator = manager.coordinator
+    groups = enumerate(coordinator.single_type_managers)
+    return {
+        "manager": manager,
+        "coordinator": coordinator,
+        "pool": coordinator.block_pool,
+        **{f"group {index}": group for index, group in groups},
+    }
+
+
+def bound_in(manager: Any) -> dict[str, set[str]]:
+    """The methods that single objects have in place of those of their classes, by owner."""
+    found = {
+        owner: {name for name in vars(each) if callable(getattr(type(each), name, None))}
+        for owner, each in owners_of(manager).items()
+    }
+    return {owner: names for owner, names in found.items() if names}
+
+
+OF_FAST_PATH = {
+    "manager": {"allocate_slots", "cache_blocks"},
+    "pool": POOL_OF_FAST,
+    "group 1": (
+        {"cache_blocks", "_remove_blocks_in_range"}
+        if IS_SINCE_0_30
+        else {"cache_blocks", "remove_skipped_blocks", "free"}
+    ),
+    **({"coordinator": {"find_longest_cache_hit"}} if LOOKUP_IS_BOUND else {}),
+}
+OF_RETENTION = {
+    "manager": {"free", "pop_blocks_for_free"} if IS_SINCE_0_30 else {"free"},
+    "coordinator": {"cache_blocks", "remove_skipped_blocks"},
+    "pool": {"cache_full_blocks", "free_blocks", "get_new_blocks", "reset_prefix_cache"},
+    "group 0": {"pop_blocks_for_free" if IS_SINCE_0_30 else "free"},
+    "group 1": {"pop_blocks_for_free" if IS_SINCE_0_30 else "free"},
+}
+OF_BOTH = {
+    owner: OF_RETENTION.get(owner, set()) | OF_FAST_PATH.get(owner, set())
+    for owner in (*OF_RETENTION, *OF_FAST_PATH)
+}
+# Retention asks no manager of upstream to cache anything.
+OF_BOTH["group 1"] = OF_BOTH["group 1"] - {"cache_blocks"}
+
+
+def class_functions(manager: Any) -> dict[tuple[str, str], object]:
+    """What the classes have for every method of theirs, by owner."""
+    return {
+        (owner, name): value
+        for owner, each in owners_of(manager).items()
+        for cls in reversed(type(each).__mro__)
+        for name, value in vars(cls).items()
+    }
+
+
+def test_nothing_is_bound_in_a_process_without_the_features() -> None:
+    assert bound_in(BlockManager(DIRECT).manager) == {}
+
+
+@pytest.mark.parametrize("layout", [DIRECT, STATES], ids=["window", "state"])
+def test_an_engine_that_asks_for_neither_runs_upstreams_functions(layout: Layout) -> None:
+    if family.IS_ASCEND and layout is STATES:
+        pytest.skip("layouts of states are others there")
+    stock = class_functions(BlockManager(layout).manager)
+    with installed(RETENTION):
+        world = BlockManager(layout)  # No interval is set.
+        # The repair that retention requires.
+        assert bound_in(world.manager) == {"manager": {"free"}}
+        now = class_functions(world.manager)
+        differing = {name for _, name in stock if stock.get((_, name)) is not now.get((_, name))}
+        # `get_computed_blocks` is that of another repair.
+        assert differing <= {"__init__", "get_computed_blocks"}
+        for owner, each in owners_of(world.manager).items():
+            for name in OF_BOTH.get(owner, set()) - {"free"}:
+                method = getattr(each, name)
+                assert method.__func__ is inspect.getattr_static(type(each), name)
+                assert method.__func__ is stock[owner, name]
+
+
+def test_the_fast_path_binds_what_it_knows() -> None:
+    with installed(FAST):
+        assert bound_in(BlockManager(DIRECT).manager) == OF_FAST_PATH
+
+
+def test_retention_binds_what_it_decides() -> None:
+    with installed(RETENTION):
+        revert_feature("preempted-in-step")
+        assert bound_in(BlockManager(DIRECT, interval=0).manager) == OF_RETENTION
+
+
+def layers_of(owner: object, name: str) -> list[str]:
+    """Whose functions are called for a method of one object, the first one first."""
+    called, call = [], vars(owner)[name]
+    while hasattr(call, "kvext_layer"):
+        called.append(type(call.func.__self__).__name__.removesuffix("Before030"))
+        (call,) = call.args
+    return called
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([FAST, RETENTION])))
+def test_both_share_one_binding_whatever_the_order(order: tuple[str, ...]) -> None:
+    try:
+        for feature in order:
+            apply_feature(feature)
+        pool = BlockManager(DIRECT, interval=0).pool
+        world = BlockManager(DIRECT, interval=0)
+        assert bound_in(world.manager) == OF_BOTH
+        # Retention makes room before the fast path takes blocks, and alone caches runs.
+        assert layers_of(pool, "get_new_blocks") == ["RetainingPool", "FastPool"]
+        assert layers_of(pool, "cache_full_blocks") == ["RetainingPool"]
+    finally:
+        for feature in (RETENTION, FAST):
+            revert_feature(feature)
+
+
+def test_two_managers_of_one_process_have_their_own_settings() -> None:
+    with installed(RETENTION):
+        retaining, plain = BlockManager(DIRECT, interval=0), BlockManager(DIRECT)
+        with adaptive_chosen():
+            adaptive = BlockManager(DIRECT)
+        assert bound_in(plain.manager) == {"manager": {"free"}}
+        assert bound_in(retaining.manager) == bound_in(adaptive.manager) == OF_RETENTION
+        for world in (plain, retaining, adaptive):
+            request = world.request(range(100))
+            world.prefill(request, 48)
+            world.finish(request)
+        of_plain, of_retaining, of_adaptive = (
+            retention_of(world.manager.coordinator) for world in (plain, retaining, adaptive)
+        )
+        assert of_plain is None
+        assert not of_retaining.policy.is_adaptive and of_adaptive.policy.is_adaptive
+        assert of_retaining.stats.checkpoints_kept and of_adaptive.stats.checkpoints_kept
+
+
+def test_a_model_that_retention_does_not_know_is_not_bound() -> None:
+    with installed(RETENTION):
+        revert_feature("preempted-in-step")
+        uncached = BlockManager(DIRECT, interval=0, enable_caching=False)
+        only_full = BlockManager(Layout((full(16),)), interval=0)
+        assert bound_in(uncached.manager) == bound_in(only_full.manager) == {}
+
+
+def test_a_group_of_another_kind_is_left_to_upstream() -> None:
+    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+
+    class TheirManager(SlidingWindowManager):
+        """It caches, frees and is looked up as it likes."""
+
+        def cache_blocks(self, *args: Any, **kwargs: Any) -> None:
+            super().cache_blocks(*args, **kwargs)
+
+        def free(self, request_id: str) -> None:
+            super().free(request_id)
+
+        def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
+            super().remove_skipped_blocks(*args, **kwargs)
+
+        def _remove_blocks_in_range(self, *args: Any) -> None:
+            super()._remove_blocks_in_range(*args)
+
+    manager = BlockManager(DIRECT).manager
+    manager.coordinator.single_type_managers[1].__class__ = TheirManager
+    with installed(FAST):
+        bind(manager, {FAST})
+        assert bound_in(manager) == {"pool": POOL_OF_FAST}
+
+
+@pytest.mark.parametrize("first", [FAST, RETENTION])
+def test_what_is_reverted_is_gone_and_the_other_stays(first: str) -> None:
+    with installed(FAST, RETENTION):
+        world = BlockManager(DIRECT, interval=0)
+        second = FAST if first is RETENTION else RETENTION
+        request = world.request(range(100))
+        world.prefill(request, 48)
+        revert_feature(first)
+        left = OF_FAST_PATH if first is RETENTION else OF_RETENTION
+        bound = bound_in(world.manager)
+        for owner, names in bound.items():
+            assert names <= left.get(owner, set()) | {"free"} and names
+        world.decode(request, range(20))
+        revert_feature(second)
+        assert bound_in(world.manager) in ({}, {"manager": {"free"}})
+        world.decode(request, range(20))
+        world.finish(request)
+    assert bound_in(world.manager) == {}
+    request = world.request(range(100))
+    world.prefill(request, 48)
+    world.finish(request)
+
+
+def test_a_request_is_settled_once_what_it_has_not_computed_is_gone() -> None:
+    with installed(RETENTION):
+        world = BlockManager(DIRECT, interval=0)
+        request = world.request(range(64))
+        world.prefill(request, 64)
+        request.num_computed_tokens = 32  # It is preempted in the step that computes the rest.
+        cached_when_settled: list[list[bool]] = []
+        retention = vars(world.manager)["free"].args[0].func.__self__._retention
+        group = world.manager.coordinator.single_type_managers[0]
+
+        class Watched:
+            def release(self, request: Any) -> None:
+                blocks = group.req_to_blocks[request.request_id]
+                cached_when_settled.append([block.block_hash is not None for block in blocks])
+                retention.release(request)
+
+        vars(world.manager)["free"].args[0].func.__self__._retention = Watched()
+        world.manager.free(request)
+        assert cached_when_settled == [[True, True, False, False]]
+
+
+OF_SCHEDULER = {"make_stats", "_mamba_block_aligned_split"}
+
+
+def bound_in_scheduler(scheduler: Scheduler) -> set[str]:
+    return {name for name in vars(scheduler) if callable(getattr(type(scheduler), name, None))}
+
+
+def test_a_scheduler_reports_what_is_retained_and_no_other() -> None:
+    options = EngineOptions(num_blocks=100)
+    with installed(RETENTION):
+        plain = SchedulerEngine(FULL_WINDOW, options).scheduler
+        with adaptive_chosen():
+            retaining = SchedulerEngine(FULL_WINDOW, options).scheduler
+        assert not OF_SCHEDULER & bound_in_scheduler(plain)
+        assert bound_in_scheduler(retaining) >= OF_SCHEDULER
+    assert not OF_SCHEDULER & bound_in_scheduler(retaining)
+
+
+def bound_methods() -> Iterator[tuple[str, object, str, Callable[..., Any]]]:
+    """Feature, owner, name, and the function that is called with what lies below."""
+    for feature, layout in itertools.product((FAST, RETENTION), (DIRECT, STATES)):
+        if family.IS_ASCEND and layout is STATES:
+            continue
+        with installed(feature):
+            if feature is RETENTION:
+                revert_feature("preempted-in-step")
+            manager = BlockManager(layout, interval=0 if feature is RETENTION else None).manager
+            for owner in owners_of(manager).values():
+                for name in sorted(vars(owner)):
+                    call = vars(owner)[name]
+                    if hasattr(call, "kvext_layer"):
+                        yield feature, owner, name, call.func
+
+
+def test_each_function_that_is_replaced_is_fingerprinted() -> None:
+    relied_on: dict[str, set[str]] = {FAST: set(), RETENTION: set()}
+    for patch in PATCHES:
+        if patch.feature in relied_on and any(
+            version_in(vllm.__version__, versions) for versions in patch.vllm
+        ):
+            relied_on[patch.feature] |= {*patch.fingerprinted, *patch.ascend}
+    num_checked = 0
+    for feature, owner, name, _ in bound_methods():
+        cls = defining_class(type(owner), name)
+        theirs = f"{cls.__module__}:{cls.__qualname__}.{name}"
+        if cls.__module__.startswith("vllm_ascend") and feature is RETENTION:
+            continue  # Retention calls those of vLLM-Ascend where it does not know better.
+        assert theirs in relied_on[feature], (feature, theirs)
+        num_checked += 1
+    assert num_checked >= 15
+
+
+ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def test_bound_methods_take_what_upstreams_take() -> None:
+    num_checked = 0
+    for _, owner, name, ours in bound_methods():
+        cls = defining_class(type(owner), name)
+        found = wrapper_chain(resolve(f"{cls.__module__}:{cls.__qualname__}.{name}").found)[-1]
+        while hasattr(found, "__wrapped__"):
+            found = found.__wrapped__
+        theirs = list(inspect.signature(found).parameters.values())[1:]  # Without self.
+        mine = list(inspect.signature(ours).parameters.values())[1:]  # Without what lies below.
+        named = [parameter for parameter in mine if parameter.kind not in ANY]
+        for one, other in zip(named, theirs, strict=False):
+            # The state managers of vLLM 0.23 call the tokens otherwise; all callers go by place.
+            assert one.name == other.name or name == "remove_skipped_blocks", (name, one, other)
+            assert one.kind == other.kind, name
+            assert (one.default is one.empty) == (other.default is other.empty), (name, one)
+        for parameter in named[len(theirs) :]:
+            assert parameter.default is not parameter.empty, (name, parameter)
+        rest = theirs[len(named) :]
+        kinds = {parameter.kind for parameter in mine if parameter.kind in ANY}
+        assert not rest or inspect.Parameter.VAR_KEYWORD in kinds, name
+        num_checked += 1
+    assert num_checked >= 15

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What decides which blocks of a coordinator are cached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_ascend_kvext.upstream_state import CoordinatorState
+
+
+def retention_of(coordinator: Any) -> Any:
+    """Retention of a coordinator; None where upstream decides."""
+    return CoordinatorState.of(coordinator).retention
