@@ -17,8 +17,9 @@ import torch
 from shared_tier.geometry import Geometry
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
-from vllm_ascend_kvext.connector.worker.shared_transfers import SharedTransfers
 from vllm_ascend_kvext.shared_tier.backend import SharedObject
+from vllm_ascend_kvext.shared_tier.messages import SharedJobs
+from vllm_ascend_kvext.shared_tier.worker.shared_transfers import SharedTransfers
 
 Direction = Literal["get", "put"]
 _COUNTER = time.perf_counter
@@ -125,16 +126,17 @@ class Ours(_InParts):
         super().__init__(geometry, memory_of(host))
         folder.mkdir(0o700)
         options = ConnectorOptions(shared_tier=f"file://{folder}", shared_tier_bytes=64 << 30)
-        self._transfers = SharedTransfers(options, 0, 1, host, lambda: None)
+        self._transfers = SharedTransfers(options, 0, 1, memory_of(host), lambda: None)
 
     def move(self, direction: Direction, prompts: Sequence[int]) -> float:
         objects = [
             SharedObject(offset, f"bench/R0-1024-{offset:032x}", offset, size, (f"N{offset:032x}",))
             for offset, size in self.parts(prompts)
         ]
-        gets, puts = (objects, []) if direction == "get" else ([], objects)
+        moved = tuple(objects)
+        jobs = SharedJobs(gets=moved) if direction == "get" else SharedJobs(puts=moved)
         began_s = _COUNTER()
-        self._transfers.submit(gets, puts)
+        self._transfers.submit(jobs)
         num_ended = num_failed = 0
         while num_ended < len(objects):
             self._transfers.wait_for_end(30)

@@ -78,7 +78,7 @@ class Engine:
         """The seconds to the first token, and the hit tokens, if the device has nothing."""
         self._engine.forget_local()
         asked = self._engine.ask(prompt_of(name, self._num_tokens))
-        while self._side.shared._jobs or self._engine.scheduler.has_requests():
+        while self._side.secondary._jobs.num_under_way or self._engine.scheduler.has_requests():
             self._engine.step()
         return asked.first_token_s, asked.hit_tokens
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllm_ascend_kvext.connector.common.extension_registry import register_extension
+from vllm_ascend_kvext.connector.common.extension_registry import (
+    register_extension,
+    register_secondary_tier,
+)
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 NAME = "KvextConnector"
@@ -13,10 +16,11 @@ _MODULE = "vllm_ascend_kvext.connector.kvext_connector"
 
 
 def register_connector() -> Callable[[], None]:
-    """Make the connector known, and to it its extension; both are imported when they are used."""
+    """Make the connector known, and to it what is above it; all are imported when they are used."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     register_extension("segments", "vllm_ascend_kvext.segments.extension", "SegmentsExtension")
+    register_secondary_tier("vllm_ascend_kvext.shared_tier.secondary_tier", "SharedSecondaryTier")
     registry = KVConnectorFactory._registry
     if NAME not in registry:
         KVConnectorFactory.register_connector(NAME, _MODULE, NAME)

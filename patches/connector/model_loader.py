@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.connector.worker import loaded_models
+from vllm_ascend_kvext import loaded_models
 from vllm_ascend_kvext.patching.declaration import Patch
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from support.connector.paged_layouts import FULL, GPT_OSS, PagedLayout
 from support.scheduler.block_manager import BlockManager, Layout, full
 from vllm.lora.request import LoRARequest
 
-from vllm_ascend_kvext.blending.segments import STORE_KEY
+from vllm_ascend_kvext.segments.prompt_segments import STORE_KEY
 
 pytestmark = pytest.mark.usefixtures("offloading_in_effect")
 

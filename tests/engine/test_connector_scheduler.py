@@ -422,7 +422,14 @@ def test_tails_are_stored_at_the_interval_of_retention(monkeypatch: pytest.Monke
     """The patch that tells the connector of its scheduler brings the interval, too."""
     layout = WINDOW
     interval_tokens = 3 * layout.unit_tokens
-    monkeypatch.setattr(scheduler_patch, "interval_tokens_of", lambda coordinator: interval_tokens)
+    found = CoordinatorState.of
+
+    def with_interval(coordinator: Any) -> CoordinatorState:
+        state = found(coordinator)
+        state.interval_tokens = interval_tokens
+        return state
+
+    monkeypatch.setattr(CoordinatorState, "of", with_interval)
     prompt = tokens(random.Random(layout.name), 7 * layout.unit_tokens + 1)
     stored: list[int] = []
     with engine_of(layout) as engine:

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import get_model_loader, runai_streamer_loader
 
-from vllm_ascend_kvext.connector.worker import loaded_models
-from vllm_ascend_kvext.connector.worker.loaded_models import LoadedWeights
-from vllm_ascend_kvext.connector.worker.weight_files import FilesOfWeights
+from vllm_ascend_kvext import loaded_models
+from vllm_ascend_kvext.loaded_models.weight_files import FilesOfWeights
+from vllm_ascend_kvext.shared_tier.worker.loaded_weights import LoadedWeights
 
 pytestmark = pytest.mark.usefixtures("offloading_in_effect")
 

@@ -35,14 +35,15 @@ from support.sample import IS_LONG, sampled
 from support.scheduler.options import _model_config
 from support.scheduler.workload import RequestPlan
 
-from vllm_ascend_kvext.connector.common import engine_identity
-from vllm_ascend_kvext.connector.common.engine_identity import identity_of
-from vllm_ascend_kvext.connector.scheduler import loads, shared_side
+from vllm_ascend_kvext.connector.scheduler import loads
+from vllm_ascend_kvext.connector.scheduler.secondary_tier import SecondaryTierScheduler
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.shared_tier import backend, files
+from vllm_ascend_kvext.shared_tier import backend, engine_identity, files
 from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Answer, SharedObject
+from vllm_ascend_kvext.shared_tier.engine_identity import identity_of
 from vllm_ascend_kvext.shared_tier.files import FilesTier
 from vllm_ascend_kvext.shared_tier.names import differences
+from vllm_ascend_kvext.shared_tier.scheduler import limits
 from vllm_ascend_kvext.store.entries import Kind
 
 pytestmark = pytest.mark.usefixtures("offloading_in_effect", "weights")
@@ -62,8 +63,8 @@ def _equal_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
 def _patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine is no tier that hangs."""
     if "hangs" not in request.node.name:
-        monkeypatch.setattr(shared_side, "MAX_LOOKUP_S", 20.0)
-        monkeypatch.setattr(shared_side, "MAX_STALL_S", 20.0)
+        monkeypatch.setattr(limits, "MAX_LOOKUP_S", 20.0)
+        monkeypatch.setattr(limits, "MAX_STALL_S", 20.0)
 
 
 @pytest.fixture
@@ -185,7 +186,7 @@ def test_engines_share_at_the_same_time(tmp_path: Path) -> None:
 
 
 def test_requests_of_a_burst_wait_until_they_are_asked_for(tmp_path: Path) -> None:
-    prompts = [prompt_of(FULL, seed, 2) for seed in range(3 * shared_side.MAX_ASKED)]
+    prompts = [prompt_of(FULL, seed, 2) for seed in range(3 * limits.MAX_ASKED)]
     store_in(tmp_path, FULL, *prompts)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         plans = [plan_of(str(seed), prompt) for seed, prompt in enumerate(prompts)]
@@ -335,7 +336,7 @@ def test_what_was_put_or_got_is_not_put_again(
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         for number in range(3):
             serve(engine, plan_of(str(number), other))
-        row_map = engine.side.shared._parts.layout.row_map
+        row_map = engine.side.secondary._uses._layout.row_map
         (cut,) = (each for each in engine.entries if each.row_map != row_map(each.piece))
         assert set(puts.values()) == {1}
         assert not any(cut.key.hex()[:32] in name for name in puts)
@@ -362,8 +363,8 @@ def test_an_engine_is_known_by_what_decides_its_kv(
 ) -> None:
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         config = copy.deepcopy(engine.scheduler.vllm_config)
-        layout = engine.side.shared._parts.layout
-        workers = [worker.handshake().worker for worker in engine.workers]
+        layout = engine.side.secondary._uses._layout
+        workers = [worker.handshake().worker.secondary for worker in engine.workers]
         before = identity_of(config, layout, workers)
         part, _, attribute = name.partition(".")
         setattr(getattr(config, part), attribute, value)
@@ -373,9 +374,9 @@ def test_an_engine_is_known_by_what_decides_its_kv(
 
 def test_weights_that_a_worker_cannot_know_are_refused(tmp_path: Path) -> None:
     with engine_of(FULL, offloading=sharing(FULL, tmp_path), num_workers=2) as engine:
-        first, second = (worker.handshake().worker for worker in engine.workers)
-        workers = [first, replace(second, weights_refusal="Why.")]
-        layout = engine.side.shared._parts.layout
+        first, second = (worker.handshake().worker.secondary for worker in engine.workers)
+        workers = [first, replace(second, refusal="Why.")]
+        layout = engine.side.secondary._uses._layout
         with pytest.raises(SettingsError, match=r"Why\. \(rank 1 of 2, load_format=auto\)"):
             identity_of(engine.scheduler.vllm_config, layout, workers)
 
@@ -428,7 +429,7 @@ def test_what_is_used_all_the_time_stays_in_the_folder(
         first = {path.name for path in objects(tmp_path)}
         for seed in range(NUM_OTHERS):
             serve(engine, plan_of(f"other {seed}", prompt_of(layout, seed)))
-            let_pass(engine, shared_side.TOUCH_EVERY_S)
+            let_pass(engine, limits.TOUCH_EVERY_S)
             serve(engine, plan_of(f"hot {seed}", hot))
         assert not any(engine.side.counters.shared_failures.values())
         check_nothing_is_left(engine)
@@ -453,7 +454,7 @@ def test_an_object_is_touched_once_in_a_while(
         assert len(seen) == 1, "one call for all of a step, and none before it is time"
         ((thread, names),) = seen
         assert thread == "kvext-shared-puts" and len({*names}) == len(names) == 3  # Chunks.
-        let_pass(engine, shared_side.TOUCH_EVERY_S)
+        let_pass(engine, limits.TOUCH_EVERY_S)
         serve(engine, plan_of("later", prompt))
         assert len(seen) == 2 and seen[1] == seen[0]
         check_nothing_is_left(engine)
@@ -461,7 +462,7 @@ def test_an_object_is_touched_once_in_a_while(
 
 def test_few_objects_are_touched_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has no room waits until others were touched, the beginnings of long prompts, too."""
-    monkeypatch.setattr(shared_side, "MAX_TOUCHED", 4)
+    monkeypatch.setattr(limits, "MAX_TOUCHED", 4)
     prompt = prompt_of(FULL, 1, 20)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         engine.clock = lambda: 0.0
@@ -477,14 +478,14 @@ def test_all_of_a_prompt_is_touched_that_has_more_objects_than_are_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if it is used so seldom that its first ones may be touched again each time."""
-    monkeypatch.setattr(shared_side, "MAX_TOUCHED", 4)
+    monkeypatch.setattr(limits, "MAX_TOUCHED", 4)
     prompt = prompt_of(FULL, 1, 20)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         engine.clock = lambda: 0.0
         serve(engine, plan_of("first", prompt))
         seen = watch_touches(monkeypatch)
         for number in range(3):
-            let_pass(engine, 2 * shared_side.TOUCH_EVERY_S)
+            let_pass(engine, 2 * limits.TOUCH_EVERY_S)
             serve(engine, plan_of(str(number), prompt))
         assert max(len(each) for _, each in seen) <= 4
         touched = Counter(name for _, each in seen for name in each)
@@ -496,16 +497,16 @@ def test_what_waits_to_be_touched_is_forgotten_where_the_folder_does_not_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No steps are made for it."""
-    monkeypatch.setattr(shared_side, "MAX_TOUCHED", 4)
+    monkeypatch.setattr(limits, "MAX_TOUCHED", 4)
     prompt = prompt_of(FULL, 1, 20)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         engine.clock = lambda: 0.0
         serve(engine, plan_of("first", prompt))
-        let_pass(engine, 2 * shared_side.TOUCH_EVERY_S)
+        let_pass(engine, 2 * limits.TOUCH_EVERY_S)
         monkeypatch.setattr(FilesTier, "touch", lambda *_: None)
         serve(engine, plan_of("again", prompt))
         assert engine.side.counters.shared_failures["touch_unreachable"] == 1
-        assert not engine.side.shared.has_transfers
+        assert not engine.side.secondary.has_transfers
         check_nothing_is_left(engine)
 
 
@@ -518,18 +519,18 @@ def test_a_tier_is_not_closed_beneath_a_lookup_that_hangs(
     hanging = Hanging(monkeypatch, "exist")
     hanging.is_hanging = lambda name: not hanging.begun
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
-        side = engine.side.shared
+        side = engine.side.secondary
         timed_steps(engine, plan_of("hangs", prompts[0]))
         time.sleep(0.1)
-        let_pass(engine, shared_side.PAUSE_S + 0.1)
+        let_pass(engine, limits.PAUSE_S + 0.1)
         timed_steps(engine, plan_of("later", prompts[1]))
-        assert side._last_asked.is_answered.is_set(), "by another thread"
+        assert side._questions._last_asked.is_answered.is_set(), "by another thread"
         closed: list[bool] = []
-        monkeypatch.setattr(side._shared, "close", lambda: closed.append(True))
+        monkeypatch.setattr(side._backend, "close", lambda: closed.append(True))
         side.shutdown()
         assert not closed
         hanging.gate.set()
-        until(lambda: not side._thread.has_left_behind)
+        until(lambda: not side._questions._thread.has_left_behind)
         side.shutdown()
         assert closed
 
@@ -545,7 +546,7 @@ def test_what_is_used_and_was_removed_is_put_again(
     with engine_of(layout, offloading=options, num_workers=num_workers) as engine:
         serve(engine, plan_of("first", prompt))
         serve(engine, plan_of("second", prompt))
-        let_pass(engine, shared_side.TOUCH_EVERY_S)
+        let_pass(engine, limits.TOUCH_EVERY_S)
         for path in objects(tmp_path):
             if path.parts[-4] == f"r{num_workers - 1}":
                 path.unlink()
@@ -563,11 +564,11 @@ def test_a_piece_of_a_longer_object_is_not_put_again(tmp_path: Path) -> None:
     options = sharing(FULL, tmp_path, store_policy="second_touch")
     with engine_of(FULL, offloading=options) as engine:
         assert hit_tokens(engine, plan_of("a", other)) == 5 * FULL.unit_tokens
-        row_map = engine.side.shared._parts.layout.row_map
+        row_map = engine.side.secondary._uses._layout.row_map
         (cut,) = (each for each in engine.entries if each.row_map != row_map(each.piece))
         for path in objects(tmp_path):
             path.unlink()
-        let_pass(engine, shared_side.TOUCH_EVERY_S)
+        let_pass(engine, limits.TOUCH_EVERY_S)
         again = [*other[: 5 * FULL.unit_tokens], 1, 2, 3]
         assert hit_tokens(engine, plan_of("b", again)) == 5 * FULL.unit_tokens
         there = {path.name for path in objects(tmp_path)}
@@ -584,11 +585,11 @@ def test_touches_are_left_while_the_folder_does_not_work(
         with monkeypatch.context() as patch:
             patch.setattr(FilesTier, "touch", lambda *_: calls.append(1))
             for number in range(5):
-                let_pass(engine, shared_side.TOUCH_EVERY_S / 2)
+                let_pass(engine, limits.TOUCH_EVERY_S / 2)
                 serve(engine, plan_of(f"failing {number}", prompt))
         assert len(calls) == 1
         assert engine.side.counters.shared_failures["touch_unreachable"] == 1
-        let_pass(engine, shared_side.PAUSE_S)
+        let_pass(engine, limits.PAUSE_S)
         seen = watch_touches(monkeypatch)
         serve(engine, plan_of("later", prompt))
         assert len(seen) == 1
@@ -821,8 +822,8 @@ def test_one_get_that_hangs_ends_nothing(
         timed_steps(engine, plan_of("paused", prompts[1]))
         assert counters.shared_requests["paused"] == 1
         time.sleep(0.1)
-        let_pass(engine, shared_side.PAUSE_S + 0.1)
-        monkeypatch.setattr(shared_side, "MAX_STALL_S", 20.0)
+        let_pass(engine, limits.PAUSE_S + 0.1)
+        monkeypatch.setattr(limits, "MAX_STALL_S", 20.0)
         caplog.clear()
         for number, prompt in enumerate(prompts[2:]):
             before = counters.hit_tokens
@@ -836,7 +837,7 @@ def test_one_get_that_hangs_ends_nothing(
             timed_steps(engine, plan_of(f"once more {number}", prompts[0]))
         assert counters.hit_tokens - before == floor(engine, len(prompts[0]) - 1)
         assert counters.shared_requests["paused"] == 1
-        (lost,) = engine.side.shared._abandoned
+        (lost,) = engine.side.secondary._gets._abandoned
         others = [each for each in engine.entries if each is not lost]
         assert all(
             each.offset_bytes + each.num_bytes <= lost.offset_bytes
@@ -844,9 +845,9 @@ def test_one_get_that_hangs_ends_nothing(
             for each in others
         )
         hanging.gate.set()  # Now its bytes come.
-        until(lambda: not engine.workers[0].side._shared.wait_for_end(0.01), "the get that hung")
+        until(lambda: not engine.workers[0].shared.wait_for_end(0.01), "the get that hung")
         serve(engine, *(plan_of(f"end {seed}", prompt) for seed, prompt in enumerate(prompts)))
-        assert lost not in engine.entries and not engine.side.shared._abandoned
+        assert lost not in engine.entries and not engine.side.secondary._gets._abandoned
         check_nothing_is_left(engine)
 
 
@@ -859,7 +860,7 @@ def test_a_get_that_hangs_while_others_come_is_not_waited_for(
     store_in(tmp_path, FULL, *prompts)
     hanging = Hanging(monkeypatch)
     hanging.is_hanging = lambda name: not hanging.begun
-    monkeypatch.setattr(shared_side, "MAX_STALL_S", 1e6)  # Of others something comes in time.
+    monkeypatch.setattr(limits, "MAX_STALL_S", 1e6)  # Of others something comes in time.
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         engine.add_request(plan_of("hangs", prompts[0]))
         for number, prompt in enumerate(prompts[1:]):
@@ -870,7 +871,7 @@ def test_a_get_that_hangs_while_others_come_is_not_waited_for(
         assert 10 < number < 20
         assert engine.side.counters.shared_requests["given_up"] == 1
         hanging.gate.set()
-        until(lambda: not engine.workers[0].side._shared.wait_for_end(0.01), "the get that hung")
+        until(lambda: not engine.workers[0].shared.wait_for_end(0.01), "the get that hung")
         serve(engine)
         check_nothing_is_left(engine)
 
@@ -878,7 +879,7 @@ def test_a_get_that_hangs_while_others_come_is_not_waited_for(
 def test_touches_go_on_beside_one_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_side, "MAX_TOUCHED", 3)
+    monkeypatch.setattr(limits, "MAX_TOUCHED", 3)
     hot = prompt_of(FULL, "hot")
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         serve(engine, plan_of("first", hot))
@@ -888,17 +889,17 @@ def test_touches_go_on_beside_one_that_hangs(
         until(lambda: hanging.begun, "the touch that hangs")
         time.sleep(0.1)
         let_pass(engine, backend.MAX_HANG_S + 5.1)
-        monkeypatch.setattr(shared_side, "MAX_HANG_S", 5.0)
+        monkeypatch.setattr(limits, "MAX_HANG_S", 5.0)
         timed_steps(engine, plan_of("frees", hot))
         for path in objects(tmp_path):
             path.unlink()
         timed_steps(engine, plan_of("later", hot))
-        let_pass(engine, shared_side.TOUCH_EVERY_S)
+        let_pass(engine, limits.TOUCH_EVERY_S)
         timed_steps(engine, plan_of("again", hot))
         hanging.gate.set()
-        until(lambda: not engine.workers[0].side._shared.wait_for_end(0.01), "the touch that hung")
+        until(lambda: not engine.workers[0].shared.wait_for_end(0.01), "the touch that hung")
         serve(engine)
-        assert len(objects(tmp_path)) == 3 and engine.side.shared._num_hung_touches == 0
+        assert len(objects(tmp_path)) == 3 and engine.side.secondary._uses._num_hung == 0
         check_nothing_is_left(engine)
 
 
@@ -914,10 +915,10 @@ def test_lookups_go_on_beside_one_that_hangs(
         timed_steps(engine, plan_of("hangs", prompts[0]))
         assert counters.shared_requests["late"] == 1
         time.sleep(0.1)
-        monkeypatch.setattr(shared_side, "MAX_LOOKUP_S", 20.0)
-        monkeypatch.setattr(shared_side, "MAX_STALL_S", 20.0)
+        monkeypatch.setattr(limits, "MAX_LOOKUP_S", 20.0)
+        monkeypatch.setattr(limits, "MAX_STALL_S", 20.0)
         for number, prompt in enumerate(prompts[1:]):
-            let_pass(engine, shared_side.PAUSE_S + 0.1)
+            let_pass(engine, limits.PAUSE_S + 0.1)
             before = counters.hit_tokens
             timed_steps(engine, plan_of(f"later {number}", prompt))
             assert counters.hit_tokens - before == floor(engine, len(prompt) - 1)
@@ -934,22 +935,22 @@ def test_a_tier_of_which_much_hangs_is_left_alone_aloud_until_that_ends(
     store_in(tmp_path, FULL, *prompts)
     hanging = Hanging(monkeypatch)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
-        shared, counters = engine.side.shared, engine.side.counters
+        gets, counters = engine.side.secondary._gets, engine.side.counters
         for number, prompt in enumerate(prompts):
             timed_steps(engine, plan_of(str(number), prompt))
             time.sleep(0.06)
-            let_pass(engine, shared_side.PAUSE_S + 0.1)
-        num_hanging = len(shared._abandoned) + len(shared._gets)
-        assert shared_side.MAX_ABANDONED <= num_hanging <= shared_side.MAX_ABANDONED + 12
+            let_pass(engine, limits.PAUSE_S + 0.1)
+        num_hanging = len(gets._abandoned) + len(gets._under_way)
+        assert limits.MAX_ABANDONED <= num_hanging <= limits.MAX_ABANDONED + 12
         assert counters.shared_requests["paused"] > 0 and counters.hit_tokens == 0
         assert any("objects that it has do not come" in each for each in caplog.messages)
         hanging.gate.set()
-        monkeypatch.setattr(shared_side, "MAX_STALL_S", 20.0)
+        monkeypatch.setattr(limits, "MAX_STALL_S", 20.0)
         serve(engine)
-        until(lambda: not engine.workers[0].side._shared.wait_for_end(0.01), "the gets that hung")
+        until(lambda: not engine.workers[0].shared.wait_for_end(0.01), "the gets that hung")
         forget_host(engine)
         serve(engine, plan_of("now they are reported", prompt_of(FULL, "another")))
-        let_pass(engine, shared_side.PAUSE_S + 0.1)
+        let_pass(engine, limits.PAUSE_S + 0.1)
         prompt = prompts[-1]
         assert hit_tokens(engine, plan_of("end", prompt)) == floor(engine, len(prompt) - 1)
 
@@ -967,8 +968,8 @@ def test_long_steps_are_not_taken_for_a_tier_that_hangs(
         return get_into(*arguments)
 
     monkeypatch.setattr(FilesTier, "get_into", get_later)
-    monkeypatch.setattr(shared_side, "MAX_LOOKUP_S", 20.0)
-    monkeypatch.setattr(shared_side, "MAX_STALL_S", 0.02)
+    monkeypatch.setattr(limits, "MAX_LOOKUP_S", 20.0)
+    monkeypatch.setattr(limits, "MAX_STALL_S", 0.02)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         engine.add_request(plan_of("another", prompt_of(FULL, 2), max_tokens=30))
         engine.step()
@@ -995,8 +996,8 @@ def test_a_get_that_hangs_does_not_take_host_memory_from_others(
     prompts = [prompt_of(FULL, seed) for seed in range(1, 12)]
     store_in(tmp_path, FULL, *prompts)
     slow = Slow(monkeypatch, "get_into")
-    monkeypatch.setattr(shared_side, "PAUSE_S", 0.0)
-    monkeypatch.setattr(shared_side, "MAX_HANG_S", 1e6)  # They are not given up for good yet.
+    monkeypatch.setattr(limits, "PAUSE_S", 0.0)
+    monkeypatch.setattr(limits, "MAX_HANG_S", 1e6)  # They are not given up for good yet.
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         own = prompt_of(FULL, 0)
         serve(engine, plan_of("own", own))
@@ -1022,7 +1023,7 @@ def test_what_is_being_got_has_half_of_host_memory(
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         all_bytes = sum(payload(path).__len__() for path in objects(tmp_path))
         share = 0.4 * all_bytes / engine.tier.capacity_bytes
-        monkeypatch.setattr(shared_side, "MAX_GET_SHARE", share)
+        monkeypatch.setattr(limits, "MAX_GET_SHARE", share)
         found = hit_tokens(engine, plan_of("a", prompt))
         assert 0 < found <= 0.4 * len(prompt)
         assert engine.side.counters.transfer_bytes["get"] <= 0.4 * all_bytes
@@ -1117,13 +1118,16 @@ def test_a_queue_before_a_tier_that_hangs_a_little_is_left(
         return exist(tier, names)
 
     monkeypatch.setattr(FilesTier, "exist", slow)
-    monkeypatch.setattr(shared_side, "MAX_LOOKUP_S", 20.0)
-    monkeypatch.setattr(shared_side, "MAX_QUEUED_S", 0.05)
+    monkeypatch.setattr(limits, "MAX_LOOKUP_S", 20.0)
+    monkeypatch.setattr(limits, "MAX_QUEUED_S", 0.05)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         serve(engine, *(plan_of(str(seed), prompt_of(FULL, seed)) for seed in range(40)))
         results = engine.side.counters.shared_requests
         assert results["late"] > 0 and results["late"] + results["absent"] == 40
-        until(engine.side.shared._last_asked.is_answered.is_set, "the thread's last question")
+        until(
+            engine.side.secondary._questions._last_asked.is_answered.is_set,
+            "the thread's last question",
+        )
         assert len(asked) < 40, "what nobody waits for is not asked: a call for each"
         check_nothing_is_left(engine)
 
@@ -1140,18 +1144,15 @@ def test_of_thousands_that_wait_a_step_asks_for_few(
         monkeypatch.setattr(FilesTier, "exist", lambda *each: (gate.wait(wait_s), exist(*each))[1])
     number = 2000 if IS_LONG else 100
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
-        ask = engine.side.shared._ask
-        monkeypatch.setattr(
-            engine.side.shared, "_ask", lambda *each: (asked_in_step.append(1), ask(*each))
-        )
+        questions = engine.side.secondary._questions
+        ask = questions._ask
+        monkeypatch.setattr(questions, "_ask", lambda *each: (asked_in_step.append(1), ask(*each)))
         for seed in range(number):
             engine.add_request(plan_of(str(seed), prompt_of(FULL, seed, 2), max_tokens=1))
         while engine.scheduler.requests:
             before = len(asked_in_step)
             engine.step()
-            assert (
-                len(asked_in_step) - before <= shared_side.MAX_ASKED + engine.options.max_num_seqs
-            )
+            assert len(asked_in_step) - before <= limits.MAX_ASKED + engine.options.max_num_seqs
         results = engine.side.counters.shared_requests
         assert sum(results.values()) <= number and (answers == "at once") == (not results["late"])
         gate.set()
@@ -1163,14 +1164,14 @@ def test_no_steps_are_made_for_a_put_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = Slow(monkeypatch, "put")
-    monkeypatch.setattr(shared_side, "MAX_QUIET_S", 0.05)
+    monkeypatch.setattr(limits, "MAX_QUIET_S", 0.05)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         timed_steps(engine, plan_of("a", prompt_of(FULL, 1)))
         serve(engine)
         assert slow.num_calls == 1 and not engine.side.has_work
         slow.gate.set()
         serve(engine, plan_of("b", prompt_of(FULL, 2)))
-        while engine.side.shared._num_jobs:
+        while engine.side.secondary._jobs.num_under_way:
             engine.step()
         check_nothing_is_left(engine)
 
@@ -1183,7 +1184,7 @@ def test_a_put_that_hangs_holds_little_and_delays_nothing(
         size = 0
         for seed in range(100):
             timed_steps(engine, plan_of(str(seed), prompt_of(FULL, seed, 60)))
-            size = engine.side.shared._put_bytes
+            size = engine.side.secondary._puts._num_bytes
         counters = engine.side.counters
         assert counters.shared_failures["put_busy"] > 0
         assert 0 < size <= engine.tier.capacity_bytes / 8
@@ -1198,11 +1199,11 @@ def test_what_is_being_put_keeps_its_place(tmp_path: Path, monkeypatch: pytest.M
     prompt = prompt_of(FULL, 1)
     slow = Slow(monkeypatch, "put")
     options = sharing(FULL, tmp_path, host_memory_gib=FULL.host_bytes[1] / (1 << 30))
-    monkeypatch.setattr(shared_side, "MAX_PUT_SHARE", 0.5)
+    monkeypatch.setattr(limits, "MAX_PUT_SHARE", 0.5)
     with engine_of(FULL, offloading=options) as engine:
         for seed in range(1, 10):
             timed_steps(engine, plan_of(str(seed), prompt_of(FULL, seed)))
-            while engine.side.shared._num_jobs and slow.num_calls == 0:
+            while engine.side.secondary._jobs.num_under_way and slow.num_calls == 0:
                 engine.step()
             engine.tier.evict(lambda entry: True)
         slow.gate.set()
@@ -1226,8 +1227,7 @@ def test_a_put_that_fails_is_tried_again_later(
         assert failures["put_unreachable"] > 0
         serve(engine, plan_of("c", prompt))
         assert objects(tmp_path) == []  # Not yet.
-        now_s = time.monotonic()
-        monkeypatch.setattr(engine.side.shared, "_clock", lambda: now_s + shared_side.PAUSE_S)
+        let_pass(engine, limits.PAUSE_S)
         serve(engine, plan_of("d", prompt))
         assert objects(tmp_path)
         check_nothing_is_left(engine)
@@ -1337,7 +1337,7 @@ def test_random_requests(
 ) -> None:
     """Right bytes, right outputs, and nothing left, whatever becomes of the files."""
     monkeypatch.setattr(loads, "MIN_RUN_TOKENS", 0)
-    monkeypatch.setattr(shared_side, "PAUSE_S", 0.005)
+    monkeypatch.setattr(limits, "PAUSE_S", 0.005)
     faults = Faults(monkeypatch)
     for seed in range(sampled(3)):
         folder = tmp_path / str(seed)
@@ -1382,7 +1382,7 @@ def test_without_the_option_there_is_no_thread() -> None:
         serve(engine, plan_of("a", prompt_of(FULL, 1)))
         started = {*threading.enumerate()} - before
         assert not [each for each in started if "shared" in each.name]
-        assert engine.side.shared is None
+        assert type(engine.side.secondary) is SecondaryTierScheduler
 
 
 def test_entries_that_come_from_elsewhere_are_like_others(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from support.mooncake import Servers
 from support.sample import IS_LONG
 from test_shared_tier import _equal_seeds, floor, hit_tokens, prompt_of, timed_steps, weights
 
-from vllm_ascend_kvext.connector.scheduler import shared_side
 from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES
 from vllm_ascend_kvext.shared_tier.mooncake import MooncakeTier
+from vllm_ascend_kvext.shared_tier.scheduler import limits
 from vllm_ascend_kvext.store.arena import ALIGNMENT_BYTES
 
 __all__ = ["_equal_seeds", "weights"]
@@ -44,8 +44,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine is no tier that hangs."""
-    monkeypatch.setattr(shared_side, "MAX_LOOKUP_S", 20.0)
-    monkeypatch.setattr(shared_side, "MAX_STALL_S", 20.0)
+    monkeypatch.setattr(limits, "MAX_LOOKUP_S", 20.0)
+    monkeypatch.setattr(limits, "MAX_STALL_S", 20.0)
 
 
 def sharing(layout: PagedLayout, servers: Servers, **values: Any) -> dict[str, Any]:
@@ -127,9 +127,9 @@ def test_wrong_bytes_are_computed(running: Servers) -> None:
 
 
 def tier_of(engine: SimulatedEngine, is_scheduler: bool = True) -> MooncakeTier:
-    transfers = engine.workers[0].side._shared
-    assert engine.side.shared is not None and transfers is not None
-    tier: Any = engine.side.shared._shared if is_scheduler else transfers._tier
+    side: Any = engine.side.secondary
+    worker: Any = engine.workers[0].shared
+    tier: Any = side._backend if is_scheduler else worker._transfers._tier
     return tier
 
 
@@ -199,7 +199,7 @@ def test_requests_go_on_whatever_becomes_of_a_server(
             began_s, number = time.monotonic(), 0
             # After a minute Mooncake gives up, and may go on writing: see `MooncakeTier`.
             is_given_up = (call, server, how) == ("get", "owner", signal.SIGSTOP)
-            while engine.side.shared is not None and engine.side.shared._num_jobs:
+            while engine.side.secondary._jobs.num_under_way:
                 # Until what hangs has ended: its place was kept. No step is made for it alone.
                 serve(engine, plan_of(f"while {(number := number + 1)}", prompts[0][:5]))
                 time.sleep(0.1)

@@ -19,7 +19,7 @@ from support.connector.row_pages import (  # noqa: E402
     small_model,
 )
 
-from vllm_ascend_kvext.connector.worker import loaded_models  # noqa: E402
+from vllm_ascend_kvext import loaded_models  # noqa: E402
 from vllm_ascend_kvext.errors import BlendingError  # noqa: E402
 from vllm_ascend_kvext.segments.keys import attention_keys  # noqa: E402
 from vllm_ascend_kvext.segments.keys.attention_keys import LayerKeys, read_layer_keys  # noqa: E402

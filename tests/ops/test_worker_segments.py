@@ -30,13 +30,14 @@ from support.connector.worker_configs import vllm_config, worker_options  # noqa
 from support.layout.byte_memory import chunk_bytes  # noqa: E402
 from support.layout.fakes import FullAttentionSpec, SlidingWindowSpec, config  # noqa: E402
 
+from vllm_ascend_kvext import loaded_models  # noqa: E402
 from vllm_ascend_kvext.connector.common.messages import (  # noqa: E402
     ConnectorMetadata,
     LoadJob,
     StoreJob,
     WorkerOutput,
 )
-from vllm_ascend_kvext.connector.worker import loaded_models, worker_side  # noqa: E402
+from vllm_ascend_kvext.connector.worker import worker_side  # noqa: E402
 from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide  # noqa: E402
 from vllm_ascend_kvext.errors import SegmentError  # noqa: E402
 from vllm_ascend_kvext.layout.build import build_layout  # noqa: E402

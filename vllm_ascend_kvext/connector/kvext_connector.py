@@ -32,6 +32,7 @@ from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.connector.common.stats import KvextPromMetrics, KvextStats
 from vllm_ascend_kvext.connector.extension import known_extensions, parse_configuration
 from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
+from vllm_ascend_kvext.connector.secondary_tier import secondary_tier_of
 from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide
 from vllm_ascend_kvext.errors import ConnectorError
 from vllm_ascend_kvext.groups.kinds import is_all_full_attention
@@ -116,6 +117,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         self.options = options
         self.extension = extension
+        self.secondary = secondary = secondary_tier_of(vllm_config, options)
         self.scheduler_side: ConnectorScheduler | None = None
         self.worker_side: WorkerSide | None = None
         self._names_blocks = is_all_full_attention(kv_cache_config)
@@ -134,7 +136,11 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if extension is not None:
                 of_worker = extension.worker_side(vllm_config)
             self.worker_side = WorkerSide(
-                vllm_config, kv_cache_config, options, extension=of_worker
+                vllm_config,
+                kv_cache_config,
+                options,
+                extension=of_worker,
+                secondary=None if secondary is None else secondary.worker_side(kv_cache_config),
             )
 
     # Scheduler side.
@@ -170,7 +176,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.options,
             self._events,
             extension=self.extension,
-            vllm_config=self._vllm_config,
+            secondary=self.secondary,
         )
         self._on_ready(self.scheduler_side)
 
@@ -204,7 +210,8 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         jobs = self.scheduler_side.build_connector_meta(
             scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
         )
-        if jobs.loads or jobs.extras is not None or jobs.gets:
+        has_gets = jobs.secondary is not None and jobs.secondary.has_gets
+        if jobs.loads or jobs.extras is not None or has_gets:
             # vLLM >= 0.30 calls `start_load_kv` after the forward unless the step needs it before:
             # loads are to go on beside the forward, and an extension may look into it.
             scheduler_output.has_sync_kv_loads = True
@@ -310,8 +317,8 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def shutdown(self) -> None:
         if self.worker_side is not None:
             self.worker_side.shutdown()
-        if self.scheduler_side is not None and self.scheduler_side.shared is not None:
-            self.scheduler_side.shared.shutdown()
+        if self.scheduler_side is not None:
+            self.scheduler_side.secondary.shutdown()
 
     # Both sides.
 

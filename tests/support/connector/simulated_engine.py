@@ -33,15 +33,17 @@ from support.connector.simulated_segments import SimulatedSegments
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.model_runner import ModelRunner, ReadCheck, _Row
 from support.scheduler.options import EngineOptions
+from vllm_ascend_kvext import loaded_models
 from vllm_ascend_kvext.connector import kvext_connector
 from vllm_ascend_kvext.connector.kvext_connector import KvextConnector
 from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
-from vllm_ascend_kvext.connector.worker import loaded_models, worker_side
+from vllm_ascend_kvext.connector.worker import worker_side
 from vllm_ascend_kvext.connector.worker.worker_side import WorkerSide
 from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.patches.connector.core import drain_before_reset
 from vllm_ascend_kvext.patches.segments.core import hold_learning
 from vllm_ascend_kvext.segments.worker import segments_worker
+from vllm_ascend_kvext.shared_tier.worker.shared_worker import SharedWorker
 from vllm_ascend_kvext.store.entries import Entry
 from vllm_ascend_kvext.store.tier import HostTier
 
@@ -64,12 +66,15 @@ class SimulatedWorker:
         self.transfers = ScriptedTransfers(script, rank)
         self._connector = KvextConnector(vllm_config, KVConnectorRole.WORKER, pages.config)
         extension = self._connector.extension
+        secondary = self._connector.secondary
+        self.shared = None if secondary is None else secondary.worker_side(pages.config)
         self.side = self._connector.worker_side = WorkerSide(
             vllm_config,
             pages.config,
             self._connector.options,
             move=self.transfers.move,
             extension=None if extension is None else extension.worker_side(vllm_config),
+            secondary=self.shared,
         )
         # The device would decide which rows can be addressed. Here it is a CPU for all layouts.
         build = partial(build_layout, addressing=pages.addressing)
@@ -86,7 +91,7 @@ class SimulatedWorker:
         loaded_models.note_files(Path(vllm_config.model_config.model).glob("*.safetensors"))
 
     def handshake(self) -> Any:
-        with mock.patch.object(self.side, "_layers", lambda: [self._model]):
+        with mock.patch.object(SharedWorker, "_layers", lambda _: [self._model]):
             return _sent(self._connector.get_handshake_metadata())
 
     def begin(self, scheduler_output: Any) -> None:

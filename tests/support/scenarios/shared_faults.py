@@ -208,7 +208,7 @@ def stuck(engine: Engine) -> None:
     else:
         FilesTier.exist = exist_and_hang  # type: ignore[method-assign]
     for name in FAULTS:
-        engine.side.shared._paused_until_s = 0.0
+        engine.side.secondary._gets._paused_until_s = 0.0
         engine.ask(name, prompts_of(name)[:1])
     while True:  # The loop ends when the process is killed.
         time.sleep(1)
@@ -309,14 +309,14 @@ def faults(engine: Engine) -> None:
 
     Where the plan says that it ``measures``, the tier has its own patience.
     """
-    from vllm_ascend_kvext.connector.scheduler import shared_side
+    from vllm_ascend_kvext.shared_tier.scheduler import limits
 
-    patience_s = {name: getattr(shared_side, name) for name in PATIENCE_S}
+    patience_s = {name: getattr(limits, name) for name in PATIENCE_S}
     root = Path(engine.plan["folder"]) / "kvext3"
     kept = root.with_name("kept")
     shutil.copytree(root, kept, symlinks=True)
     stream = _Stream(engine)
-    shared = engine.side.shared
+    side = engine.side.secondary
     stream.ask([7] * 20)
 
     def restore() -> None:
@@ -328,8 +328,8 @@ def faults(engine: Engine) -> None:
         restore()
         for limit, exceptions in PATIENCE_S.items():
             is_own = engine.plan["measures"] or name in exceptions
-            setattr(shared_side, limit, patience_s[limit] if is_own else 20.0)
-        shared._paused_until_s = shared._puts_paused_until_s = 0.0
+            setattr(limits, limit, patience_s[limit] if is_own else 20.0)
+        side._gets._paused_until_s = side._puts._paused_until_s = 0.0
         before = engine.counted.copy()
         counters = engine.side.counters
         own = counters.totals()

@@ -24,15 +24,6 @@ def test_what_workers_report_is_joined() -> None:
     assert WorkerOutput(unreadable={"a": {0}}) and not WorkerOutput()
 
 
-def test_new_weights_of_one_worker_are_those_of_the_engine() -> None:
-    results = WorkerOutput(has_new_weights=True)
-    results.add(WorkerOutput())
-    assert results.has_new_weights and results
-    results = WorkerOutput()
-    results.add(WorkerOutput(has_new_weights=True))
-    assert results.has_new_weights
-
-
 @pytest.mark.parametrize(
     ("one", "other", "expected"),
     [(SOME, OTHER, [4, 7]), (SOME, None, None), (None, SOME, None), (None, None, None)],

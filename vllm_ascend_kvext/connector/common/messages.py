@@ -7,20 +7,17 @@ by the scheduler side, so that all workers do the same.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from vllm_ascend_kvext.layout.model import KVLayout
 from vllm_ascend_kvext.layout.row_map import StoredChunk
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart
 from vllm_ascend_kvext.token_range import TokenRange
 
-if TYPE_CHECKING:
-    from vllm_ascend_kvext.shared_tier.backend import SharedObject, UsedObjects
-
 Direction = Literal["store", "load", "get", "put"]
-"""Pages to host memory and back; and from the shared tier to host memory, and back."""
+"""Pages to host memory and back; and from a secondary tier to host memory, and back."""
 
 
 class ExtraRows(Protocol):
@@ -46,6 +43,21 @@ class ExtraOutput(Protocol):
         """Join the report of another worker."""
 
 
+class SecondaryJobs(Protocol):
+    """What the workers do for a secondary tier in one step; plain data."""
+
+    @property
+    def has_gets(self) -> bool:
+        """Whether they bring something into host memory."""
+
+
+class SecondaryOutput(Protocol):
+    """What the worker side of a secondary tier reports beside its jobs' ends; plain data."""
+
+    def add(self, other: Any) -> None:
+        """Join the report of another worker."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerLayout:
     """What a worker tells the scheduler side once, when its caches are registered.
@@ -54,17 +66,13 @@ class WorkerLayout:
         layout: Its pages; addresses in it are of no meaning to others.
         host_bytes: Size of its arena.
         extras: What its part of an extension has to say; None without one.
-        device: What decides the order of bytes in pages that only kernels understand.
-        weights: What the weights of its models are known by; for a shared tier, as are the
-            device and ``weights_refusal``, which says why they cannot be known.
+        secondary: What its part of a secondary tier has to say; None without one.
     """
 
     layout: KVLayout
     host_bytes: int
     extras: Any = None
-    device: str = ""
-    weights: tuple[str, ...] = ()
-    weights_refusal: str = ""
+    secondary: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +153,7 @@ class ConnectorMetadata:
         has_forward: Whether the step computes anything.
         wants_stats: Whether workers are to send statistics, even empty ones.
         extras: For the worker side of an extension; None if there is nothing.
-        gets: Objects of the shared tier, which every worker brings into host memory.
-        puts: Objects in host memory, which every worker puts there.
-        touches: Objects there that were used.
+        secondary: For the worker side of a secondary tier; None if there is nothing.
     """
 
     stores_before: tuple[StoreJob, ...] = ()
@@ -156,9 +162,7 @@ class ConnectorMetadata:
     has_forward: bool = False
     wants_stats: bool = False
     extras: Any = None
-    gets: tuple[SharedObject, ...] = ()
-    puts: tuple[SharedObject, ...] = ()
-    touches: tuple[UsedObjects, ...] = ()
+    secondary: SecondaryJobs | None = None
 
 
 @dataclass(slots=True)
@@ -180,8 +184,8 @@ class WorkerOutput:
     """What workers report after a step.
 
     Attributes:
-        jobs_ended: By number: on how many workers a store, get, put or touch has ended, well or
-            not.
+        jobs_ended: By number: on how many workers a store, or a job of a secondary tier, has
+            ended, well or not.
         failed_jobs: The numbers of these jobs that failed on some worker.
         failed_loads: Requests whose load failed on some worker. All loads that have ended are
             reported to vLLM.
@@ -189,11 +193,8 @@ class WorkerOutput:
             host memory that begins which could not be read.
         has_forward: Whether the step computed anything.
         extras: What the worker sides of an extension report, joined; None if there is nothing.
-        got_bytes: What has come from the shared tier, summed over workers.
-        shared_failures: Gets and puts that failed on some worker, by kind.
-        has_new_weights: Whether some worker has loaded weights again since it has told of them;
-            for a shared tier.
-        absent_objects: By number of a touch: which of its objects some worker has not found.
+        secondary: What the worker sides of a secondary tier report, joined; None if there is
+            nothing.
     """
 
     jobs_ended: dict[int, int] = field(default_factory=dict)
@@ -203,10 +204,7 @@ class WorkerOutput:
     traffic: dict[Direction, Traffic] = field(default_factory=lambda: defaultdict(Traffic))
     has_forward: bool = False
     extras: ExtraOutput | None = None
-    got_bytes: int = 0
-    shared_failures: Counter[str] = field(default_factory=Counter)
-    has_new_weights: bool = False
-    absent_objects: dict[int, set[int]] = field(default_factory=dict)
+    secondary: SecondaryOutput | None = None
 
     def __bool__(self) -> bool:
         """Whether there is anything to report."""
@@ -216,8 +214,7 @@ class WorkerOutput:
             or self.failed_loads
             or self.unreadable
             or self.extras is not None
-            or self.got_bytes
-            or self.has_new_weights
+            or self.secondary is not None
             or self.traffic["load"].transfers
         )
 
@@ -235,8 +232,7 @@ class WorkerOutput:
             self.extras = other.extras
         elif other.extras is not None:
             self.extras.add(other.extras)
-        self.got_bytes += other.got_bytes
-        self.shared_failures += other.shared_failures
-        self.has_new_weights |= other.has_new_weights
-        for number, absent in other.absent_objects.items():
-            self.absent_objects.setdefault(number, set()).update(absent)
+        if self.secondary is None:
+            self.secondary = other.secondary
+        elif other.secondary is not None:
+            self.secondary.add(other.secondary)

@@ -38,6 +38,7 @@ from vllm_ascend_kvext.connector.scheduler.request_state import (
     RequestOffloadState,
     RequestOffloadStates,
 )
+from vllm_ascend_kvext.connector.scheduler.secondary_tier import SecondaryTierScheduler
 from vllm_ascend_kvext.connector.scheduler.stores import Stores
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.connector.scheduler.worker_jobs import WorkerJobs
@@ -49,9 +50,8 @@ from vllm_ascend_kvext.store.tier import HostTier
 if TYPE_CHECKING:
     from vllm_ascend_kvext.connector.common.events import TierEvents
     from vllm_ascend_kvext.connector.extension import ConnectorExtension
-    from vllm_ascend_kvext.connector.scheduler.shared_side import SharedSide
+    from vllm_ascend_kvext.connector.secondary_tier import SecondaryTier
     from vllm_ascend_kvext.counted import Report
-    from vllm_ascend_kvext.store.entries import Entry
 
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
@@ -69,11 +69,11 @@ class ConnectorScheduler:
         workers: By rank.
         clock: Seconds that only grow.
         extension: What is reused beside exact prefixes; None if nothing is.
-        vllm_config: vLLM's ``VllmConfig``; for ``shared_tier``.
+        secondary: The tier behind host memory; None if there is none.
 
     Raises:
         ConnectorError: If workers differ, or options do not fit the engine.
-        SettingsError: If the chunk does not suit the layout.
+        SettingsError: If the chunk does not suit the layout, or the secondary tier cannot be used.
         TierError: If the host memory is too small, or the tier cannot be made.
 
     Attributes:
@@ -81,6 +81,7 @@ class ConnectorScheduler:
         references: Keeps blocks from being reallocated. Its new ids are those of the step that is
             being scheduled, for holes.
         extension: The scheduler side of the extension; one with all defaults if there is none.
+        secondary: That of the secondary tier; one with all defaults if there is none.
         holes: Requests that wait for their holes, or for `end_hole_step`.
         row_ids: Rows of holes in the latest step; the next one tells the workers of their end.
     """
@@ -93,7 +94,7 @@ class ConnectorScheduler:
         events: TierEvents,
         clock: Callable[[], float] = time.monotonic,
         extension: ConnectorExtension | None = None,
-        vllm_config: Any = None,
+        secondary: SecondaryTier | None = None,
     ) -> None:
         worker = common_layout(workers)
         layout = HostLayout(
@@ -138,17 +139,13 @@ class ConnectorScheduler:
             clock,
         )
         self._cost = TransferCost(is_ignored=options.load_if_slower)
-        self.shared: SharedSide | None = None
-        if options.shared_tier:
-            from vllm_ascend_kvext.connector.common.engine_identity import identity_of
-            from vllm_ascend_kvext.connector.scheduler.shared_side import SharedSide
-
-            identity = identity_of(vllm_config, layout, workers)
-            self.shared = SharedSide(parts, options, identity, self._cost, events)
+        self.secondary = SecondaryTierScheduler()
+        if secondary is not None:
+            self.secondary = secondary.scheduler_side(parts, workers, self._cost, events)
         self.extension = self._make_extension(extension, parts, workers)
         self._loads = Loads(parts, self.extension, self._cost)
         self._room = self._loads.room
-        self._stores = Stores(parts, options.store_policy, events, self.shared)
+        self._stores = Stores(parts, options.store_policy, events, self.secondary)
         self._states = RequestOffloadStates()
         self._step_loads: list[LoadJob] = []
         self._swaps: list[StoreJob] = []
@@ -180,11 +177,10 @@ class ConnectorScheduler:
         parts: SchedulerParts,
         workers: Sequence[WorkerLayout],
     ) -> SchedulerExtension:
-        on_used: Callable[[Entry], None] = lambda _: None  # noqa: E731
-        if self.shared is not None:
-            on_used = self.shared.note_used_entry
-        side = None if extension is None else extension.scheduler_side(parts, workers, on_used)
-        return side or SchedulerExtension()
+        if extension is None:
+            return SchedulerExtension()
+        on_used = self.secondary.on_entry_used
+        return extension.scheduler_side(parts, workers, on_used) or SchedulerExtension()
 
     @property
     def has_work(self) -> bool:
@@ -200,7 +196,7 @@ class ConnectorScheduler:
             or self._loads.num_under_way
             or self._step_loads
             or self._swaps
-            or (self.shared is not None and self.shared.has_transfers)
+            or self.secondary.has_transfers
         )
 
     # Admission.
@@ -212,9 +208,9 @@ class ConnectorScheduler:
             return None
         may_load = rule is LookupRule.LOOK_UP
         state = self._states[request.request_id]
-        if self.shared is not None and may_load:
+        if may_load:
             pieces = partial(self.extension.pieces_to_get, request.request_id)
-            if self.shared.has_to_wait(request, state, num_computed_tokens, pieces):
+            if self.secondary.has_to_wait(request, state, num_computed_tokens, pieces):
                 return None
         return self._loads.match(request, state, num_computed_tokens, may_load)
 
@@ -240,11 +236,10 @@ class ConnectorScheduler:
             self._stores.note_hit(tails)
 
     def _complete_report(self, request: Request, state: RequestOffloadState) -> None:
-        """Add what a shared tier has given for a request, and have the log say what it has."""
+        """Add what a secondary tier has given for a request, and have the log say what it has."""
         assert state.report is not None
-        if self.shared is not None:
-            tier_tokens = self.shared.got_tokens(state)
-            state.report = replace(state.report, tier_tokens=tier_tokens)
+        tier_tokens = self.secondary.got_tokens(state)
+        state.report = replace(state.report, tier_tokens=tier_tokens)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("Request %s: %s.", request.request_id, state.report)
 
@@ -319,13 +314,15 @@ class ConnectorScheduler:
         if wants_stats:
             self._next_stats_s = now_s + _STATS_EVERY_S
         stores = (*self._stores.take_jobs(), *planned.stores)
-        metadata = ConnectorMetadata(
-            swaps, loads, stores, bool(num_tokens), wants_stats, planned.extras
+        return ConnectorMetadata(
+            swaps,
+            loads,
+            stores,
+            bool(num_tokens),
+            wants_stats,
+            planned.extras,
+            self.secondary.on_step(may_wait=not num_tokens),
         )
-        if self.shared is None:
-            return metadata
-        gets, puts, touches = self.shared.take_jobs(may_wait=not num_tokens)
-        return replace(metadata, gets=gets, puts=puts, touches=touches)
 
     def _leave_blocks_for_next_step(self, num_scheduled_tokens: Mapping[str, int]) -> None:
         """Let go of blocks held for stores where the requests of this step may lack them."""
@@ -386,10 +383,8 @@ class ConnectorScheduler:
         return frozenset(with_holes)
 
     def _note_results(self, results: WorkerOutput) -> None:
-        if self.shared is not None and results.has_new_weights:  # Before a store ends, and is put.
-            self.shared.turn_off(
-                "a worker has loaded weights again, and KV has the first ones' name"
-            )
+        if results.secondary is not None:
+            self.secondary.on_output(results.secondary)
         if results.has_forward:
             self._measure_step()
         self._has_news |= bool(results.jobs_ended or results.traffic["load"].transfers)
@@ -403,12 +398,9 @@ class ConnectorScheduler:
                 state.under_way.unreadable |= results.unreadable.get(request_id, set())
         if results.extras is not None:
             self.extension.on_output(results.extras)
-        if self.shared is not None:
-            self.shared.note_results(results)
         for number, num_workers in results.jobs_ended.items():
             self._jobs.end(number, num_workers, number in results.failed_jobs)
-        if self.shared is not None:
-            self.shared.check_patience()
+        self.secondary.on_jobs_ended()
 
     def request_finished(self, request: Request, is_end_of_turn: bool) -> dict[str, Any] | None:
         """A request has ended; its blocks are about to be freed.
@@ -459,10 +451,7 @@ class ConnectorScheduler:
         self.tier.clear()
         self._stores.chooser.clear()
         self.extension.reset()
-        if self.shared is not None:
-            self.shared.turn_off(
-                "its connector was reset, as is done when weights are replaced in memory"
-            )
+        self.secondary.reset()
 
     def take_report(self) -> Report:
         """What has been counted since the last report, by the extension, too."""

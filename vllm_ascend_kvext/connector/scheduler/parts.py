@@ -16,7 +16,7 @@ from vllm_ascend_kvext.store.tier import HostTier
 
 
 class SchedulerParts(NamedTuple):
-    """The parts of a scheduler side that loads, stores, a shared tier and an extension share.
+    """The parts of a scheduler side that loads, stores, a secondary tier and an extension share.
 
     Attributes:
         computes_holes: Whether holes may be computed. If not, a load stops at the first one.

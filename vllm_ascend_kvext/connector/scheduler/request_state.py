@@ -2,13 +2,14 @@
 """What the scheduler side knows of one request, from its arrival to its end.
 
 One object per request, in one place: it goes when the request has ended and no load of it is under
-way. `Loads` writes all of it but ``planned`` and ``progress``, which `Stores` writes.
+way. `Loads` writes all of it but ``planned`` and ``progress``, which `Stores` writes, and
+``secondary``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_ascend_kvext.connector.common.request_options import RequestOptions, read_options
 from vllm_ascend_kvext.connector.common.scheduler_view import Request
@@ -20,7 +21,6 @@ from vllm_ascend_kvext.store.entries import EntryState, Load
 from vllm_ascend_kvext.store.lookup import Shortfall
 
 if TYPE_CHECKING:
-    from vllm_ascend_kvext.connector.scheduler.shared_side import SharedRequest
     from vllm_ascend_kvext.retention.reasons import Reason
 
 
@@ -130,7 +130,7 @@ class RequestOffloadState:
         planned: While it is not admitted: where it is to begin, at which boundaries tails will be
             stored then, and why.
         progress: What is stored of it; None before it computes.
-        shared: What the shared tier was asked for it; None before that.
+        secondary: What the secondary tier notes of it, which alone reads and writes this.
         has_ended: Whether the request is gone, and only its load is not.
     """
 
@@ -143,7 +143,7 @@ class RequestOffloadState:
     num_failed_loads: int = 0
     planned: tuple[int, dict[int, Reason]] | None = None
     progress: StoreProgress | None = None
-    shared: SharedRequest | None = None
+    secondary: Any = None
     has_ended: bool = False
 
 

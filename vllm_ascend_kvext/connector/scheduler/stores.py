@@ -30,7 +30,7 @@ from vllm_ascend_kvext.store.store_policy import StoreChooser, StorePolicy
 
 if TYPE_CHECKING:
     from vllm_ascend_kvext.connector.common.events import TierEvents
-    from vllm_ascend_kvext.connector.scheduler.shared_side import SharedSide
+    from vllm_ascend_kvext.connector.scheduler.secondary_tier import SecondaryTierScheduler
     from vllm_ascend_kvext.retention.reasons import Reason
 
 MAX_UNASKED_SHARE = 0.25
@@ -70,7 +70,7 @@ class Stores:
         parts: SchedulerParts,
         policy: StorePolicy,
         events: TierEvents,
-        shared: SharedSide | None = None,
+        secondary: SecondaryTierScheduler,
     ) -> None:
         self._view = parts.view
         self._tier = parts.tier
@@ -78,7 +78,7 @@ class Stores:
         self._references = parts.references
         self._events = events
         self._under_way = parts.jobs
-        self._shared = shared
+        self._secondary = secondary
         self.planner = parts.view.make_boundary_planner(layout.groups, layout.unit_tokens)
         self.chooser = StoreChooser(policy)
         self._is_off = policy is StorePolicy.NEVER
@@ -237,8 +237,7 @@ class Stores:
                 self._tier.fail_store(entry)
             elif self._tier.finish_store(entry, self._layout.row_map(entry.piece)):
                 self._events.stored(entry, prefix, request)
-                if self._shared is not None:
-                    self._shared.note_stored(entry, request)
+                self._secondary.on_stored(entry, request)
                 continue
             self.reasons.pop(entry.number, None)
 
@@ -265,8 +264,7 @@ class Stores:
         self.release_held(state.progress)
         self.planner.report_hints(request)
         computed_tokens = request.num_computed_tokens
-        if self._shared is not None:
-            self._shared.note_begun(request, computed_tokens)
+        self._secondary.on_request_begun(request, computed_tokens)
         shared_tokens = self._shared_tokens(request)
         boundaries = self._plan(request, state, computed_tokens, shared_tokens)
         state.planned = None

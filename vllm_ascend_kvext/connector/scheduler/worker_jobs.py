@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs that all workers of an engine do: which blocks they read, and when the last worker ends one.
 
-Stores of pages, and gets, puts and touches of a shared tier. Workers report them alike, by number.
+Stores of pages, and jobs of a secondary tier. Workers report them alike, by number.
 """
 
 from __future__ import annotations

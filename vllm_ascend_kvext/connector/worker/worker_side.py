@@ -20,7 +20,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_ascend_kvext.connector.common.messages import (
     ConnectorMetadata,
@@ -35,7 +35,7 @@ from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.worker.extension import RegisteredPages, WorkerExtension
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.connector.worker.job_runner import Job, JobRunner, Move, Moved
-from vllm_ascend_kvext.connector.worker.loaded_models import LoadedWeights
+from vllm_ascend_kvext.connector.worker.secondary_tier import SecondaryTierWorker
 from vllm_ascend_kvext.connector.worker.transfer_thread import TransferThread
 from vllm_ascend_kvext.errors import ConnectorError, LayoutError, SettingsError
 from vllm_ascend_kvext.layout.build import build_layout
@@ -48,11 +48,6 @@ from vllm_ascend_kvext.transfer.devices import transfers_on
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
 from vllm_ascend_kvext.transfer.placement import CopyPlacement, default_placement, given_cpus
 from vllm_ascend_kvext.transfer.pools import Pools
-
-if TYPE_CHECKING:
-    import torch
-
-    from vllm_ascend_kvext.connector.worker.shared_transfers import SharedTransfers
 
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
@@ -80,6 +75,7 @@ class WorkerSide:
         options: Of the connector.
         move: Moves the bytes. By default the transfer op, as the process's settings want it.
         extension: Moves rows of its own; None if nothing does.
+        secondary: Moves objects between host memory and the tier behind it; None if there is none.
     """
 
     def __init__(
@@ -90,19 +86,19 @@ class WorkerSide:
         *,
         move: Move | None = None,
         extension: WorkerExtension | None = None,
+        secondary: SecondaryTierWorker | None = None,
     ) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._options = options
         self._move = move or _transfer_op(os.environ)
         self._extension = extension or WorkerExtension()
+        self._secondary = secondary or SecondaryTierWorker()
         self._thread = TransferThread(self._run, self._move_to_copy_cpus)
         self._placement: CopyPlacement | None = None
         self._host: HostBuffer | None = None
         self._runner: JobRunner | None = None
         self._stores_after_forward: tuple[StoreJob, ...] = ()
-        self._shared: SharedTransfers | None = None
-        self._weights: LoadedWeights | None = None
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Take note of the tensors that hold the pages, and allocate host memory for them.
@@ -116,7 +112,8 @@ class WorkerSide:
                 parallelism; or if the pages are laid out otherwise than those registered first.
             BackendError: If no backend serves the device.
             HostMemoryError: If the host memory cannot be had.
-            SettingsError: If copies cannot run on the CPUs that the options name.
+            SettingsError: If copies cannot run on the CPUs that the options name, or the secondary
+                tier cannot be used.
             CompiledModuleError: If the compiled module cannot be had.
         """
         nz_layers = read_nz_layers(self._vllm_config, kv_caches)
@@ -136,18 +133,12 @@ class WorkerSide:
         self._runner = JobRunner(
             layout, self._options.state_policy, pools, host.tensor, fence, placement, self._move
         )
-        self._register_extension(self._runner, kv_caches)
-        if self._options.shared_tier:
-            from vllm_ascend_kvext.connector.common.engine_identity import num_equal_ranks
-            from vllm_ascend_kvext.connector.worker.shared_transfers import SharedTransfers
+        pages = self._register_extension(self._runner, kv_caches)
+        self._secondary.register(pages, self._move_to_copy_cpus)
 
-            rank = self._vllm_config.parallel_config.rank
-            num_equal = num_equal_ranks(self._vllm_config, layout)
-            self._shared = SharedTransfers(
-                self._options, rank, num_equal, host, self._move_to_copy_cpus
-            )
-
-    def _register_extension(self, runner: JobRunner, kv_caches: Mapping[str, Any]) -> None:
+    def _register_extension(
+        self, runner: JobRunner, kv_caches: Mapping[str, Any]
+    ) -> RegisteredPages:
         assert self._host is not None
         pages = RegisteredPages(
             runner.layout,
@@ -159,6 +150,7 @@ class WorkerSide:
         )
         self._extension.register(pages)
         runner.mover = self._extension.mover
+        return pages
 
     def describe(self) -> WorkerLayout:
         """What the scheduler side has to know of this worker.
@@ -168,24 +160,12 @@ class WorkerSide:
         """
         if self._runner is None or self._host is None:
             raise _nothing_registered()
-        described = WorkerLayout(
-            self._runner.layout, self._host.num_bytes, self._extension.describe()
+        return WorkerLayout(
+            self._runner.layout,
+            self._host.num_bytes,
+            self._extension.describe(),
+            self._secondary.describe(),
         )
-        if self._shared is None:
-            return described
-        device = _device_name(self._runner.pools.tensors[0].device)
-        try:
-            self._weights = LoadedWeights(self._layers())
-            return replace(described, device=device, weights=self._weights.digests())
-        except SettingsError as error:  # The scheduler side refuses the tier, once for all workers.
-            return replace(described, device=device, weights_refusal=str(error))
-
-    def _layers(self) -> list[Any]:
-        """Modules of the layers that have KV."""
-        layers = self._vllm_config.compilation_config.static_forward_context
-        groups = self._kv_cache_config.kv_cache_groups
-        names = [name for group in groups for name in group.layer_names]
-        return [layers[name] for name in names if name in layers]
 
     def run_before_step(self, jobs: ConnectorMetadata) -> None:
         """Carry out ``stores_before``; they have ended when this returns, well or not.
@@ -205,8 +185,7 @@ class WorkerSide:
         self._extension.begin_step(jobs.extras)
         self._stores_after_forward = jobs.stores if jobs.has_forward else ()
         self._submit(jobs.loads if jobs.has_forward else (*jobs.loads, *jobs.stores))
-        if self._shared is not None:
-            self._shared.submit(jobs.gets, jobs.puts, jobs.touches)
+        self._secondary.begin_step(jobs.secondary)
 
     def end_of_forward(self) -> None:
         """Begin the stores of the step whose forward is enqueued; nothing if there is none."""
@@ -218,7 +197,7 @@ class WorkerSide:
 
         For steps that compute nothing: vLLM would ask again at once.
         """
-        if self._shared is None or not self._shared.wait_for_end(timeout_s):
+        if not self._secondary.wait_for_end(timeout_s):
             self._thread.wait_for_end(timeout_s)
 
     def end_step(self) -> EndedJobs:
@@ -244,10 +223,9 @@ class WorkerSide:
                 direction: Direction = "store" if isinstance(job, StoreJob) else "load"
                 results.traffic[direction].add(Traffic(moved.num_bytes, moved.seconds, 1))
         results.extras = self._extension.end_step()
-        if self._shared is not None:
-            results.add(self._shared.take_output())
-        if self._weights is not None:
-            results.has_new_weights = self._weights.take_is_read_again()
+        moved_behind = self._secondary.end_step()
+        if moved_behind is not None:
+            results.add(moved_behind)
         return EndedJobs(frozenset(loads), frozenset(failed_pages), results)
 
     def end_transfers(self) -> None:
@@ -261,8 +239,7 @@ class WorkerSide:
     def shutdown(self) -> None:
         """End the thread: waits for what is running, and what is queued fails. Idempotent."""
         self._thread.shutdown()
-        if self._shared is not None:
-            self._shared.shutdown()
+        self._secondary.shutdown()
         self._extension.shutdown()
         if self._host is not None:
             self._host.unmap()
@@ -309,14 +286,6 @@ def _placement(options: ConnectorOptions, device_type: str) -> CopyPlacement | N
             )
         return CopyPlacement.on(options.copy_cpus)
     return default_placement(os.environ) if device_type == "cpu" else None
-
-
-def _device_name(device: torch.device) -> str:
-    import torch
-
-    if device.type == "cpu":
-        return str(torch.backends.cpu.get_cpu_capability())
-    return str(getattr(torch, device.type).get_device_name(device))
 
 
 def _require_same(registered: KVLayout, found: KVLayout) -> None:

@@ -13,11 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
-from vllm_ascend_kvext.connector.worker.loaded_models import model_with
 from vllm_ascend_kvext.errors import BlendingError
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup
 from vllm_ascend_kvext.layout.views import tensors_of
+from vllm_ascend_kvext.loaded_models import model_with
 from vllm_ascend_kvext.segments.keys.attention_keys import LayerKeys, read_layer_keys, shares_pages
 from vllm_ascend_kvext.segments.token_rows import SegmentLayout, TokenPages, TokenPlane
 from vllm_ascend_kvext.segments.worker.cpu_backend import CpuBackend

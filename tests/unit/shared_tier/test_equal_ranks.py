@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_kvext.connector.common.engine_identity import num_equal_ranks
+from vllm_ascend_kvext.shared_tier.engine_identity import num_equal_ranks
 
 LATENT, HEADS = SimpleNamespace(use_mla=True), SimpleNamespace(use_mla=False)
 

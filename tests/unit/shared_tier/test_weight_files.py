@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_kvext.connector.worker import loaded_models
-from vllm_ascend_kvext.connector.worker.loaded_models import LoadedWeights
-from vllm_ascend_kvext.connector.worker.weight_files import FilesOfWeights
+from vllm_ascend_kvext import loaded_models
 from vllm_ascend_kvext.errors import SettingsError
+from vllm_ascend_kvext.loaded_models.weight_files import FilesOfWeights
+from vllm_ascend_kvext.shared_tier.worker.loaded_weights import LoadedWeights
 
 
 def write_safetensors(path: Path, tensors: dict[str, bytes]) -> None:

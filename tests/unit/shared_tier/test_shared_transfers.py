@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,12 @@ from support.connector.gates import until
 
 from vllm_ascend_kvext.connector.common.messages import WorkerOutput
 from vllm_ascend_kvext.connector.common.options import parse_options
-from vllm_ascend_kvext.connector.worker import shared_transfers
-from vllm_ascend_kvext.connector.worker.shared_transfers import SharedTransfers
 from vllm_ascend_kvext.shared_tier import backend, files
 from vllm_ascend_kvext.shared_tier.backend import Answer, SharedObject, UsedObjects
 from vllm_ascend_kvext.shared_tier.files import FilesTier
+from vllm_ascend_kvext.shared_tier.messages import SharedJobs, SharedOutput
+from vllm_ascend_kvext.shared_tier.worker import shared_transfers
+from vllm_ascend_kvext.shared_tier.worker.shared_transfers import SharedTransfers
 
 NUM_BYTES = 3 << 20
 WHAT = SharedObject(1, f"engine/R0-64-{'a' * 32}", 64, NUM_BYTES)
@@ -32,13 +33,22 @@ class Worker:
 
     def __init__(self, folder: Path, rank: int = 0, num_equal_ranks: int = 1) -> None:
         self.memory = np.arange(8 << 20, dtype=np.uint32).view(np.uint8)
-        host: Any = SimpleNamespace(tensor=SimpleNamespace(numpy=lambda: self.memory))
         options = parse_options({"shared_tier": f"file://{folder}"}, 1)
-        self.transfers = SharedTransfers(options, rank, num_equal_ranks, host, lambda: None)
+        self.transfers = SharedTransfers(
+            options, rank, num_equal_ranks, memoryview(self.memory), lambda: None
+        )
         self.results = WorkerOutput()
 
+    def submit(
+        self,
+        gets: Sequence[SharedObject] = (),
+        puts: Sequence[SharedObject] = (),
+        touches: Sequence[UsedObjects] = (),
+    ) -> None:
+        self.transfers.submit(SharedJobs(tuple(gets), tuple(puts), tuple(touches)))
+
     def run(self, gets: Sequence[SharedObject] = (), puts: Sequence[SharedObject] = ()) -> None:
-        self.transfers.submit(gets, puts)
+        self.submit(gets, puts)
         numbers = {each.number for each in (*gets, *puts)}
 
         def have_ended() -> bool:
@@ -46,6 +56,12 @@ class Worker:
             return self.results.jobs_ended.keys() >= numbers
 
         until(have_ended, "the end of all objects")
+
+
+def told_in(results: WorkerOutput) -> SharedOutput:
+    """What is reported beside the ends of jobs."""
+    assert results.secondary is None or isinstance(results.secondary, SharedOutput)
+    return results.secondary or SharedOutput()
 
 
 @pytest.fixture
@@ -74,8 +90,8 @@ def test_what_moves_is_counted(make: Callable[..., Worker]) -> None:
     other.memory[:] = 0
     other.run(gets=[WHAT])
     assert np.array_equal(other.memory[64:][:NUM_BYTES], worker.memory[64:][:NUM_BYTES])
-    assert other.results.got_bytes == other.results.traffic["get"].num_bytes == NUM_BYTES
-    assert not other.results.shared_failures
+    assert told_in(other.results).got_bytes == other.results.traffic["get"].num_bytes == NUM_BYTES
+    assert not told_in(other.results).failures
     assert not other.transfers.wait_for_end(10)
 
 
@@ -103,7 +119,7 @@ def test_each_failure_is_told_by_its_kind(
     monkeypatch.setattr(FilesTier, "put", lambda *_: 1 / 0)
     worker.run(puts=[WHAT._replace(number=3)])
     assert worker.results.failed_jobs == {1, 2, 3}
-    assert worker.results.shared_failures == {"get_absent": 1, "put_unreachable": 2}
+    assert told_in(worker.results).failures == {"get_absent": 1, "put_unreachable": 2}
     assert worker.results.traffic["load"].transfers == 0
 
 
@@ -111,11 +127,25 @@ def test_reports_of_workers_are_joined() -> None:
     joined, other = WorkerOutput(), WorkerOutput()
     for results in (joined, other):
         results.jobs_ended[1] = 1
-        results.got_bytes = 10
-        results.shared_failures["get_absent"] = 1
+        results.secondary = SharedOutput(10, Counter(get_absent=1), absent_objects={7: {3}})
     joined.add(other)
-    assert (joined.jobs_ended, joined.got_bytes) == ({1: 2}, 20)
-    assert joined.shared_failures == {"get_absent": 2}
+    told = told_in(joined)
+    assert (joined.jobs_ended, told.got_bytes) == ({1: 2}, 20)
+    assert told.failures == {"get_absent": 2} and told.absent_objects == {7: {3}}
+    joined.add(WorkerOutput(secondary=SharedOutput(absent_objects={7: {4}, 8: {1}})))
+    assert told.absent_objects == {7: {3, 4}, 8: {1}}
+    alone = WorkerOutput()
+    alone.add(joined)
+    assert told_in(alone) == told
+
+
+def test_new_weights_of_one_worker_are_those_of_the_engine() -> None:
+    results = WorkerOutput(secondary=SharedOutput(has_new_weights=True))
+    results.add(WorkerOutput(secondary=SharedOutput(got_bytes=1)))
+    assert results and told_in(results).has_new_weights
+    results = WorkerOutput(secondary=SharedOutput(got_bytes=1))
+    results.add(WorkerOutput(secondary=SharedOutput(has_new_weights=True)))
+    assert told_in(results).has_new_weights
 
 
 def test_what_has_waited_too_long_is_not_begun(
@@ -125,10 +155,10 @@ def test_what_has_waited_too_long_is_not_begun(
     monkeypatch.setattr(files, "_MAX_GET_THREADS", 1)
     worker, gate = make(), threading.Event()
     begun = hold_gets(monkeypatch, gate)
-    worker.transfers.submit([WHAT._replace(number=2)], [])
+    worker.submit([WHAT._replace(number=2)], [])
     until(lambda: bool(begun), "the first get")
     monkeypatch.setattr(shared_transfers, "MAX_CALL_S", 0.0)
-    worker.transfers.submit([WHAT._replace(number=3)], [])
+    worker.submit([WHAT._replace(number=3)], [])
     gate.set()
     monkeypatch.setattr(FilesTier, "put", lambda *_: Answer.WHOLE)
     worker.run(puts=[WHAT._replace(number=4)])
@@ -151,9 +181,9 @@ def test_what_was_queued_behind_a_slow_failure_is_not_begun(
 
     monkeypatch.setattr(FilesTier, "put", put)
     monkeypatch.setattr(shared_transfers, "MAX_FAILED_S", 0.0)
-    worker.transfers.submit([], [WHAT._replace(number=2)])
+    worker.submit([], [WHAT._replace(number=2)])
     until(lambda: bool(begun), "the first put")
-    worker.transfers.submit([], [WHAT._replace(number=3)])
+    worker.submit([], [WHAT._replace(number=3)])
     gate.set()
     worker.run(puts=[WHAT._replace(number=4)])
     assert begun in ([2], [2, 4]) and worker.results.failed_jobs == {2, 3, 4}
@@ -187,7 +217,7 @@ def test_gets_go_on_beside_those_that_hang(
         return get_into(tier, what, on_bytes)
 
     monkeypatch.setattr(FilesTier, "get_into", get_or_hang)
-    worker.transfers.submit([WHAT._replace(number=number) for number in hanging], [])
+    worker.submit([WHAT._replace(number=number) for number in hanging], [])
     until(lambda: len(begun) == num_threads, "the gets that hang")
     time.sleep(0.1)
     for number in range(200, 210):
@@ -209,7 +239,7 @@ def test_what_was_queued_behind_gets_that_hang_is_not_begun(
     monkeypatch.setattr(files, "_MAX_GET_THREADS", 1)
     worker, gate = make(), threading.Event()
     begun = hold_gets(monkeypatch, gate)
-    worker.transfers.submit([WHAT._replace(number=number) for number in (2, 3)], [])
+    worker.submit([WHAT._replace(number=number) for number in (2, 3)], [])
     until(lambda: begun == [2], "the first get")
     time.sleep(0.1)
     ended = until(lambda: worker.transfers.take_output().failed_jobs, "the end of the other")
@@ -229,7 +259,7 @@ def test_puts_go_on_beside_one_that_hangs(
         return put(tier, what) if what.number != 2 or gate.wait(20) else Answer.ABSENT
 
     monkeypatch.setattr(FilesTier, "put", put_or_hang)
-    worker.transfers.submit([], [hung])
+    worker.submit([], [hung])
     time.sleep(0.1)
     worker.run(puts=[WHAT._replace(number=3)])
     assert worker.results.jobs_ended == {3: 1} and not worker.results.failed_jobs
@@ -246,7 +276,7 @@ def test_few_threads_are_left_behind(
     worker, gate = make(), threading.Event()
     begun = hold_gets(monkeypatch, gate)
     for number in range(backend.MAX_LEFT_BEHIND + 4):
-        worker.transfers.submit([WHAT._replace(number=number)], [])
+        worker.submit([WHAT._replace(number=number)], [])
         time.sleep(0.1)
     assert len(begun) == backend.MAX_LEFT_BEHIND + 1
     gate.set()
@@ -263,12 +293,12 @@ def used(number: int, *names: str) -> UsedObjects:
 
 def test_a_touch_says_what_is_absent(make: Callable[..., Worker]) -> None:
     worker, other = make(), WHAT.name.replace("a" * 32, "b" * 32)
-    worker.transfers.submit([], [WHAT], [used(2, other, WHAT.name, other)])  # Behind the put.
+    worker.submit([], [WHAT], [used(2, other, WHAT.name, other)])  # Behind the put.
     worker.run()
     until(lambda: not worker.transfers.wait_for_end(0.01), "the end")
     worker.results.add(worker.transfers.take_output())
     assert worker.results.jobs_ended == {1: 1, 2: 1} and not worker.results.failed_jobs
-    assert worker.results.absent_objects == {2: {0, 2}}
+    assert told_in(worker.results).absent_objects == {2: {0, 2}}
     worker.transfers.shutdown()
 
 
@@ -285,11 +315,11 @@ def test_ranks_with_the_same_kv_touch_an_object_once(
     workers, joined = [make(rank, 2) for rank in range(2)], WorkerOutput()
     names = [f"engine/R0-64-{number:032x}" for number in range(16)]
     for worker in workers:
-        worker.transfers.submit([], [], [used(1, *names)])
+        worker.submit([], [], [used(1, *names)])
         until(lambda worker=worker: not worker.transfers.wait_for_end(0.01), "the end")
         joined.add(worker.transfers.take_output())
     assert sorted(touched) == names
-    assert joined.absent_objects == {1: {*range(16)}} and joined.jobs_ended == {1: 2}
+    assert told_in(joined).absent_objects == {1: {*range(16)}} and joined.jobs_ended == {1: 2}
 
 
 def test_a_touch_that_fails_is_told(
@@ -298,11 +328,11 @@ def test_a_touch_that_fails_is_told(
     worker = make()
     for answer in (lambda *_: None, lambda *_: 1 / 0):
         monkeypatch.setattr(FilesTier, "touch", answer)
-        worker.transfers.submit([], [], [used(7, WHAT.name)])
+        worker.submit([], [], [used(7, WHAT.name)])
         until(lambda: not worker.transfers.wait_for_end(0.01), "the end")
         results = worker.transfers.take_output()
         assert results.failed_jobs == {7} and results.jobs_ended == {7: 1}
-        assert results.shared_failures == {"touch_unreachable": 1}
+        assert told_in(results).failures == {"touch_unreachable": 1}
 
 
 def test_a_tier_is_closed_unless_it_is_at_a_call(
@@ -319,7 +349,7 @@ def test_a_tier_is_closed_unless_it_is_at_a_call(
         return Answer.WHOLE
 
     monkeypatch.setattr(FilesTier, "put", put)
-    worker.transfers.submit([], [WHAT])
+    worker.submit([], [WHAT])
     begun.wait(20)
     worker.transfers.shutdown()
     assert closed == []
@@ -335,7 +365,7 @@ def test_as_many_gets_at_once_as_are_faster_than_one(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
     worker, gate = make(), threading.Event()
     begun = hold_gets(monkeypatch, gate)
-    worker.transfers.submit([WHAT._replace(number=number) for number in range(5)], [])
+    worker.submit([WHAT._replace(number=number) for number in range(5)], [])
     until(lambda: len(begun) == 3, "three gets")
     assert worker.transfers.wait_for_end(0.05) and sorted(begun) == [0, 1, 2]
     gate.set()
@@ -352,7 +382,7 @@ def test_gets_do_not_wait_for_puts(
     monkeypatch.setattr(
         FilesTier, "put", lambda *_: Answer.WHOLE if gate.wait(20) else Answer.ABSENT
     )
-    worker.transfers.submit([], [WHAT._replace(number=2)])
+    worker.submit([], [WHAT._replace(number=2)])
     worker.run(gets=[WHAT._replace(number=3)])
     assert 2 not in worker.results.jobs_ended
     gate.set()

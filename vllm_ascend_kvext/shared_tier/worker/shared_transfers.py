@@ -12,12 +12,10 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Iterable
 from functools import partial
 
 from vllm_ascend_kvext.connector.common.messages import Direction, Traffic, WorkerOutput
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
-from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.shared_tier import open_tier
 from vllm_ascend_kvext.shared_tier.backend import (
     MAX_HANG_S,
@@ -27,6 +25,7 @@ from vllm_ascend_kvext.shared_tier.backend import (
     TierThread,
     UsedObjects,
 )
+from vllm_ascend_kvext.shared_tier.messages import SharedJobs, SharedOutput
 
 logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
 
@@ -46,7 +45,7 @@ class SharedTransfers:
         rank: The rank of the worker.
         num_equal: The number of ranks, from rank 0 on, that have the same KV. Each object is put by
             one of them, chosen by its name, and got by all.
-        host: The host memory.
+        memory: The worker's host memory; dtype: uint8.
         on_start: The first call of each thread.
 
     Raises:
@@ -54,14 +53,19 @@ class SharedTransfers:
     """
 
     def __init__(
-        self, options: ConnectorOptions, rank: int, num_equal: int, host: HostBuffer, on_start: Call
+        self,
+        options: ConnectorOptions,
+        rank: int,
+        num_equal: int,
+        memory: memoryview,
+        on_start: Call,
     ) -> None:
         assert options.shared_tier is not None
         self._rank = rank
         self._num_equal = num_equal
         shared_rank = rank if num_equal == 1 else 0
         self._tier = open_tier(options.shared_tier, options.shared_tier_bytes, shared_rank)
-        self._tier.register(memoryview(host.tensor.numpy()))
+        self._tier.register(memory)
         self._threads: dict[Direction, TierThread] = {
             "get": TierThread("kvext-shared-gets", on_start, self._tier.num_get_threads),
             "put": TierThread("kvext-shared-puts", on_start),
@@ -70,25 +74,24 @@ class SharedTransfers:
         self._changed = threading.Condition()  # Guards the rest.
         self._num_left = 0
         self._output = WorkerOutput()
+        self._report = SharedOutput()
 
-    def submit(
-        self,
-        gets: Iterable[SharedObject],
-        puts: Iterable[SharedObject],
-        touches: Iterable[UsedObjects] = (),
-    ) -> None:
+    def submit(self, jobs: SharedJobs) -> None:
         """Move objects at a later time. The calls of each kind begin in their order."""
         self._leave_hanging_behind()
-        for (direction, thread), objects in zip(self._threads.items(), (gets, puts), strict=True):
-            for each in objects:
-                self._submit(thread, partial(self._move, direction, each, time.monotonic()))
-        for used in touches:  # They come behind the puts, because they may touch what these put.
-            self._submit(self._threads["put"], partial(self._touch, used, time.monotonic()))
+        for what in jobs.gets:
+            self._submit("get", partial(self._move, "get", what, time.monotonic()))
+        for what in jobs.puts:
+            self._submit("put", partial(self._move, "put", what, time.monotonic()))
+        for (
+            used
+        ) in jobs.touches:  # They come behind the puts, because they may touch what these put.
+            self._submit("put", partial(self._touch, used, time.monotonic()))
 
-    def _submit(self, thread: TierThread, call: Call) -> None:
+    def _submit(self, direction: Direction, call: Call) -> None:
         with self._changed:
             self._num_left += 1
-        thread.submit(call)
+        self._threads[direction].submit(call)
 
     def _leave_hanging_behind(self) -> None:
         if self._num_left:
@@ -112,7 +115,10 @@ class SharedTransfers:
         self._leave_hanging_behind()
         with self._changed:
             output = self._output
+            if self._report:
+                output.secondary = self._report
             self._output = WorkerOutput()
+            self._report = SharedOutput()
         return output
 
     def wait_for_end(self, timeout_s: float) -> bool:
@@ -124,7 +130,7 @@ class SharedTransfers:
         with self._changed:
             if not self._num_left:
                 return False
-            self._changed.wait_for(lambda: self._output, timeout_s)
+            self._changed.wait_for(lambda: self._output or self._report, timeout_s)
         return True
 
     def shutdown(self) -> None:
@@ -157,13 +163,14 @@ class SharedTransfers:
             is_unreachable = answer is Answer.UNREACHABLE
             self._note_duration(direction, began_s, ended_s, is_unreachable)
             with self._changed:
-                output, self._num_left = self._output, self._num_left - 1
+                self._num_left -= 1
+                output = self._output
                 output.jobs_ended[what.number] = 1
                 if answer is Answer.WHOLE and what.num_bytes:
                     output.traffic[direction].add(Traffic(what.num_bytes, ended_s - began_s, 1))
                 elif answer is not Answer.WHOLE:
                     output.failed_jobs.add(what.number)
-                    output.shared_failures[f"{direction}_{answer.value}"] += 1
+                    self._report.failures[f"{direction}_{answer.value}"] += 1
                 self._changed.notify_all()
 
     def _touch(self, used: UsedObjects, submitted_s: float) -> None:
@@ -176,13 +183,13 @@ class SharedTransfers:
         finally:
             self._note_duration("put", began_s, time.monotonic(), found is None)
             with self._changed:
-                output, self._num_left = self._output, self._num_left - 1
-                output.jobs_ended[used.number] = 1
+                self._num_left -= 1
+                self._output.jobs_ended[used.number] = 1
                 if found is None:
-                    output.failed_jobs.add(used.number)
-                    output.shared_failures["touch_unreachable"] += 1
+                    self._output.failed_jobs.add(used.number)
+                    self._report.failures["touch_unreachable"] += 1
                 elif not all(found):
-                    output.absent_objects[used.number] = {
+                    self._report.absent_objects[used.number] = {
                         number for number, is_there in zip(own, found, strict=True) if not is_there
                     }
                 self._changed.notify_all()
@@ -201,4 +208,4 @@ class SharedTransfers:
 
     def _note_bytes(self, num_bytes: int) -> None:
         with self._changed:
-            self._output.got_bytes += num_bytes
+            self._report.got_bytes += num_bytes

