@@ -48,11 +48,11 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 
 from vllm_ascend_kvext.connector.scheduler import loads
 from vllm_ascend_kvext.holes.load_plan import plan_of_hit
-from vllm_ascend_kvext.patches.connector import scheduler as scheduler_patch
 from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT
 from vllm_ascend_kvext.retention.reasons import Origin
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
 from vllm_ascend_kvext.store.prefix import HashedPrefix
+from vllm_ascend_kvext.upstream_state import CoordinatorState
 
 pytestmark = pytest.mark.usefixtures("offloading_in_effect")
 
