@@ -114,9 +114,9 @@ class Spans:
 class SpanObserver:
     """Observes what each step computes and loads, one request at a time.
 
-    It takes the place of ``update_from_output`` of a scheduler in this process, and calls it. It
-    first looks at what the workers were told: at the tokens of each row, and at the loads of the
-    connector.
+    It takes the place of ``update_from_output`` of a scheduler in this process, and calls it.
+    Before that it looks at what the workers were told: at the tokens of each row, and at the loads
+    of the connector.
     """
 
     def __init__(self, scheduler: Any) -> None:

@@ -152,6 +152,7 @@ LONG = {"KVEXT_CASES": "all"}
 UNIT_WITH_TORCH = (
     "unit/connector/test_host_buffer.py",
     "unit/connector/test_question_probe.py",
+    "unit/connector/test_secondary_tier.py",
     "unit/connector/test_worker_side.py",
     "unit/shared_tier/test_backends.py",
     "unit/shared_tier/test_mooncake.py",

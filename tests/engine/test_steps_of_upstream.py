@@ -202,6 +202,23 @@ def test_the_function_is_vllms_in_the_step_after_the_workers_know_the_end_of_the
         serve(engine)
 
 
+@sync_or_async
+def test_holes_are_no_hits_from_the_step_on_in_which_hits_are_counted(is_async: bool) -> None:
+    """Statistics of that step are sent before the next one is planned."""
+    with engine_of(FULL, is_async=is_async) as engine:
+        serve(engine, plan_of("first", PROMPT))
+        make_holes(engine, (64, 192))
+        scheduler = engine.scheduler
+        scheduler.connector_prefix_cache_stats = PrefixCacheStats()
+        engine.add_request(plan_of("second", PROMPT))
+        scheduler.schedule()
+        assert engine.held.hole_ids == {"second"} and engine.held.loading_ids == {"second"}
+        last_boundary = (len(PROMPT) - 1) // FULL.unit_tokens * FULL.unit_tokens
+        hit_tokens = last_boundary - (192 - 64)
+        assert scheduler.connector_prefix_cache_stats.hits == hit_tokens
+        assert scheduler.requests["second"].prefill_stats.num_external_cached_tokens == hit_tokens
+
+
 # Learning.
 
 

@@ -21,7 +21,10 @@ from vllm_ascend_kvext.connector.common.options import OPTIONS
 from vllm_ascend_kvext.counted import PREFIX, Metric
 from vllm_ascend_kvext.features import FEATURES
 from vllm_ascend_kvext.patches import PATCHES
+from vllm_ascend_kvext.patching.ids import RETIRED_IDS
 from vllm_ascend_kvext.retention.stats import METRICS as RETENTION_METRICS
+from vllm_ascend_kvext.segments.counters import SEGMENT_METRICS
+from vllm_ascend_kvext.segments.options import OPTION as SEGMENTS_OPTION
 from vllm_ascend_kvext.settings import OWN_PREFIX, VARIABLE_NAMES
 
 CHECKOUT = Path(__file__).parents[2]
@@ -75,14 +78,14 @@ class Code:
     def metrics(self) -> Mapping[str, Metric]:
         """By the names that vLLM shows, and that Prometheus shows."""
         found = {}
-        for metric in (*HOST_METRICS, *RETENTION_METRICS):
+        for metric in (*HOST_METRICS, *SEGMENT_METRICS, *RETENTION_METRICS):
             for suffix in ("",) if metric.is_gauge else ("", "_total"):
                 found[f"{PREFIX}{metric.name}{suffix}"] = metric
         return found
 
     @cached_property
     def options(self) -> frozenset[str]:
-        return frozenset(option.key for option in OPTIONS)
+        return frozenset(option.key for option in OPTIONS) | {SEGMENTS_OPTION}
 
     @cached_property
     def commands(self) -> frozenset[str]:
@@ -94,7 +97,8 @@ class Code:
 
     @cached_property
     def patch_ids(self) -> frozenset[str]:
-        return frozenset(patch.id for patch in PATCHES)
+        """Of patches that are there. A page may tell of patches that are gone, and says so."""
+        return frozenset(patch.id for patch in PATCHES) | {*RETIRED_IDS}
 
     @cached_property
     def make_targets(self) -> frozenset[str]:

@@ -251,7 +251,7 @@ class TestFingerprint:
         assert heading.endswith(": 1.")
         (line,) = lost
         assert line.startswith("single_type_managers  ")
-        assert "retention/kv_cache_coordinator.py" in line
+        assert "block_managers/kv_cache_manager.py" in line
 
     def test_sources_that_are_not_there_are_refused(
         self, arguments: list[str], upstream_root: Path, capsys: pytest.CaptureFixture[str]
