@@ -127,7 +127,7 @@ class _Parked:
     preview: Preview | None = None
 
 
-@dataclass(slots=True)
+@dataclass
 class HoleQueue:
     """The holes of one engine's requests, those that were parked first in front.
 
