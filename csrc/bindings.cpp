@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// vllm_ascend_kvext._native: tables come in through the buffer protocol, so neither numpy nor torch
-// is needed to build it.
+// The module vllm_ascend_kvext._native. Tables come in through the buffer protocol, so the build
+// needs neither numpy nor torch.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -29,7 +29,7 @@ namespace {
 
 constexpr int kMaxThreads = 256;
 
-// A buffer of the caller's, held for as long as this object lives.
+// Holds a buffer of the caller for as long as this object lives.
 class HeldBuffer {
  public:
   HeldBuffer(const HeldBuffer&) = delete;
@@ -41,7 +41,7 @@ class HeldBuffer {
     if (view_.obj != nullptr) PyBuffer_Release(&view_);
   }
 
-  // Whether the object has a buffer.
+  // Returns whether the object has a buffer.
   bool take(nb::handle object) {
     if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_RECORDS_RO) == 0) return true;
     PyErr_Clear();
@@ -278,9 +278,9 @@ NB_MODULE(_native, module) {
       PyErr_SetString(type.ptr(), error.what());
     }
   });
-  // vllm_ascend_kvext/_native.pyi says what each function does.
+  // vllm_ascend_kvext/_native.pyi documents each function.
   using nb::literals::operator""_a;
-  // None is refused like any other object that is no table.
+  // Accept None here: the code below refuses it like any other object without a buffer.
   const auto pools = "pools"_a.none(), planes = "planes"_a.none(), runs = "runs"_a.none();
   module.def("validate", &validate, pools, "host_address"_a, "host_bytes"_a, planes, runs,
              "direction"_a);

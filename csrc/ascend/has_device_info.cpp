@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file is compiled when the build is configured: CANN 8.1.RC1 has no such call.
+// CMake tries to compile this file: CANN 8.1.RC1 does not have aclrtGetDeviceInfo.
 #include "acl/acl.h"
 
 aclError vector_cores(int64_t* num_cores) {

@@ -2,7 +2,7 @@
 #include "launcher.h"
 
 #include "acl/acl.h"
-// ascendc_library() makes this header from the kernel's name.
+// ascendc_library() generates this header, named after the kernel.
 #include "aclrtlaunch_kvext_page_transfer.h"
 #include "work_table.h"
 

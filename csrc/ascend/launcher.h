@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The functions that Python calls, through ctypes: plain C, no torch, no exceptions. Codes are those
-// of CANN's runtime (aclError); 0 is success.
+// The functions that Python calls through ctypes: plain C, without torch and without exceptions.
+// They return error codes of CANN's runtime (aclError); 0 is success.
 #pragma once
 
 #include <cstdint>
 
 #define KVEXT_EXPORT extern "C" __attribute__((visibility("default")))
 
-// The limits that the table's builder must respect, from work_table.h.
+// Limits from work_table.h that the Python code which builds the table must respect.
 struct KernelLimits {
   int64_t tile_bytes;
   int64_t data_block_bytes;
@@ -16,7 +16,7 @@ struct KernelLimits {
 
 KVEXT_EXPORT void kvext_ascend_limits(KernelLimits* limits);
 
-// Vector cores of the current device.
+// Writes the number of vector cores of the current device.
 KVEXT_EXPORT int32_t kvext_ascend_num_cores(int64_t* num_cores);
 
 // Makes host memory visible to the current device, until it is unmapped.
@@ -24,5 +24,5 @@ KVEXT_EXPORT int32_t kvext_ascend_map_host(void* address, uint64_t num_bytes,
                                            void** device_address);
 KVEXT_EXPORT int32_t kvext_ascend_unmap_host(void* address);
 
-// Enqueues the kernel. `table` lies in device memory and must stay until the stream has passed.
+// Enqueues the kernel. `table` lies in device memory, and must stay until the kernel has run.
 KVEXT_EXPORT int32_t kvext_ascend_page_transfer(uint32_t num_cores, void* stream, void* table);

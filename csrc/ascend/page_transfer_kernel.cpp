@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Moves the runs of a transfer between pages and the host buffer, through the unified buffers of
-// all vector cores. Made for many small, scattered runs; any alignment, any size.
+// all vector cores. The kernel is made for many small, scattered runs, of any alignment and any
+// size.
 //
-// The kernel knows addresses only: a transfer has been found valid before the launch.
+// The kernel knows only addresses: the transfer is validated before the launch.
 #include "kernel_operator.h"
 #include "work_table.h"
 
@@ -36,7 +37,7 @@ class PageTransfer {
   }
 
  private:
-  // The share of one run in a unit: one range of bytes on either side.
+  // The part of one run that a unit moves: one range of bytes on either side.
   struct Piece {
     int64_t page_address;
     int64_t host_address;
@@ -54,7 +55,8 @@ class PageTransfer {
     }
   }
 
-  // Fills pieces_ with the work of one unit of the task; none where all its runs are shorter.
+  // Fills pieces_ with the work of one unit of the task, and returns their number. It returns 0 if
+  // every run ends before this unit's tile.
   __aicore__ inline int32_t FindPieces(int64_t unit) {
     const int64_t batch = unit / task_[kTaskTilesPerRun];
     const int64_t tile_begin = (unit - batch * task_[kTaskTilesPerRun]) * kTileBytes;
@@ -83,8 +85,8 @@ class PageTransfer {
     return count;
   }
 
-  // Each piece begins on a data block of the tile. The queue orders reads before writes and holds
-  // back the next reads into a tile until its writes are done.
+  // Each piece begins on a data block of the tile. The queue runs the reads into a tile before its
+  // writes, and holds back the next reads into it until its writes are done.
   __aicore__ inline void Move(int32_t num_pieces) {
     AscendC::LocalTensor<uint8_t> tile = tiles_.AllocTensor<uint8_t>();
     uint32_t at = 0;

@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one table that the kernel reads: what a transfer is, in a form that a core can walk without
-// searching. Written by vllm_ascend_kvext/transfer/ascend/work_table.py; compiled for cores and for
-// the host, so it holds nothing but constants.
+// The only table that the kernel reads. It describes a transfer in a form that a core can walk
+// without searching. vllm_ascend_kvext/transfer/ascend/work_table.py writes it. This header is
+// compiled for cores and for the host, so it contains only constants.
 //
 //   header | tasks | runs                                    all int64
 //
-// A task is one plane. Its work is cut into units, numbered through all tasks; a unit is a tile of
-// one run, or several whole runs that fit a tile together. Core i moves units i, i + cores, ...
+// A task is the work of one plane. The work is cut into units, which are numbered through all
+// tasks. A unit is a tile of one run, or several whole runs that fit into one tile. Core i moves
+// units i, i + cores, ...
 #pragma once
 
 #include <cstdint>
 
 namespace kvext {
 
-// Bytes of a tile. Two tiles lie in a core's unified buffer: one fills while the other empties.
+// Bytes of a tile. A core's unified buffer has two tiles: one is filled while the other is emptied.
 constexpr int64_t kTileBytes = 32 * 1024;
 constexpr int32_t kTilesInFlight = 2;
 constexpr int64_t kMaxRunsPerUnit = 32;
@@ -22,7 +23,7 @@ constexpr int64_t kMaxRunsPerUnit = 32;
 constexpr int64_t kDataBlockBytes = 32;
 // The smallest unified buffer of the supported devices (Atlas A2 and A3).
 constexpr int64_t kUnifiedBufferBytes = 192 * 1024;
-// DataCopyPad has 21 bits for a block's length.
+// DataCopyPad has 21 bits for the length of a block.
 constexpr int64_t kMaxBlockBytes = 2097151;
 
 static_assert(kTileBytes > 0, "a unit must move something");
@@ -38,15 +39,15 @@ enum HeaderColumn : int64_t {
 };
 
 enum TaskColumn : int64_t {
-  kTaskFirstUnit = 0,     // ascending from task to task
-  kTaskFirstRun = 1,      // the plane's group's runs
+  kTaskFirstUnit = 0,     // ascending through the tasks
+  kTaskFirstRun = 1,      // the first of the runs of the plane's group
   kTaskNumRuns = 2,
-  kTaskRunsPerUnit = 3,   // 1 to kMaxRunsPerUnit; more than 1 only where kTaskTilesPerRun is 1
-  kTaskTilesPerRun = 4,   // of the longest run: shorter ones leave units without work
-  kTaskPageAddress = 5,   // of row 0 of page 0
+  kTaskRunsPerUnit = 3,   // 1 to kMaxRunsPerUnit; more than 1 only if kTaskTilesPerRun is 1
+  kTaskTilesPerRun = 4,   // tiles of the longest run; units of shorter runs may have no work
+  kTaskPageAddress = 5,   // address of row 0 of page 0
   kTaskPageStride = 6,
   kTaskRowBytes = 7,
-  kTaskHostAddress = 8,   // of host row 0, as the device sees it
+  kTaskHostAddress = 8,   // address of host row 0, as the device sees it
   kTaskColumns = 9,
 };
 

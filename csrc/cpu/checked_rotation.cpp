@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one place that decides whether rotations are valid, and that turns positions into angles.
+// The only place that decides whether rotations are valid, and that turns positions into angles.
 #include <algorithm>
 #include <cmath>
 
@@ -9,7 +9,8 @@
 namespace kvext {
 namespace {
 
-// The shift of a key, in positions, at most: up to here an angle has an error below 1e-6.
+// Largest allowed shift of a key, in positions. Up to this shift the error of an angle is below
+// 1e-6.
 constexpr int64_t kMaxPositions = int64_t{1} << 30;
 constexpr double kFullTurn = 6.283185307179586;
 
@@ -127,7 +128,7 @@ int64_t shift_of(const KeyRotation& rotation, int64_t group, int64_t row) {
   return found->positions;
 }
 
-// Lists by plane the row of rotations that names it, or -1.
+// Lists for each plane the row of rotations that names it, or -1.
 std::vector<int64_t> rotations_of_planes(const Transfer& transfer, const KeyRotation& rotation) {
   std::vector<int64_t> found(transfer.planes.num_rows, -1);
   for (int64_t i = 0; i < rotation.rotations.num_rows; ++i) {
@@ -157,7 +158,7 @@ CheckedRotation::CheckedRotation(const CheckedTransfer& checked, const KeyRotati
       const int64_t index = rows[checked.plane_order()[place]];
       if (index < 0) continue;
       const int64_t positions = shift_of(rotation, group.number, index);
-      // Keys that stay where they are keep every bit.
+      // Keys that do not move keep every bit.
       if (positions == 0) continue;
       const Rotation& row = rotation.rotations[index];
       std::vector<float>& angles = angles_[{positions, row.first_frequency, row.num_pairs}];

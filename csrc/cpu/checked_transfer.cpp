@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one place that decides whether descriptors are valid. Every range is checked before anything
-// that relies on it is computed.
+// The only place that decides whether descriptors are valid. Every range is checked before a
+// computation relies on it.
 #include "kvext/checked_transfer.h"
 
 #include <algorithm>
@@ -88,7 +88,7 @@ void check_plane(const Transfer& transfer, int64_t index) {
   }
 }
 
-// Lists the rows of the planes, by group.
+// Lists the rows of the planes, sorted by group.
 std::vector<int64_t> order_of_planes(const Transfer& transfer) {
   std::vector<int64_t> order(transfer.planes.num_rows);
   std::iota(order.begin(), order.end(), int64_t{0});
@@ -99,7 +99,7 @@ std::vector<int64_t> order_of_planes(const Transfer& transfer) {
   return order;
 }
 
-// Lists the groups by number, each with its planes.
+// Lists the groups by ascending number, each with its planes.
 std::vector<Group> groups_of_planes(const Transfer& transfer, const std::vector<int64_t>& order) {
   std::vector<Group> groups;
   for (size_t i = 0; i < order.size(); ++i) {
@@ -145,7 +145,7 @@ void check_run(const Transfer& transfer, int64_t index, int64_t rows_per_page,
   }
 }
 
-// Gives every group its runs.
+// Assigns to every group its runs.
 void assign_runs(const Transfer& transfer, const std::vector<int64_t>& order,
                  std::vector<Group>& groups) {
   int64_t index = 0;
@@ -168,7 +168,7 @@ void assign_runs(const Transfer& transfer, const std::vector<int64_t>& order,
   }
 }
 
-// Refuses a run that assign_runs would not reach.
+// Refuses a run that assign_runs did not assign to a group.
 void check_run_groups(const Transfer& transfer, const std::vector<Group>& groups) {
   auto group = groups.begin();
   for (int64_t i = 0; i < transfer.runs.num_rows; ++i) {

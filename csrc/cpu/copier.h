@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Does the copies of one thread: chooses the kernel, and what is fetched ahead.
+// Does the copies of one thread: chooses the kernel, and which bytes are prefetched.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 
 namespace kvext {
 
-// Bytes of the smallest transfer that goes past the caches: a smaller one may be read again from
-// there.
+// Bytes of the smallest transfer that is written past the caches. A smaller transfer may be read
+// again while it is still in the caches.
 constexpr int64_t kMinStreamedBytes = 1024 * 1024;
 
 inline bool streams(int64_t num_bytes, Streaming streaming) {
@@ -32,8 +32,8 @@ inline void fetch_lines(int64_t source, int64_t num_bytes) {
 }
 
 // Copies may be done in any order. A streamed copy is cut into parts, and several parts are copied
-// together while the next ones are fetched. Other short copies wait in a queue while their sources
-// come from memory: the CPU's own prefetching does not know where the next one begins.
+// together while the next parts are prefetched. Other short copies wait in a queue while their
+// sources are prefetched: the CPU's own prefetching does not know where the next copy begins.
 class Copier {
  public:
   explicit Copier(bool is_streaming, const CopyKernel& kernel = copy_kernels().front())
@@ -63,21 +63,22 @@ class Copier {
   }
 
  private:
-  // Bytes of the shortest copy that is always streamed. A shorter one is streamed only where it fills
-  // whole lines: a line that is filled in part is read first.
+  // Bytes of the shortest copy that is always streamed. A shorter copy is streamed only if it fills
+  // whole cache lines, because the CPU reads a partly filled line before it writes the line.
   static constexpr int64_t kMinStreamedCopyBytes = 256;
-  // Bytes of the longest copy that does not wait where it reads on where the last one ended: there
-  // the CPU's own prefetching is enough.
+  // Bytes of the longest copy that does not wait if its source begins where the source of the last
+  // copy ended. The CPU's own prefetching is enough there.
   static constexpr int64_t kMaxFollowingBytes = 1024;
-  // Bytes of the longest part. Longer ones would not stay in the smallest second-level caches until
-  // they are copied.
+  // Bytes of the longest part. A longer part would not stay in the smallest second-level caches
+  // until it is copied.
   static constexpr int64_t kPartBytes = 4096;
-  // Bytes that are fetched of each copy that waits: the CPU finds the lines behind these by itself.
+  // Bytes that are prefetched of each waiting copy: the CPU prefetches the lines behind them by
+  // itself.
   static constexpr int64_t kFetchedBytes = 2 * kLineBytes;
   static constexpr int64_t kMaxWaitingBytes = 8192;
   static constexpr uint32_t kMaxWaiting = 64;
 
-  // Every part but the first begins with a whole line of the destination.
+  // Every part except the first begins with a whole line of the destination.
   void cut(Copy copy) {
     while (copy.num_bytes > kPartBytes) {
       const int64_t part_bytes = kPartBytes - copy.destination % kLineBytes;
@@ -92,7 +93,7 @@ class Copier {
     if (++num_gathered_ == kernel_.num_together) exchange();
   }
 
-  // Copies the parts that have been fetched; the parts that have been gathered take their place.
+  // Copies the parts that have been prefetched; the parts that have been gathered take their place.
   void exchange() {
     if (num_fetched_ > 0) {
       kernel_.stream_together(fetched_, num_fetched_, gathered_, num_gathered_);

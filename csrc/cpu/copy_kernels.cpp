@@ -29,7 +29,7 @@ size_t copy_head(uint8_t* destination, const uint8_t* source, size_t num_bytes) 
   return head;
 }
 
-// Wider vectors gain transfers nothing.
+// Vectors wider than AVX2 do not make transfers faster.
 __attribute__((target("avx2"))) void stream_avx2(uint8_t* destination, const uint8_t* source,
                                                  size_t num_bytes) {
   size_t i = copy_head(destination, source, num_bytes);
@@ -45,7 +45,7 @@ __attribute__((target("avx2"))) void stream_avx2(uint8_t* destination, const uin
 
 constexpr int64_t kStep = 2 * kLine;
 
-// A fetch past the end of a source does no harm: it never fails.
+// A prefetch past the end of a source is harmless: it never fails.
 inline void fetch_step(const uint8_t* source) {
   __builtin_prefetch(source, 0, 2);
   __builtin_prefetch(source + kLine, 0, 2);
@@ -63,9 +63,10 @@ __attribute__((target("avx2"))) inline void stream_step(uint8_t* destination,
   _mm256_stream_si256(to + 3, d);
 }
 
-// One copy after the other leaves most of a core's outstanding reads unused: a short one ends before
-// the CPU's own prefetching has found its lines. Reads of several sources overlap, and fetching a few
-// lines at a time keeps the buffers free that streaming stores need. A copy's turn is kTurn bytes.
+// Copies several sources in turns of kTurn bytes. Done one after the other, copies leave most of a
+// core's outstanding reads unused: a short copy ends before the CPU's own prefetching has found its
+// lines. Reads of several sources overlap. Only a few lines at a time are prefetched, because
+// streaming stores need the same buffers.
 template <size_t kTogether, int64_t kTurn>
 __attribute__((target("avx2"))) void stream_together_avx2(const Copy* copies, size_t num_copies,
                                                           const Copy* later, size_t num_later) {
@@ -80,8 +81,8 @@ __attribute__((target("avx2"))) void stream_together_avx2(const Copy* copies, si
   }
   if (num_copies == kTogether && num_later == kTogether && unaligned == 0) {
     for (size_t j = 0; j < kTogether; ++j) shortest = std::min(shortest, later[j].num_bytes);
-    // Pages are nearly always alike: the bytes that all copies have are copied without a question per
-    // step.
+    // Pages nearly always have the same size, so the bytes that all copies have are copied without
+    // a check per step.
     for (; done + kTurn <= shortest; done += kTurn) {
       for (size_t j = 0; j < kTogether; ++j) {
         for (int64_t at = done; at < done + kTurn; at += kStep) {
@@ -125,9 +126,9 @@ std::vector<CopyKernel> available_kernels() {
         {"avx2", stream_avx2, stream_together_avx2<16, kStep>, 16, INT64_MAX, fence_stores});
     kernels.push_back({"avx2, longer turns", stream_avx2, stream_together_avx2<8, 512>, 8, 16384,
                        fence_stores});
-    // Zen 3 takes four times as long for pages of 4 KB and more where destinations take turns of two
-    // lines, and long pages are fastest alone. A CPU with AVX-512 was fastest with such turns,
-    // whatever the length of its pages.
+    // On Zen 3, pages of 4 KB and more take four times as long if destinations take turns of two
+    // lines, and long pages are fastest alone. A CPU with AVX-512 was fastest with turns of two
+    // lines, for pages of any length.
     if (__builtin_cpu_is("amd")) std::swap(kernels[0], kernels[1]);
   }
 #endif
@@ -135,8 +136,8 @@ std::vector<CopyKernel> available_kernels() {
   return kernels;
 }
 
-// The kernels are chosen when the library is loaded. A first use would leave a guard behind that a
-// forked child waits for.
+// The kernels are chosen when the library is loaded. If they were chosen on first use, a forked
+// child might wait for the guard of the static variable.
 const std::vector<CopyKernel> kKernels = available_kernels();
 
 }  // namespace

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ways to copy bytes, chosen for the CPU at hand when the library is loaded.
+// Ways to copy bytes, chosen for this CPU when the library is loaded.
 #pragma once
 
 #include <cstddef>
@@ -17,15 +17,15 @@ constexpr size_t kMaxTogether = 16;
 
 struct CopyKernel {
   std::string name;
-  // Copies past the caches: visible to other threads only after fence().
+  // Copies past the caches; other threads see the bytes only after fence().
   void (*stream)(uint8_t* destination, const uint8_t* source, size_t num_bytes);
-  // Does up to num_together copies past the caches, some lines of each in turn, while the sources of
-  // as many later ones are fetched. Null where this gains nothing.
+  // Does up to num_together copies past the caches, some lines of each in turn, and meanwhile
+  // prefetches the sources of as many later copies. It is null if this CPU gains nothing from it.
   void (*stream_together)(const Copy* copies, size_t num_copies, const Copy* later,
                           size_t num_later);
-  // How many streams of lines one core reads at a time without slowing down.
+  // Number of streams of lines that one core reads at a time without slowing down.
   size_t num_together;
-  // Bytes of the longest copy that gains from others beside it.
+  // Bytes of the longest copy that becomes faster if other copies are done beside it.
   int64_t max_together_bytes;
   void (*fence)();
 };
@@ -33,8 +33,7 @@ struct CopyKernel {
 // The kernels of this CPU, the best first; the last one is always "memcpy".
 const std::vector<CopyKernel>& copy_kernels();
 
-// Copies fewer than 16 bytes, or up to 64, by two overlapping moves of a fixed size each, without a
-// call.
+// Copies up to 64 bytes by two overlapping moves of a fixed size, without a function call.
 inline void copy_up_to_64(uint8_t* destination, const uint8_t* source, size_t num_bytes) {
   const auto ends = [&](auto size) {
     unsigned char first[size], last[size];

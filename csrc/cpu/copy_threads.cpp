@@ -28,7 +28,7 @@ cpu_set_t set_of(const std::vector<int>& cpus) {
   return set;
 }
 
-// Binds the calling thread; returns the CPUs that it was not given.
+// Binds the calling thread to the CPUs; returns the CPUs that the kernel did not give.
 std::vector<int> bind_to(const std::vector<int>& cpus) {
   const cpu_set_t wanted = set_of(cpus);
   if (pthread_setaffinity_np(pthread_self(), sizeof(wanted), &wanted) != 0) return cpus;
@@ -41,7 +41,7 @@ std::vector<int> bind_to(const std::vector<int>& cpus) {
   return missing;
 }
 
-// Whether the calling thread may only run where the placement says.
+// Returns whether the calling thread already has the CPUs and the priority of the placement.
 bool is_caller_placed(const Placement& placement) {
   if (placement.niceness != 0) return false;
   if (placement.cpus.empty()) return true;
@@ -107,14 +107,15 @@ class Team {
 
  private:
   void start_threads(int num_wanted) {
-    // Signals belong to the threads that Python knows.
+    // Block all signals in these threads: Python handles signals in its own threads.
     sigset_t all, previous;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &previous);
     try {
       for (; num_threads_ < num_wanted; ++num_threads_) std::thread([this] { serve(); }).detach();
     } catch (const std::system_error&) {
-      // There are no more threads: the others, or the caller, do the rest of the work.
+      // No more threads can be started: the existing threads, or the caller, do the rest of the
+      // work.
     }
     pthread_sigmask(SIG_SETMASK, &previous, nullptr);
   }
@@ -137,13 +138,13 @@ class Team {
     pthread_setname_np(pthread_self(), "kvext-copy");
     std::vector<int> missing;
     if (!placement_.cpus.empty()) missing = bind_to(placement_.cpus);
-    // On Linux the priority is that of this thread alone. Where the kernel refuses it, the copies run
-    // at the usual priority.
+    // On Linux this changes the priority of this thread only. If the kernel refuses it, the copies
+    // run at the usual priority.
     if (placement_.niceness != 0) {
       setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), placement_.niceness);
     }
     std::unique_lock lock(mutex_);
-    // The first thread decides: a later one must not refuse what has been accepted.
+    // Only the first thread decides: a later thread must not refuse CPUs that have been accepted.
     if (!is_placed_) missing_cpus_ = missing;
     is_placed_ = true;
     placed_.notify_all();
@@ -175,13 +176,13 @@ struct Teams {
   std::vector<std::unique_ptr<Team>> teams;
 };
 
-// The teams are never destroyed: threads may sleep in them when the process ends. The pointer is null
-// until the first use, and in a forked child: a child has none of the threads, and perhaps a mutex
-// that one of them held.
+// The teams are never destroyed, because threads may sleep in them when the process ends. The
+// pointer is null until the first use, and again in a forked child. A child has none of the
+// threads, and a thread may have held a mutex at the time of the fork.
 std::atomic<Teams*> current_teams{nullptr};
 
-// The handlers are set when the library is loaded, so that no first use leaves a guard behind that a
-// child waits for.
+// The handler is set when the library is loaded. If it were set on first use, a forked child might
+// wait for the guard of the static variable.
 [[maybe_unused]] const int is_prepared =
     pthread_atfork(nullptr, nullptr, [] { current_teams.store(nullptr); });
 

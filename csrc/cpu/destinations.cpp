@@ -18,8 +18,8 @@ int64_t first_byte(const Transfer& transfer, const Plane& plane) {
   return transfer.pools[plane.pool].address + plane.base_bytes;
 }
 
-// Lists by group the first group that has the same pages of the same planes, as the chunks of a
-// request do.
+// Lists for each group the first group that has the same pages of the same planes. The chunks of a
+// request share planes in this way.
 std::vector<size_t> sets_of_planes(const CheckedTransfer& checked) {
   std::map<std::vector<int64_t>, size_t> first_of_planes;
   std::vector<size_t> sets;
@@ -38,7 +38,7 @@ std::vector<size_t> sets_of_planes(const CheckedTransfer& checked) {
   return sets;
 }
 
-// Whether no two runs have a row in common and no page belongs to two sets of planes.
+// Returns whether no two runs have a row in common and no page belongs to two sets of planes.
 bool are_rows_apart(const CheckedTransfer& checked, const std::vector<size_t>& sets) {
   struct Rows {
     int64_t page;
@@ -65,16 +65,16 @@ bool are_rows_apart(const CheckedTransfer& checked, const std::vector<size_t>& s
   return true;
 }
 
-// Whether the planes of one set have different bytes of a page, and planes with other page
-// boundaries other bytes altogether.
+// Returns whether the planes of one set use different bytes of a page, and whether planes with
+// different page boundaries have no bytes in common at all.
 bool are_planes_apart(const CheckedTransfer& checked, const std::vector<size_t>& sets) {
   struct Region {
-    int64_t first_byte;  // of page 0
+    int64_t first_byte;  // address of page 0 in this plane
     int64_t stride_bytes;
     size_t set;
-    int64_t begin;  // in the page
+    int64_t begin;  // offset in the page
     int64_t end;
-    int64_t pages_end;  // behind the last page
+    int64_t pages_end;  // end of the last page
   };
   std::vector<Region> regions;
   regions.reserve(checked.plane_order().size());
@@ -114,7 +114,7 @@ struct Interval {
   int64_t run;
 };
 
-// The definition: every byte of every run of every plane.
+// Compares every byte range of every run of every plane: this is the definition of an overlap.
 void refuse_overlap(const CheckedTransfer& checked) {
   const Transfer& transfer = checked.transfer();
   std::vector<Interval> intervals;
@@ -175,7 +175,8 @@ void refuse_host_rows_written_twice(const CheckedTransfer& checked) {
 
 void refuse_pool_bytes_written_twice(const CheckedTransfer& checked) {
   const std::vector<size_t> sets = sets_of_planes(checked);
-  // Nearly every transfer is seen to be apart by its runs alone and its planes alone.
+  // For nearly every transfer, the runs alone and the planes alone show that no byte is written
+  // twice.
   if (!are_planes_apart(checked, sets) || !are_rows_apart(checked, sets)) refuse_overlap(checked);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Arithmetic, order and wording of the validation.
+// Arithmetic, sorting and messages of the validation.
 #pragma once
 
 #include <algorithm>
@@ -11,9 +11,9 @@
 
 namespace kvext {
 
-// Sums and products of non-negative numbers; INT64_MAX where 63 bits do not hold the result. The
-// results are compared with the size of a memory region that does not begin at address 0, which is
-// always smaller than INT64_MAX.
+// Sums and products of non-negative numbers; INT64_MAX if 63 bits cannot hold the result. The
+// result is compared with the size of a memory region that does not begin at address 0. Such a size
+// is always smaller than INT64_MAX.
 inline int64_t saturating_add(int64_t left, int64_t right) {
   int64_t sum;
   return __builtin_add_overflow(left, right, &sum) ? INT64_MAX : sum;
@@ -28,7 +28,7 @@ inline std::string in_words(int64_t number) {
   return number == INT64_MAX ? "a number that 63 bits do not hold" : std::to_string(number);
 }
 
-// Names the cell of a table that is wrong, as in "runs[3].page".
+// Names the wrong cell of a table, as in "runs[3].page".
 inline std::string cell(const char* table, int64_t row, const char* column) {
   return std::string(table) + "[" + std::to_string(row) + "]." + column;
 }
@@ -38,7 +38,7 @@ inline std::string cell(const char* table, int64_t row, const char* column) {
   throw DescriptorError(where + ": expected " + expected + ", found " + found + ". " + remedy);
 }
 
-// The refusal lies apart from the comparison, so that the comparison alone is inlined.
+// The refusal is a function of its own, so that only the comparison is inlined.
 [[noreturn, gnu::cold, gnu::noinline]] inline void refuse_less(int64_t min, int64_t found,
                                                                const char* table, int64_t row,
                                                                const char* column,
@@ -55,12 +55,12 @@ inline std::string cell(const char* table, int64_t row, const char* column) {
   }
 }
 
-// Whether a transfer writes a byte twice, of one whose ranges have been found valid. Both throw
+// Refuse a transfer that writes a byte twice. Its ranges must have been checked before. Both throw
 // DescriptorError.
 void refuse_host_rows_written_twice(const CheckedTransfer& checked);
 void refuse_pool_bytes_written_twice(const CheckedTransfer& checked);
 
-// Sorts values that are not in order yet.
+// Sorts the items, unless they are sorted already.
 template <typename Item, typename IsBefore>
 void put_in_order(std::vector<Item>& items, IsBefore&& is_before) {
   if (!std::is_sorted(items.begin(), items.end(), is_before)) {

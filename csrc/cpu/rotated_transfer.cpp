@@ -10,8 +10,8 @@
 namespace kvext {
 namespace {
 
-// Does the rotated copies of one thread. Each waits for the next one, whose first bytes come from
-// memory meanwhile: the CPU's own prefetching does not know where it begins.
+// Does the rotated copies of one thread. A copy is delayed by one, so that the first bytes of the
+// next copy can be prefetched: the CPU's own prefetching does not know where the next copy begins.
 class Rotator {
  public:
   explicit Rotator(bool is_streaming)
@@ -25,7 +25,7 @@ class Rotator {
   Rotator(const Rotator&) = delete;
   Rotator& operator=(const Rotator&) = delete;
 
-  // The copy has whole heads only.
+  // The copy must contain whole heads only.
   void operator()(const Copy& copy, const HeadRotation& head) {
     fetch_lines(copy.source, std::min(copy.num_bytes, kAheadBytes));
     do_waiting();
@@ -34,12 +34,12 @@ class Rotator {
   }
 
  private:
-  // Heads are rotated in the first-level cache, and then streamed to where they belong, a few at a
-  // time: the CPU computes the next heads while the stores of the last ones and the reads ahead are
-  // under way.
+  // Heads are rotated in the first-level cache, a few at a time, and then streamed to their
+  // destination. The CPU computes the next heads while it still stores the last heads and
+  // prefetches.
   static constexpr int64_t kAtOnceBytes = 1024;
   static constexpr int64_t kAheadBytes = 4096;
-  // The bytes of one head, at most: larger heads are not staged.
+  // Maximum bytes of a head that is staged in the first-level cache.
   static constexpr int64_t kStageBytes = 8192;
 
   void do_waiting() {
@@ -73,7 +73,7 @@ class Rotator {
   alignas(64) uint8_t stage_[kStageBytes];
 };
 
-// Finds the rows that begin in a part: each row belongs to one part, and so to one thread.
+// Finds the rows that begin in a part. Each row begins in one part, so one thread moves it.
 Copy whole_rows(const PlaneRunPart& part) {
   const int64_t before_bytes =
       (part.row_bytes - part.first_byte % part.row_bytes) % part.row_bytes;

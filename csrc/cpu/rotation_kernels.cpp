@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One source for every instruction set: loops that compilers vectorise, compiled once per
-// instruction set. Conversions are integer arithmetic, because a compiler
-// knows half precision on some CPUs only.
+// One source for all instruction sets: loops that compilers vectorise are compiled once per
+// instruction set. Conversions use integer arithmetic, because a compiler knows half precision on
+// some CPUs only.
 #include <cstring>
 
 #include "kvext/rotation.h"
@@ -13,8 +13,8 @@ namespace {
 #error "Neighbours are read as one number, of which the first is the lower half."
 #endif
 
-// A number that begins at any address, as rows do. It is a type of its own: an attribute of a
-// number's type is lost where the type is deduced.
+// A number that may begin at any address, as rows do. It is a struct, because template deduction
+// drops the attributes of a plain number type.
 template <typename Number>
 struct __attribute__((packed, may_alias)) Any {
   Number number;
@@ -40,8 +40,8 @@ struct Float32 {
   KVEXT_INLINE static float narrow(float value) { return value; }
 };
 
-// A bfloat16 is the upper half of a float32, rounded to nearest, ties to even. A NaN stays a NaN: it
-// comes from bfloat16 or from arithmetic, so its lower half is zero, and rounding does not carry.
+// A bfloat16 is the upper half of a float32, rounded to nearest, ties to even. A NaN stays a NaN:
+// rounding cannot overflow it, because the low 16 bits of a NaN are always zero here.
 struct Bfloat16 {
   using Stored = uint16_t;
   KVEXT_INLINE static float widen(uint32_t half) { return float_of(half << 16); }
@@ -51,14 +51,14 @@ struct Bfloat16 {
   }
 };
 
-// IEEE 754 binary16: 5 bits of exponent, 10 of fraction.
+// IEEE 754 binary16: 5 bits of exponent, 10 bits of fraction.
 struct Float16 {
   using Stored = uint16_t;
   KVEXT_INLINE static float widen(uint32_t half) {
     const uint32_t shifted = (half & 0x7FFF) << 13;
     const uint32_t exponent = shifted & 0x0F800000;
     const uint32_t normal = shifted + (112u << 23);
-    // Below 2^-14 the fraction has no leading one: the subtraction removes the one that it got.
+    // Subnormals (below 2^-14) have no implicit 1: add it through the exponent, then subtract it.
     const uint32_t small = bits_of(float_of(shifted + (113u << 23)) - float_of(113u << 23));
     const uint32_t infinite = normal + (112u << 23);
     const uint32_t bits = exponent == 0 ? small : exponent == 0x0F800000 ? infinite : normal;
@@ -68,7 +68,7 @@ struct Float16 {
     const uint32_t bits = bits_of(value);
     const uint32_t magnitude = bits & 0x7FFFFFFF;
     const uint32_t normal = (magnitude - (112u << 23) + 0xFFF + (magnitude >> 13 & 1)) >> 13;
-    // The addition rounds to multiples of 2^-24, the smallest float16.
+    // The addition rounds to a multiple of 2^-24, the smallest float16.
     const uint32_t small = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
     const uint32_t none = magnitude > 0x7F800000 ? 0x7E00 : 0x7C00;
     const uint32_t half = magnitude >= (143u << 23) ? none : magnitude < (113u << 23) ? small : normal;
@@ -76,8 +76,8 @@ struct Float16 {
   }
 };
 
-// Each of these rotates kCount pairs from pair `first` on. The count is a constant, so that compilers
-// make vectors of it without a loop, a rest, or a question at run time.
+// Each of these structs rotates kCount pairs, starting with pair `first`. The count is a constant,
+// so that compilers use vectors without a loop, a remainder or a branch.
 
 template <typename Element>
 struct Halves {
@@ -98,7 +98,8 @@ struct Halves {
   }
 };
 
-// Two halves of a number each.
+// The two elements of a pair are neighbours: 16-bit elements are read as one 32-bit number per
+// pair.
 template <typename Element>
 struct Neighbours {
   template <int64_t kCount>
@@ -132,7 +133,7 @@ struct Neighbours<Float32> {
   }
 };
 
-// Rotates as many pairs as there are, in vectors while these can be filled.
+// Rotates all pairs: in vectors as long as there are enough pairs to fill one.
 template <typename Pairs>
 KVEXT_INLINE void rotate_pairs(uint8_t* __restrict destination, const uint8_t* __restrict source,
                                const HeadRotation& head) {
@@ -161,7 +162,8 @@ KVEXT_INLINE void rotate_heads(uint8_t* __restrict destination, const uint8_t* _
   const auto front = static_cast<size_t>(offset), back = static_cast<size_t>(head.head_bytes - end);
   const float* const __restrict cosines = head.cosines;
   const float* const __restrict sines = head.sines;
-  // Heads of 64 and 128, rotated in whole: without a loop in a head the angles stay in registers.
+  // Heads with 32 or 64 pairs, all of them rotated: without an inner loop the angles stay in
+  // registers.
   if (front + back == 0 && head.num_pairs == 32) {
     for (int64_t i = 0; i < num_heads; ++i) {
       Pairs::template rotate<32>(destination + i * end, source + i * end, 0, 32, cosines, sines);
@@ -239,7 +241,7 @@ std::vector<RotationKernel> available_kernels() {
   return kernels;
 }
 
-// The kernels are chosen when the library is loaded, as those that copy are.
+// The kernels are chosen when the library is loaded, like the copy kernels.
 const std::vector<RotationKernel> kKernels = available_kernels();
 
 }  // namespace

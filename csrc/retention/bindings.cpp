@@ -21,7 +21,7 @@ void require_block(const BlockFields& fields, const nb::handle block) {
   if (Py_TYPE(block.ptr()) != fields.type()) throw nb::type_error("expected blocks of the pool.");
 }
 
-/// Ids of the free blocks of a list from a place on.
+/// Ids of the free blocks in a list, starting at index `first`.
 BlockIds ids_of_free(const RetainedCache& cache, const nb::list& blocks, std::size_t first) {
   const BlockFields& fields = cache.blocks.fields();
   BlockIds ids;
@@ -33,9 +33,9 @@ BlockIds ids_of_free(const RetainedCache& cache, const nb::list& blocks, std::si
   return ids;
 }
 
-// Tables that Python describes, read by the names of their fields.
+// Structs that are read from Python objects by the names of their fields.
 
-/// Reads what is described under a name into a field of its type.
+/// Reads the value under a name into a field of the field's type.
 template <typename Field>
 void read(const nb::handle described, const char* name, Field& field) {
   field = nb::cast<Field>(described[name]);
@@ -71,7 +71,7 @@ Geometry read_geometry(const nb::handle described) {
   return geometry;
 }
 
-/// The group id as it ends every key of a group: four bytes, the highest first.
+/// The group id as it ends every key of the group: four bytes, the highest byte first.
 std::string key_suffix(std::uint32_t group_id) {
   std::string suffix;
   for (int shift = 24; shift >= 0; shift -= 8) {
@@ -80,7 +80,7 @@ std::string key_suffix(std::uint32_t group_id) {
   return suffix;
 }
 
-/// A `ManagedGroup` and what upstream's manager knows of it.
+/// Reads a `ManagedGroup` and the tables of vLLM's manager of the group.
 Group read_group(const nb::handle managed, const Geometry& geometry,
                  std::int64_t hash_block_tokens) {
   Group group;
@@ -96,7 +96,7 @@ Group read_group(const nb::handle managed, const Geometry& geometry,
   const GroupTables& tables = geometry.groups.at(group.geometry_index);
   group.is_state = tables.is_state;
   group.window_tokens = tables.window_tokens;
-  // Upstream keeps the tokens before a window, too, that drafts may have computed again.
+  // vLLM also keeps the tokens before a window that rejected drafts may compute again.
   const char* extra = "extra_retained_tokens";
   if (nb::hasattr(manager, extra)) {
     group.window_tokens += nb::cast<std::int64_t>(manager.attr(extra));
@@ -104,7 +104,7 @@ Group read_group(const nb::handle managed, const Geometry& geometry,
   return group;
 }
 
-/// @param quiet  whether a group is quiet, for each of them
+/// @param quiet  quiet[n]: whether group n is quiet
 std::vector<Group> read_groups(const nb::handle managed, const Geometry& geometry,
                                std::int64_t hash_block_tokens, const std::vector<bool>& quiet) {
   std::vector<Group> groups;
@@ -115,7 +115,7 @@ std::vector<Group> read_groups(const nb::handle managed, const Geometry& geometr
   return groups;
 }
 
-// Boundaries as Python has them: tokens, origin and step.
+// Boundaries as Python passes them: tokens, origin and step.
 
 using BoundaryTuple = std::tuple<std::int64_t, std::int32_t, std::int32_t>;
 
@@ -140,9 +140,9 @@ std::vector<BoundaryTuple> list_lasting(const Geometry& geometry,
   return listed;
 }
 
-// Answers.
+// Answers to Python.
 
-/// Splits what is freed: blocks that are not cached, and those that are, needed ones first.
+/// Splits freed blocks into uncached blocks and cached blocks, with the needed ones first.
 nb::tuple split_freed(const RetainedCache& cache, const nb::list& blocks) {
   const BlockFields& fields = cache.blocks.fields();
   nb::list uncached, cached, surplus;
@@ -160,7 +160,7 @@ nb::tuple split_freed(const RetainedCache& cache, const nb::list& blocks) {
   return nb::make_tuple(uncached, cached, surplus.size());
 }
 
-/// Group, first block and stop of each run; None where there is no step.
+/// Lists group, first block and stop of each run; None if there is no step.
 nb::object list_runs(const std::optional<std::vector<GroupRun>>& runs) {
   if (!runs) return nb::none();
   nb::list listed;
@@ -170,8 +170,8 @@ nb::object list_runs(const std::optional<std::vector<GroupRun>>& runs) {
   return listed;
 }
 
-// An engine that is dropped is a circle, of which these are parts: the garbage collector has to be
-// shown what they keep alive. Upstream's objects break the circle.
+// A dropped engine is a cycle of references, and these objects are part of it. They must show the
+// garbage collector which objects they keep alive. vLLM's objects break the cycle.
 
 int traverse_cache(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));

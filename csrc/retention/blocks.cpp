@@ -7,7 +7,7 @@ namespace kvext::retention {
 
 namespace {
 
-/// The place of a slot; 0 if there is none of this name.
+/// The offset of a slot in the object; 0 if the class has no slot of this name.
 Py_ssize_t find_offset(PyTypeObject* type, const char* name) {
   const nb::object descriptor =
       nb::steal(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name));

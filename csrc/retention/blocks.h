@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// vLLM's blocks, read and written where a slotted dataclass keeps its fields.
+// Reads and writes the fields of vLLM's blocks at the offsets where a slotted dataclass keeps them.
 //
-// A scheduler handles hundreds of blocks per step. Reading a field by name costs more than what is
-// done with it.
+// A scheduler handles hundreds of blocks per step. Reading a field by its name costs more than the
+// work that is done with its value.
 #pragma once
 
 #include <Python.h>
@@ -17,14 +17,14 @@ namespace kvext::retention {
 
 namespace nb = nanobind;
 
-/// An id of a block: its place in the pool.
+/// The id of a block, which is its index in the pool.
 using BlockId = std::int32_t;
 using BlockIds = std::vector<BlockId>;
 
-/// Where `vllm.v1.core.kv_cache_utils.KVCacheBlock` keeps its fields.
+/// The offsets of the fields of `vllm.v1.core.kv_cache_utils.KVCacheBlock`.
 class BlockFields {
  public:
-  /// @throws nb::type_error if the class has no slots of these names
+  /// @throws nb::type_error if the class lacks a slot for one of the fields
   explicit BlockFields(PyTypeObject* type);
 
   PyTypeObject* type() const { return type_; }
@@ -33,18 +33,19 @@ class BlockFields {
     return static_cast<BlockId>(PyLong_AsLong(at(block, block_id_)));
   }
   bool is_free(PyObject* block) const { return PyLong_AsLong(at(block, ref_cnt_)) == 0; }
-  /// Whether exactly one request has it.
+  /// Whether exactly one request uses the block.
   bool has_one_user(PyObject* block) const { return PyLong_AsLong(at(block, ref_cnt_)) == 1; }
   bool is_null(PyObject* block) const { return at(block, is_null_) == Py_True; }
   bool is_cached(PyObject* block) const { return at(block, block_hash_) != Py_None; }
-  /// Whether the free queue has it: upstream clears the links of a block that it takes out.
+  /// Whether the block is in the free queue: vLLM clears the links of a block that it takes out.
   bool is_queued(PyObject* block) const { return at(block, next_) != Py_None; }
 
   PyObject* key(PyObject* block) const { return at(block, block_hash_); }
   PyObject* previous(PyObject* block) const { return at(block, previous_); }
   PyObject* next(PyObject* block) const { return at(block, next_); }
 
-  /// Gives a block the key of its request's first tokens; upstream notes their number since 0.30.
+  /// Gives a block the key of its request's first `num_tokens` tokens. vLLM stores this number in
+  /// the block since 0.30.
   void set_key(PyObject* block, PyObject* key, std::int64_t num_tokens) const;
   void set_previous(PyObject* block, PyObject* other) const { set(block, previous_, other); }
   void set_next(PyObject* block, PyObject* other) const { set(block, next_, other); }
@@ -63,13 +64,13 @@ class BlockFields {
 
   PyTypeObject* type_;
   Py_ssize_t block_id_, ref_cnt_, is_null_, block_hash_, previous_, next_;
-  Py_ssize_t num_tokens_;  // 0 where there is no such slot
+  Py_ssize_t num_tokens_;  // 0 if the class has no such slot
 };
 
-/// Every block of one pool, by id.
+/// All blocks of one pool, by id.
 class Blocks {
  public:
-  /// @throws nb::type_error if the list holds anything but blocks, each at the place of its id
+  /// @throws nb::type_error if an item of the list is no block, or is not at the index of its id
   explicit Blocks(nb::list blocks);
 
   const BlockFields& fields() const { return fields_; }
@@ -81,7 +82,7 @@ class Blocks {
   nb::handle list() const { return list_; }
 
  private:
-  nb::list list_;  // keeps them alive
+  nb::list list_;  // keeps the blocks alive
   std::vector<PyObject*> by_id_;
   BlockFields fields_;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which boundaries of a request outlive it: those of its plan, and those of the grid.
+// Which boundaries of a request outlive the request: the planned ones, and those on the grid.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace kvext::retention {
 
-/// A boundary of a request whose checkpoint is to outlive it.
+/// A boundary whose checkpoint is to outlive the request.
 struct PlannedBoundary {
   std::int64_t boundary_tokens;
   Reason reason;
@@ -18,11 +18,11 @@ struct PlannedBoundary {
 
 /// The boundaries in (after_tokens, upto_tokens] that are planned or on the grid, ascending.
 ///
-/// The grid has no end: a request may decode for as long as it likes. So it is asked for as a
-/// request moves on, and not when it is planned.
-/// @param plan  ascending; a planned boundary on the grid keeps the reason that it is planned for
-/// @param is_grid_kept  called for each boundary of the grid that is not planned, in their order:
-///   whether this one is kept
+/// The grid has no end, because a request may decode any number of tokens. Therefore grid
+/// boundaries are computed while a request proceeds, and not when it is planned.
+/// @param plan  ascending; a planned boundary on the grid keeps the reason for which it is planned
+/// @param is_grid_kept  called in order for each boundary of the grid that is not planned; returns
+///   whether this boundary is kept
 template <typename IsGridKept>
 std::vector<PlannedBoundary> lasting_boundaries(const Geometry& geometry,
                                                 const std::vector<PlannedBoundary>& plan,
@@ -35,7 +35,7 @@ std::vector<PlannedBoundary> lasting_boundaries(const Geometry& geometry,
     if (!grid_tokens) return;
     std::int64_t tokens = (after_tokens / grid_tokens + 1) * grid_tokens;
     for (; tokens < end_tokens; tokens += grid_tokens) {
-      // No lookup ends at some of the first multiples: a wide window that looks ahead skips them.
+      // A lookup with a wide window that looks ahead never ends at some of the first multiples.
       if (geometry.is_boundary(tokens) && is_grid_kept()) {
         boundaries.push_back({tokens, kGridReason});
       }

@@ -14,8 +14,8 @@ constexpr int kMaxAncestors = 16;
 }  // namespace
 
 Checkpoint::~Checkpoint() {
-  // Ancestors are dropped one after the other: a path has as many as a prompt has boundaries, too many
-  // to recurse.
+  // Ancestors are dropped in a loop. A path has as many ancestors as a prompt has boundaries, which
+  // is too many for recursion.
   while (parent && parent.use_count() == 1) {
     std::shared_ptr<Checkpoint> above = std::move(parent->parent);
     parent = std::move(above);
@@ -51,7 +51,7 @@ void CheckpointTree::clear() {
     node->tail.clear();
     node->tail_keys.clear();
     node->children.clear();
-    node->parent = root_;  // a request that still holds one of them holds none of the others
+    node->parent = root_;  // a request may still hold this node, but not the other nodes
   }
   owners_.assign(owners_.size(), nullptr);
   needs_.clear();
@@ -103,7 +103,7 @@ std::shared_ptr<Checkpoint> CheckpointTree::add(const PrefixBlocks& prefix,
   }
   mend(is_new && !node->is_root() ? *node->parent : *node, prefix,
        before ? before->boundary_tokens : 0);
-  if (node->has_tail() && !has_whole_tail(*node)) give_up_tail(*node);  // the request has another
+  if (node->has_tail() && !has_whole_tail(*node)) give_up_tail(*node);  // the request has other blocks for it
   if (!node->has_tail()) {
     node->origin = reason.origin;
     node->reason = reason;
@@ -141,7 +141,7 @@ void CheckpointTree::make_room(std::int64_t num_blocks) {
     missing -= static_cast<std::int64_t>(evict(*node));
   }
   if (missing > 0) {
-    // Only running requests need them.
+    // Only running requests still need the blocks, and their needs are overruled.
     for (const BlockId id : free_order_.next_blocks(num_blocks)) {
       needs_[id] = 0;
       ++overruled_[static_cast<std::size_t>(id)];
@@ -169,12 +169,13 @@ std::shared_ptr<Checkpoint> CheckpointTree::insert(const PrefixBlocks& prefix,
     const auto [deepest, known_tokens] = find_deepest(prefix, boundary_tokens);
     parent = deepest;
     if (known_tokens < parent->boundary_tokens) {
-      // The path leaves the parent's runs, or ends, within them.
+      // The path ends within the parent's runs, or differs from them there.
       const std::int64_t cut_tokens = known_tokens / unit_tokens_ * unit_tokens_;
       if (cut_tokens > parent->parent->boundary_tokens) {
         const std::string cut_key = prefix.key(cut_tokens);
         const std::shared_ptr<Checkpoint> known_elsewhere = find(cut_key);
-        // The known boundary has blocks of its own, if those of this path cannot be found any more.
+        // The known boundary has blocks of its own if the blocks of this path can no longer be
+        // found.
         parent = known_elsewhere ? known_elsewhere : split(*parent, cut_key, cut_tokens);
       } else {
         parent = parent->parent;
@@ -182,7 +183,8 @@ std::shared_ptr<Checkpoint> CheckpointTree::insert(const PrefixBlocks& prefix,
     }
     if (parent->boundary_tokens == boundary_tokens) return parent;
   } else {
-    // A request whose last step was undone may be before the last boundary that it passed.
+    // If the last step of a request was undone, the request may be before the last boundary it
+    // passed.
     while (!parent->is_root() &&
            (!parent->is_in_tree || parent->boundary_tokens >= boundary_tokens)) {
       parent = parent->parent;
@@ -191,7 +193,7 @@ std::shared_ptr<Checkpoint> CheckpointTree::insert(const PrefixBlocks& prefix,
   }
   std::optional<Runs> runs = prefix.runs(parent->boundary_tokens, boundary_tokens);
   if (!runs) {
-    remove_unneeded(parent);  // it may have been put there just now
+    remove_unneeded(parent);  // the node may have been inserted just now
     return nullptr;
   }
   auto node = std::make_shared<Checkpoint>();
@@ -212,11 +214,11 @@ std::shared_ptr<Checkpoint> CheckpointTree::insert(const PrefixBlocks& prefix,
 
 std::pair<std::shared_ptr<Checkpoint>, std::int64_t> CheckpointTree::find_deepest(
     const PrefixBlocks& prefix, std::int64_t upto_tokens) const {
-  // The known part of a path begins at the first token, so that it can be bisected.
+  // Known blocks of a path begin at the first token without gaps, so bisection finds the last one.
   const std::int64_t block_tokens = block_tokens_[0];
   Checkpoint* node = nullptr;
   std::int64_t low = 0, high = upto_tokens / block_tokens;
-  std::int64_t middle = high;  // known to its end, mostly
+  std::int64_t middle = high;  // most paths are known to their end
   while (low < high) {
     if (Checkpoint* owner = find_owner(prefix, middle - 1)) {
       node = owner;
@@ -246,7 +248,7 @@ Checkpoint* CheckpointTree::find_owner(const PrefixBlocks& prefix,
 
 std::shared_ptr<Checkpoint> CheckpointTree::split(Checkpoint& node, std::string key,
                                                   std::int64_t boundary_tokens) {
-  // The new boundary, without a tail, lies between a node and its parent.
+  // Insert the new boundary, which has no tail, between a node and its parent.
   const std::shared_ptr<Checkpoint> parent = node.parent;
   auto upper = std::make_shared<Checkpoint>();
   upper->key = std::move(key);
@@ -269,7 +271,7 @@ std::shared_ptr<Checkpoint> CheckpointTree::split(Checkpoint& node, std::string 
 
 void CheckpointTree::mend(Checkpoint& node, const PrefixBlocks& prefix,
                           std::int64_t after_tokens) {
-  // A connector may have uncached blocks of runs. The request has computed them again.
+  // A connector may have uncached blocks of runs. The request has computed these blocks again.
   if (block_tokens_.empty()) return;
   const BlockFields& fields = blocks_.fields();
   const auto is_same = [&](BlockId known, BlockId own) {
@@ -297,8 +299,8 @@ void CheckpointTree::mend(Checkpoint& node, const PrefixBlocks& prefix,
 }
 
 std::size_t CheckpointTree::remove_unneeded(std::shared_ptr<Checkpoint> node) {
-  // Every boundary without a tail has two children at least. A boundary that has lost all but one of
-  // them joins the last one.
+  // Every boundary without a tail has at least two children. If only one child is left, the
+  // boundary is joined with it.
   std::size_t num_surplus = 0;
   while (!node->is_root() && !node->has_tail()) {
     if (node->children.size() > 1) return num_surplus;
@@ -312,7 +314,7 @@ std::size_t CheckpointTree::remove_unneeded(std::shared_ptr<Checkpoint> node) {
     const std::shared_ptr<Checkpoint> parent = node->parent;
     remove_child(*parent, *node);
     for (BlockIds& run : node->runs) {
-      std::reverse(run.begin(), run.end());  // the first tokens are the last to be reallocated
+      std::reverse(run.begin(), run.end());  // the block with the first tokens is reallocated last
       num_surplus += give_up(run);
     }
     if (!node->runs.empty()) disown(node->runs[0], node.get());
@@ -320,7 +322,7 @@ std::size_t CheckpointTree::remove_unneeded(std::shared_ptr<Checkpoint> node) {
     node = parent;
   }
   if (node->has_tail() && node->children.empty()) {
-    order_.offer(*node);  // its eviction yields its runs, too
+    order_.offer(*node);  // its eviction now frees its runs, too
   }
   return num_surplus;
 }
@@ -354,7 +356,8 @@ void CheckpointTree::take_tail(Checkpoint& node, BlockIds tail, const BlockIds& 
 }
 
 void CheckpointTree::take_ahead(Checkpoint& node, const BlockIds& ahead) {
-  // Blocks that another request has past the boundary are kept, too: a hit reads its own there.
+  // Also keep blocks of other requests past the boundary: a hit of such a request reads its own
+  // blocks.
   BlockIds more;
   const auto known = node.tail.end() - static_cast<std::ptrdiff_t>(node.num_ahead);
   for (const BlockId id : ahead) {

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // The checkpoints of one prefix cache, as a tree of prefixes.
 //
-// A boundary has the full-attention blocks between its parent's boundary and its own (its runs),
-// and, if it can be resumed from, the blocks of the sparse groups that a hit reads (its tail):
+// A boundary has runs: the full-attention blocks between its parent's boundary and its own. A
+// boundary from which a request can resume also has a tail: the blocks of the sparse groups that a
+// hit reads.
 //
 //   root ───── 400 ────┬──── 900 [tail]       runs of 900: full-attention blocks 400 to 900
 //                      └──── 720 [tail]       400 has no tail: two prompts part ways there
 //
-// Full-attention blocks go with the last checkpoint that needs them, and never before it. Blocks that
-// no checkpoint needs stay cached as surplus, and are reallocated first.
+// Full-attention blocks are given up with the last checkpoint that needs them, and never before.
+// Blocks that no checkpoint needs stay cached as surplus, and are reallocated first.
 //
-// The cost of a call depends on the blocks of the boundary that it is about, and not on how many
-// other boundaries there are.
+// The cost of a call depends on the number of blocks of the boundary in question. It does not
+// depend on the number of other boundaries.
 #pragma once
 
 #include <memory>
@@ -27,32 +28,34 @@
 
 namespace kvext::retention {
 
-/// Consecutive blocks of one stretch of tokens: one list per full-attention group.
+/// runs[n]: the consecutive blocks of full-attention group n for one range of tokens.
 using Runs = std::vector<BlockIds>;
 
-/// A boundary of some prompts.
+/// A boundary that one or more prompts share.
 struct Checkpoint {
   Checkpoint() = default;
   Checkpoint(const Checkpoint&) = delete;
   Checkpoint& operator=(const Checkpoint&) = delete;
   ~Checkpoint();
 
-  std::string key;  // chained hash of the prefix
+  std::string key;  // chained hash of the prefix that ends here
   std::int64_t boundary_tokens = 0;
-  std::shared_ptr<Checkpoint> parent;  // the boundary before it; none for the empty prefix
+  std::shared_ptr<Checkpoint> parent;  // the boundary before this one; null for the empty prefix
   std::vector<Checkpoint*> children;
   std::size_t place_among_children = 0;
   Runs runs;
-  /// Blocks of the sparse groups, and full-attention blocks past the boundary, that a hit reads;
-  /// empty if nothing can resume here and prompts merely part ways.
+  /// The blocks that a hit here reads: blocks of the sparse groups, and full-attention blocks past
+  /// the boundary. It is empty if no request can resume here, because prompts merely differ from
+  /// here on.
   BlockIds tail;
-  /// The key of each block of the tail when it was taken: a block with another key holds other tokens.
+  /// tail_keys[n]: the key of tail[n] when it was taken. A block with another key now holds other
+  /// tokens.
   std::vector<nb::object> tail_keys;
-  std::size_t num_ahead = 0;      // how many of the tail are past it, in full-attention groups
-  std::int64_t num_requests = 0;  // running ones that resumed here, or passed here last
-  Origin origin = Origin::kLatest;  // what suggested it at first
+  std::size_t num_ahead = 0;      // how many blocks at the end of `tail` are full-attention blocks past the boundary
+  std::int64_t num_requests = 0;  // running requests that resumed here, or passed this boundary last
+  Origin origin = Origin::kLatest;  // the first reason to create it
   Reason reason;                  // why it is kept
-  double clock_pools = 0;         // when it was last of use
+  double clock_pools = 0;         // clock at the last use
   int seen_ages = 0;              // see `UseRates::note_age`
   bool is_in_tree = true;
   EvictionOrder::Place place;
@@ -66,14 +69,14 @@ class PrefixBlocks {
  public:
   virtual ~PrefixBlocks() = default;
 
-  /// The chained hash of the first tokens.
+  /// The chained hash of the first `num_tokens` tokens.
   virtual std::string key(std::int64_t num_tokens) const = 0;
 
-  /// Ids of cached blocks that hold what a block of the first full-attention group does; a bounded
-  /// number of them.
+  /// Ids of cached blocks with the same content as block `block_index` of the first full-attention
+  /// group. Their number is bounded.
   virtual BlockIds copies(std::int64_t block_index) const = 0;
 
-  /// The full-attention blocks of a stretch of tokens; nothing if one is not cached.
+  /// The full-attention blocks of a range of tokens; nothing if one of them is not cached.
   virtual std::optional<Runs> runs(std::int64_t start_tokens, std::int64_t stop_tokens) const = 0;
 };
 
@@ -89,69 +92,74 @@ struct CheckpointCounts {
 class CheckpointTree {
  public:
   /// @param block_tokens  tokens per block of each full-attention group
-  /// @param unit_tokens  every boundary is a multiple of it
+  /// @param unit_tokens  every boundary is a multiple of this
   CheckpointTree(const Blocks& blocks, nb::object head, nb::object tail,
                  std::vector<std::int64_t> block_tokens, std::int64_t unit_tokens);
 
-  /// Forgets everything; the pool has uncached all blocks, and no request holds one.
+  /// Removes all checkpoints. The pool has uncached all blocks, and no request holds a block.
   void clear();
 
-  // Requests report:
+  // Calls about requests:
 
-  /// The boundary with a key; none if there is none.
+  /// The boundary with this key; null if there is none.
   std::shared_ptr<Checkpoint> find(const std::string& key) const;
 
-  /// Whether a boundary can be resumed from: it has a tail, and the blocks hold what they held. A
-  /// connector may have uncached some, and they have been reallocated then.
+  /// Whether a request can resume from a boundary: it has a tail whose blocks still hold its
+  /// tokens. A connector may have uncached some of these blocks, and then the pool may have
+  /// reallocated them.
   bool has_whole_tail(const Checkpoint& node) const;
 
   /// A request resumes here.
   void use(Checkpoint& node);
 
-  /// A request would have resumed at a boundary that is gone.
+  /// A request would have resumed at a boundary whose checkpoint was evicted.
   void want(const std::string& key);
 
   /// Keeps a boundary that a running request has just passed, or hit.
   ///
-  /// @param tail  its cached blocks of the sparse groups
-  /// @param ahead  its cached full-attention blocks past the boundary that a hit reads
-  /// @param reason  why it is kept; a known boundary that has been used keeps its own reason
-  /// @param before  a boundary below it on the request's path, or none. It is read only where there
-  ///   is no full attention: nothing else tells then which boundary lies behind which.
-  /// @return none if full-attention blocks that lead there are not cached
+  /// @param tail  the request's cached blocks of the sparse groups that a hit at the boundary reads
+  /// @param ahead  the request's cached full-attention blocks past the boundary that a hit reads
+  /// @param reason  why the boundary is kept; a known boundary that has been used keeps its own reason
+  /// @param before  an earlier boundary on the request's path, or null. It is read only if there is no
+  ///   full-attention group: then the blocks do not tell the order of boundaries.
+  /// @return null if full-attention blocks before the boundary are not cached
   std::shared_ptr<Checkpoint> add(const PrefixBlocks& prefix, std::int64_t boundary_tokens,
                                   BlockIds tail, const BlockIds& ahead, const Reason& reason,
                                   const std::shared_ptr<Checkpoint>& before);
 
-  /// A request takes back a checkpoint, whose tokens it did not compute after all.
+  /// A request takes back a checkpoint, because it did not compute the checkpoint's tokens after
+  /// all.
   void remove(Checkpoint& node);
 
   /// A running request needs a block that it is about to free.
-  /// @return the need, for `is_counted`
+  /// @return the number to pass to `is_counted`
   std::uint32_t need(BlockId id) {
     ++needs_[id];
     return overruled_[static_cast<std::size_t>(id)];
   }
 
-  /// Whether a need is counted still: where nothing else is left, `make_room` overrules it.
+  /// Whether a need still counts: `make_room` overrules needs if no other block is left.
   bool is_counted(BlockId id, std::uint32_t need) const {
     return overruled_[static_cast<std::size_t>(id)] == need;
   }
 
-  /// A running request needs these no more, once for each call of `need` that is counted still.
+  /// Running requests no longer need these blocks. Call it once for each call of `need` that still
+  /// counts.
   void release(const BlockIds& ids);
 
-  /// If a block is surplus, makes it the last of the surplus to be reallocated.
+  /// If a block is surplus, moves it to the end of the surplus, so that it is reallocated last of
+  /// it.
   void refresh(BlockId id);
 
-  // The pool reports:
+  // Calls about the pool:
 
-  /// Evicts checkpoints until nothing needs the next blocks to be reallocated. Takes time in
-  /// proportion to `num_blocks` and to the blocks of the evicted checkpoints.
+  /// Evicts checkpoints until nothing needs the next `num_blocks` blocks to be reallocated. The
+  /// time is proportional to `num_blocks` and to the blocks of the evicted checkpoints.
   void make_room(std::int64_t num_blocks);
 
-  /// The first blocks of the queue, in this order, are not cached and have just been freed. They are
-  /// reallocated first, even a block that a checkpoint still needs: a connector has uncached it.
+  /// The pool has just freed these uncached blocks; they are the first of the queue, in this order.
+  /// They are reallocated first, even a block that a checkpoint still needs: a connector has
+  /// uncached it.
   void note_uncached(const BlockIds& ids);
 
   FreeOrder& free_order() { return free_order_; }
@@ -172,7 +180,8 @@ class CheckpointTree {
   std::shared_ptr<Checkpoint> insert(const PrefixBlocks& prefix, const std::string& key,
                                      std::int64_t boundary_tokens, const Reason& reason,
                                      const std::shared_ptr<Checkpoint>& before);
-  /// The last boundary in whose runs a path is known, and up to which token it is.
+  /// The last boundary in whose runs the path is known, and the number of tokens up to which it is
+  /// known.
   std::pair<std::shared_ptr<Checkpoint>, std::int64_t> find_deepest(
       const PrefixBlocks& prefix, std::int64_t upto_tokens) const;
   Checkpoint* find_owner(const PrefixBlocks& prefix, std::int64_t block_index) const;
@@ -188,7 +197,7 @@ class CheckpointTree {
   std::size_t give_up(const BlockIds& ids);
   void own(const BlockIds& ids, Checkpoint* node);
   void disown(const BlockIds& ids, const Checkpoint* node);
-  /// Takes time in proportion to the blocks between two boundaries of a path.
+  /// The time is proportional to the number of blocks between two boundaries of a path.
   void mend(Checkpoint& node, const PrefixBlocks& prefix, std::int64_t after_tokens);
   void add_child(Checkpoint& parent, Checkpoint& child);
   void remove_child(Checkpoint& parent, Checkpoint& child);
@@ -198,19 +207,21 @@ class CheckpointTree {
   std::vector<std::int64_t> block_tokens_;
   std::int64_t unit_tokens_;
   BlockNeeds needs_;
-  std::vector<std::uint32_t> overruled_;  // by id: how often running requests' needs were
+  std::vector<std::uint32_t> overruled_;  // overruled_[id]: how often requests' needs were overruled
   FreeOrder free_order_;
   UseRates rates_;
   EvictionOrder order_;
   EvictedPrefixes evicted_;
   std::shared_ptr<Checkpoint> root_;
   std::unordered_map<std::string, std::shared_ptr<Checkpoint>> nodes_;
-  // By id of a block of the first full-attention group: the boundary whose run it is in.
+  // owners_[id], for blocks of the first full-attention group: the boundary that has the block in
+  // its run.
   std::vector<Checkpoint*> owners_;
   CheckpointCounts counts_;
 };
 
-/// A boundary or its nearest ancestor with a tail; after a bounded number of others, any ancestor.
+/// The nearest of a boundary and its ancestors that has a tail. After a bounded number of ancestors
+/// without a tail, any ancestor.
 std::shared_ptr<Checkpoint> nearest_with_tail(const std::shared_ptr<Checkpoint>& node);
 
 }  // namespace kvext::retention

@@ -33,7 +33,7 @@ void EvictionOrder::remove(Checkpoint& node) {
   drop_candidate(node);
   Checkpoint* last = all_.back();
   if (last != &node) {
-    // The candidates are ordered by index, too.
+    // The order of the candidates also depends on the index.
     const bool is_candidate = last->place.is_candidate;
     drop_candidate(*last);
     all_[static_cast<std::size_t>(node.place.index)] = last;
@@ -123,11 +123,11 @@ double EvictionOrder::worth(Checkpoint& node) {
 double EvictionOrder::saved_per_block(Checkpoint& node) const {
   double num_blocks = tree_.needs_.share(node.tail);
   if (node.children.empty() && !node.num_requests) {
-    std::size_t num_run_blocks = 0;  // they go along
+    std::size_t num_run_blocks = 0;  // these blocks are freed together with the tail
     for (const BlockIds& run : node.runs) num_run_blocks += run.size();
     num_blocks += static_cast<double>(num_run_blocks);
   }
-  // Without full attention, a boundary may outlive those before it.
+  // Without full attention, a boundary may outlive the boundaries before it.
   while (!node.parent->is_in_tree) node.parent = node.parent->parent;
   const auto ancestor = nearest_with_tail(node.parent);
   const auto saved_tokens = node.boundary_tokens - ancestor->boundary_tokens;
@@ -137,7 +137,7 @@ double EvictionOrder::saved_per_block(Checkpoint& node) const {
 bool EvictionOrder::is_in_use(const Checkpoint& node) const {
   if (node.num_requests) return true;
   bool is_any_own = false;
-  // The first blocks of a tail are the first that a request, which reads it, frees.
+  // A request that reads a tail frees the first blocks of the tail first.
   for (const BlockId id : node.tail) {
     if (tree_.needs_[id] != 1) continue;
     is_any_own = true;

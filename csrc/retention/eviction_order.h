@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which checkpoint gives way when blocks are needed.
+// Which checkpoint is evicted when blocks are needed.
 //
-// A checkpoint is worth the tokens that a use saves, per block that it takes, times the uses to
-// expect of it per time (`UseRates::uses_per_pool`). The least worthy gives way.
+// The worth of a checkpoint is the number of tokens that a use saves, per block of the checkpoint,
+// times the expected uses per unit of time (`UseRates::uses_per_pool`). The checkpoint with the
+// least worth is evicted.
 //
-// Worth changes with age, not alike for all, so that no order of all checkpoints lasts. Therefore
-// every eviction looks at the next few of them, in turns, and puts the least worthy into a list of
-// candidates. The list thus has the least worthy of the last round, and costs the same per eviction
-// however many checkpoints there are:
+// Worth changes with age, and at different rates, so that no order of all checkpoints stays valid.
+// Therefore every eviction looks at the next few checkpoints, in turns, and puts the one with the
+// least worth into a list of candidates. So the list has the least worthy checkpoints of the last
+// round. The cost per eviction does not depend on the number of checkpoints:
 //
 //   checkpoints  A  B  C  D  E  F  G  H  I  ...        candidates, least worthy first
 //                      └─ looked at ─┘                 F 0.2   B 0.4   H 0.7  ...
 //
-// A candidate is looked at again before it is taken.
+// A candidate's worth is computed again before the candidate is evicted.
 #pragma once
 
 #include <cstddef>
@@ -31,18 +32,18 @@ class CheckpointTree;
 
 class EvictionOrder {
  public:
-  /// Where a checkpoint is in the order.
+  /// The place of a checkpoint in the order.
   struct Place {
-    std::ptrdiff_t index = -1;  // among all; -1 without a tail
+    std::ptrdiff_t index = -1;  // index in `all_`; -1 without a tail
     bool is_candidate = false;
-    double worth = 0;  // as of when it became a candidate
+    double worth = 0;  // worth at the time when it became a candidate
   };
 
   explicit EvictionOrder(CheckpointTree& tree) : tree_(tree) {}
 
-  /// Pools that have been cached for checkpoints since the start. Allocated blocks would be no clock:
-  /// where states take a block every few tokens and drop it at once, many pools are allocated while
-  /// little is cached.
+  /// The clock: how much has been cached for checkpoints since the start, in sizes of the pool. The
+  /// number of allocated blocks would not work as a clock. If states take a block every few tokens
+  /// and drop it at once, many blocks are allocated while little is cached.
   double clock_pools() const { return clock_pools_; }
   void advance(double num_pools) { clock_pools_ += num_pools; }
 
@@ -52,14 +53,15 @@ class EvictionOrder {
   /// A checkpoint loses its tail.
   void remove(Checkpoint& node);
 
-  /// A checkpoint has been of use.
+  /// A checkpoint has been used.
   void renew(Checkpoint& node);
 
   /// A checkpoint may be worth less than before.
   void offer(Checkpoint& node);
 
-  /// The least worthy checkpoint, as far as is known; none if there is none. One that is in use is
-  /// taken only when all that were looked at are. Looks at a bounded number of checkpoints.
+  /// The least worthy checkpoint, as far as is known; null if there is no checkpoint. A checkpoint
+  /// in use is chosen only if all checkpoints looked at are in use. Looks at a bounded number of
+  /// checkpoints.
   Checkpoint* choose();
 
   void clear();
@@ -80,7 +82,7 @@ class EvictionOrder {
   CheckpointTree& tree_;
   double clock_pools_ = 0;
   std::vector<Checkpoint*> all_;
-  std::size_t next_ = 0;  // to be looked at, in `all_`
+  std::size_t next_ = 0;  // index in `all_` of the next checkpoint to look at
   std::set<Checkpoint*, LessWorthy> candidates_;
 };
 

@@ -65,7 +65,7 @@ void FreeOrder::note_appended(const BlockIds& ids) {
   for (auto id = ids.rbegin(); id != ids.rend(); ++id) {
     block = fields_.previous(block);
     if (block != blocks_[*id]) {
-      move_to_surplus(ids);  // the queue holds them in another order
+      move_to_surplus(ids);  // the queue has these blocks in another order
       return;
     }
   }
@@ -109,7 +109,7 @@ void FreeOrder::move_to_back(const BlockIds& ids) {
 }
 
 void FreeOrder::insert(const BlockIds& chain) {
-  // The blocks that are about to be put in are not in the surplus: their older entries do not count.
+  // These blocks are not in the surplus: invalidate older entries of theirs.
   for (const BlockId id : chain) ++stamps_[static_cast<std::size_t>(id)];
   link_behind(last_of_surplus(), blocks_[chain.front()], blocks_[chain.back()]);
   while (!surplus_.empty() && !holds(surplus_.front(), true)) surplus_.pop_front();
@@ -117,7 +117,8 @@ void FreeOrder::insert(const BlockIds& chain) {
     surplus_.push_back({id, stamps_[static_cast<std::size_t>(id)]});
   }
   if (surplus_.size() > 2 * blocks_.size()) {
-    // This is done once for so many entries, so that each bears a constant share of it.
+    // This is done only after so many insertions that each insertion bears a constant share of the
+    // cost.
     const auto is_over = [this](const Entry& entry) { return !holds(entry, true); };
     surplus_.erase(std::remove_if(surplus_.begin(), surplus_.end(), is_over), surplus_.end());
   }
@@ -140,7 +141,7 @@ PyObject* FreeOrder::last_of_surplus() {
 }
 
 void FreeOrder::take_out(PyObject* block) const {
-  // The links keep each other's blocks alive, and so does the pool's list.
+  // The block's neighbours and the pool's list keep the blocks alive.
   PyObject* before = fields_.previous(block);
   PyObject* after = fields_.next(block);
   fields_.set_next(before, after);

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a lookup can hit: `vllm_ascend_kvext.retention.geometry.HitGeometry`, as tables.
+// What a lookup can hit: the tables of `vllm_ascend_kvext.retention.geometry.HitGeometry`.
 //
-// From some boundary on, everything repeats with a period of one unit. Before it, windows are cut
-// off by the start of the prompt, and every unit is looked up in a table that Python has made.
+// From the boundary `steady_tokens` on, everything repeats with a period of one unit. Before this
+// boundary, the start of the prompt cuts windows off, and every unit is looked up in a table that
+// Python has computed.
 //
-// Every group is named by its place in `HitGeometry.groups`.
+// Every group is identified by its index in `HitGeometry.groups`.
 #pragma once
 
 #include <algorithm>
@@ -25,27 +26,28 @@ inline std::int64_t floor_to(std::int64_t tokens, std::int64_t multiple) {
   return tokens / multiple * multiple;
 }
 
-/// What is known of one group.
+/// The tables of one group. Entry n belongs to the boundary at unit n; the last entry repeats,
+/// shifted, for all later units.
 struct GroupTables {
   bool is_state = false;
   std::int64_t window_tokens = 0;          // 0 without a sliding window
-  std::vector<Range> tails;                // by unit, the last one steady: the blocks a hit reads
-  std::vector<std::int64_t> full_tokens;   // by unit, the last one steady: tokens to be cached
+  std::vector<Range> tails;                // tails[n]: the blocks that a hit reads
+  std::vector<std::int64_t> full_tokens;   // full_tokens[n]: tokens that must be cached
 };
 
 struct Geometry {
-  std::int64_t unit_tokens = 1;    // every hit is a multiple of it
+  std::int64_t unit_tokens = 1;    // every hit is a multiple of this
   std::int64_t step_tokens = 1;    // hits change at multiples of it
-  std::int64_t steady_tokens = 1;  // a boundary, from which on everything repeats
-  std::int64_t lag_tokens = 0;     // past a steady boundary that a lookup has to look at
-  std::int64_t grid_tokens = 0;    // distance of checkpoints that no request asks for; 0: none
-  bool is_grid_wanted = false;     // the grid was configured
+  std::int64_t steady_tokens = 1;  // the first boundary from which on everything repeats
+  std::int64_t lag_tokens = 0;     // extra tokens behind a steady boundary that a lookup needs to hit it
+  std::int64_t grid_tokens = 0;    // distance between checkpoints that no request asks for; 0: no grid
+  bool is_grid_wanted = false;     // whether the user configured the grid
   bool has_states = false;
   bool use_eagle = false;
 
-  /// The longest hit of a lookup that may look at so many steps.
+  /// hit_by_step[n]: the longest hit of a lookup that is limited to n steps.
   std::vector<std::int64_t> hit_by_step;
-  /// The fewest tokens with which a lookup reaches so many units.
+  /// opening_by_unit[n]: the minimum of tokens with which a lookup hits n units.
   std::vector<std::int64_t> opening_by_unit;
   std::vector<GroupTables> groups;
 
@@ -72,21 +74,22 @@ struct Geometry {
     return {range.start + shift, range.stop + shift};
   }
 
-  /// How far a full-attention group has to be cached for a hit at a boundary.
+  /// The number of tokens that a full-attention group must have cached for a hit at a boundary.
   std::int64_t full_end_tokens(std::size_t group, std::int64_t boundary_tokens) const {
     const std::int64_t steady = std::min(boundary_tokens, steady_tokens);
     const auto unit = static_cast<std::size_t>(steady / unit_tokens);
     return groups[group].full_tokens[unit] + boundary_tokens - steady;
   }
 
-  /// The blocks of a range that some hit reads, in a sparse group. Takes time per boundary.
+  /// The blocks of a range of a sparse group that some hit reads. Takes time per boundary in the
+  /// range.
   std::vector<Range> reachable(std::size_t group, std::int64_t block_tokens, Range range) const {
     std::vector<Range> parts;
     if (range.is_empty()) return parts;
     const Range steady = groups[group].tails.back();
     const std::int64_t blocks_per_unit = unit_tokens / block_tokens;
     if (steady.stop - steady.start >= blocks_per_unit) return {range};
-    // The tail of a boundary ends before the next boundary, and begins before its own.
+    // The tail of a boundary starts before the boundary, and ends before the next boundary.
     for (std::int64_t unit = std::max<std::int64_t>(1, range.start / blocks_per_unit);; ++unit) {
       const Range read = tail(group, block_tokens, unit * unit_tokens);
       if (read.start >= range.stop) return parts;
@@ -100,7 +103,7 @@ struct Geometry {
     }
   }
 
-  /// The first block at or past an index that some hit reads, in a sparse group.
+  /// The first block of a sparse group, from an index on, that some hit reads.
   std::int64_t next_reachable(std::size_t group, std::int64_t block_tokens,
                               std::int64_t block_index) const {
     const std::int64_t span = 2 * (unit_tokens / block_tokens) + 1;

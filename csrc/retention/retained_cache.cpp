@@ -8,7 +8,7 @@ namespace kvext::retention {
 
 namespace {
 
-/// One hash of a list, for as long as the list has it.
+/// One hash of a list; valid as long as the list has it.
 std::string_view hash_at(PyObject* hashes, std::int64_t index) {
   PyObject* hash = PyList_GET_ITEM(hashes, index);
   if (!PyBytes_Check(hash)) throw nb::type_error("block hashes: expected bytes.");

@@ -14,16 +14,16 @@ namespace kvext::retention {
 /// `vllm_ascend_kvext.prefix_cache.keys.GroupKeys`.
 struct GroupKeys {
   std::int64_t hashes_per_block = 1;
-  std::int64_t hashes_in_key = 1;  // the last ones of a block
-  std::string suffix;  // the group id, as it ends every key
+  std::int64_t hashes_in_key = 1;  // how many of the block's last hashes form the key
+  std::string suffix;  // the group id, which ends every key
 
   /// The key of a block.
-  /// @param hashes  a list; it has to reach to the end of the block
+  /// @param hashes  a list that must reach to the end of the block
   nb::object at(PyObject* hashes, std::int64_t block_index) const;
 
-  /// Refuses hashes of which no key of a block can be made.
-  /// @throws std::out_of_range if they do not reach to the end of the block
-  /// @throws nb::type_error if they are no bytes
+  /// Checks that the hashes can form the key of a block.
+  /// @throws std::out_of_range if the hashes do not reach to the end of the block
+  /// @throws nb::type_error if a hash is not bytes
   void require(PyObject* hashes, std::int64_t block_index) const;
 
   /// Whether a request's hashes reach to the end of a block.
@@ -32,32 +32,32 @@ struct GroupKeys {
   }
 };
 
-/// A KV cache group and upstream's books about it.
+/// A KV cache group, with the tables of vLLM's manager for it.
 struct Group {
-  std::size_t geometry_index = 0;   // its place in `Geometry::groups`
+  std::size_t geometry_index = 0;   // index in `Geometry::groups`
   std::int64_t block_tokens = 1;
   GroupKeys keys;
   nb::dict tables;                  // request id -> list of blocks
   nb::dict num_cached;              // request id -> number of cached blocks
-  bool is_upstreams = true;         // upstream's own manager: its rules are known
-  bool is_quiet = false;            // no event and no books of upstream's tell what is cached
+  bool is_upstreams = true;         // vLLM's own manager class, whose rules are known
+  bool is_quiet = false;            // no events and no other record in vLLM: compiled code may cache alone
   bool is_state = false;
-  std::int64_t window_tokens = 0;   // with what drafts may compute again
+  std::int64_t window_tokens = 0;   // window plus the tokens that rejected drafts may recompute
 };
 
-/// The value of a key, borrowed; null if there is none.
+/// The value of a key, as a borrowed reference; null if there is none.
 PyObject* value_of(const nb::handle dict, const nb::handle key);
 
-/// The key table of one call: finds cached blocks under their keys, and adds more.
+/// The key table during one call: finds cached blocks by key, and adds blocks.
 class KeyTable {
  public:
-  /// @param table  ``BlockHashToBlockMap``; upstream makes a new one when the cache is reset
+  /// @param table  ``BlockHashToBlockMap``; vLLM creates a new one when the cache is reset
   explicit KeyTable(nb::handle table);
 
-  /// One of the cached blocks with a key, borrowed; null if there is none.
+  /// A cached block with this key, as a borrowed reference; null if there is none.
   PyObject* find(const nb::object& key) const;
 
-  /// At most `limit` cached blocks with a key.
+  /// At most `limit` cached blocks with this key.
   std::vector<PyObject*> find_all(const nb::object& key, std::size_t limit) const;
 
   /// Adds a block that has this key.
@@ -79,7 +79,7 @@ struct RetainedCache {
   std::vector<Group> sparse_groups, full_groups;
   CheckpointTree tree;
 
-  /// Answers name a group by its place among all of them, the sparse ones first.
+  /// A group by its number in answers: all groups are numbered, the sparse groups first.
   /// @throws std::out_of_range if there is no such group
   const Group& group(std::size_t place) const {
     if (place < sparse_groups.size()) return sparse_groups[place];
@@ -92,11 +92,11 @@ struct RetainedCache {
   }
 
   /// The chained hash of a request's first tokens.
-  /// @param hashes  a list, with one for every so many tokens
+  /// @param hashes  a list with one hash per `hash_block_tokens` tokens
   std::string prefix_key(PyObject* hashes, std::int64_t num_tokens) const;
 
-  /// Objects of upstream's that it keeps alive, and that lead to others: since vLLM 0.30 a block leads
-  /// to its pool, which has this cache.
+  /// The references for Python's cycle collector. Since vLLM 0.30 there is a cycle: a block refers
+  /// to its pool, and the pool refers to this cache.
   std::vector<nb::handle> held() const;
 };
 

@@ -45,7 +45,7 @@ class RetainedRequest::Prefix final : public PrefixBlocks {
     return runs;
   }
 
-  /// The blocks of sparse groups that a hit at a boundary reads; nothing if one is missing.
+  /// The blocks of sparse groups that a hit at a boundary reads; nothing if a block is missing.
   std::optional<BlockIds> tail(std::int64_t boundary_tokens) const {
     BlockIds ids;
     for (const Group& group : cache_.sparse_groups) {
@@ -54,7 +54,7 @@ class RetainedRequest::Prefix final : public PrefixBlocks {
     return ids;
   }
 
-  /// The full-attention blocks past a boundary that a hit reads, as far as they are cached.
+  /// The cached ones of the full-attention blocks past a boundary that a hit reads.
   BlockIds ahead(std::int64_t boundary_tokens) const {
     BlockIds ids;
     if (!cache_.geometry.use_eagle) return ids;
@@ -72,7 +72,8 @@ class RetainedRequest::Prefix final : public PrefixBlocks {
     return ids;
   }
 
-  /// The cached block that holds what a block of the request holds, its own first.
+  /// A cached block with the content of a block of the request; the request's own block if
+  /// possible.
   PyObject* cached(const Group& group, PyObject* blocks, std::int64_t block_index) const {
     if (PyObject* own = in_table(blocks, block_index)) return own;
     return elsewhere(group, block_index);
@@ -116,8 +117,8 @@ std::int64_t RetainedRequest::admit(nb::handle key_table) {
   const KeyTable keys(key_table);
   const Prefix prefix(*this, keys);
   const Geometry& geometry = cache_.geometry;
-  // The minimum of all groups: upstream counts tokens that a connector loads as cached in a group
-  // whose window does not read them any more.
+  // Take the minimum of all groups. vLLM counts tokens that a connector loads as cached, even in a
+  // group whose window does not read them any more.
   std::int64_t hit_tokens = INT64_MAX;
   for (const auto* groups : {&cache_.sparse_groups, &cache_.full_groups}) {
     for (const Group& group : *groups) {
@@ -140,10 +141,10 @@ std::int64_t RetainedRequest::admit(nb::handle key_table) {
     }
   }
   if (!hit_tokens) return 0;
-  // It resumes there.
+  // The request resumes at this boundary.
   std::shared_ptr<Checkpoint> node = cache_.tree.find(prefix.key(hit_tokens));
   if (!node || !cache_.tree.has_whole_tail(*node)) {
-    // It was hit because of blocks that other boundaries need, or that were surplus.
+    // The hit read blocks that other boundaries need, or surplus blocks.
     node = keep(prefix, hit_tokens, Reason{Origin::kOverlap, 0, 0});
   }
   if (node) {
@@ -163,7 +164,7 @@ std::vector<std::int64_t> RetainedRequest::find_shared(nb::handle key_table,
     const auto is_cached = [&](std::int64_t index) {
       return prefix.elsewhere(group, index) != nullptr;
     };
-    // Gallop, then bisect.
+    // Exponential search, then bisection.
     std::int64_t low = hit_tokens / group.block_tokens, step = 1;
     const std::int64_t limit = num_prompt_tokens / group.block_tokens;
     while (low + step <= limit && is_cached(low + step - 1)) {
@@ -202,7 +203,8 @@ void RetainedRequest::plan(std::vector<PlannedBoundary> plan, const std::vector<
   };
   for (const Rung& rung : rungs) {
     const Reason reason{Origin::kLadder, rung.step, 0};
-    // Asked of every rung, planned or not: one in so many is tried all the same.
+    // This is called for every rung, planned or not, because it counts: one rung in `kTryEvery` is
+    // left even if rungs seem useless.
     if (!cache_.tree.rates().is_worth_trying(reason)) continue;
     const auto place = std::lower_bound(plan.begin(), plan.end(), rung.boundary_tokens, is_before);
     if (place != plan.end() && place->boundary_tokens == rung.boundary_tokens) continue;
@@ -225,8 +227,8 @@ std::optional<std::vector<GroupRun>> RetainedRequest::begin_step(nb::handle key_
                                                                  std::int64_t num_tokens) {
   cached_tokens = num_computed_tokens;
   if (num_computed_tokens < next_event_tokens) return std::nullopt;
-  // The request itself, should it be preempted, can hit all but its last token. A boundary at its
-  // very end waits for the next token, or for the end of the request.
+  // If this request is preempted, it can hit all its tokens except the last one. A boundary at the
+  // very end of the request waits for the next token, or for the end of the request.
   return plan_step(KeyTable(key_table), std::min(num_computed_tokens, num_tokens - 1), false);
 }
 
@@ -268,14 +270,14 @@ std::int64_t RetainedRequest::before_skip(std::int64_t total_tokens, bool is_set
   if (first > computed_tokens) return computed_tokens;
   for (std::size_t index = 0; index < groups_.size(); ++index) {
     const Group& group = cache_.sparse_groups[index];
-    // A state is read where the last computed token left it, as by a window of 2 tokens.
+    // A state is what the last computed token left, so it acts like a window of 2 tokens.
     const std::int64_t window_tokens = group.is_state ? 2 : group.window_tokens;
     const std::int64_t skipped =
         group.is_upstreams ? std::max<std::int64_t>(0, computed_tokens - window_tokens + 1)
                            : skipped_tokens.at(index);
     for (std::int64_t tokens = first; tokens <= computed_tokens; tokens += unit_tokens) {
       const Range run = cache_.tail(group, tokens);
-      if (run.start >= skipped / group.block_tokens) break;  // so do all that follow
+      if (run.start >= skipped / group.block_tokens) break;  // all following runs are behind it, too
       hold(index, run, skipped);
     }
   }
@@ -434,9 +436,9 @@ void RetainedRequest::pass_boundaries(const KeyTable& keys) {
   const bool is_planned = !boundaries.empty() && boundaries.back().boundary_tokens == passed_tokens;
   if (step_.is_last && passed_tokens) {
     if (is_planned) boundaries.pop_back();
-    // An answer that has crossed no boundary ends at the prompt's last one. Told apart, the
-    // boundaries that only an answer reaches do not hide how useful this one is, nor does it hide
-    // how useful they are.
+    // If an answer has crossed no boundary, its last boundary is also the last one of the prompt.
+    // This gets a reason of its own. So boundaries that only answers reach do not change the rates
+    // of this reason, and this reason does not change theirs.
     boundaries.push_back({passed_tokens, Reason{Origin::kLatest, passed_tokens == replay_tokens_, 0}});
   } else if (!is_planned && cache_.geometry.has_states && before_tokens < passed_tokens &&
              passed_tokens < replay_tokens_) {
@@ -486,7 +488,7 @@ bool RetainedRequest::has_states(std::int64_t tokens) const {
 }
 
 void RetainedRequest::hold(std::size_t index, Range run, std::int64_t skipped_tokens) {
-  // The blocks of a run that are about to leave the window.
+  // Hold the blocks of a run that are about to leave the window.
   const Group& group = cache_.sparse_groups[index];
   PyObject* blocks = table(group);
   if (!blocks) return;
@@ -503,7 +505,7 @@ void RetainedRequest::hold(std::size_t index, Range run, std::int64_t skipped_to
 }
 
 void RetainedRequest::let_go(std::int64_t before_tokens) {
-  // Blocks that were held for boundaries below the latest one are needed no more.
+  // Blocks that were held for boundaries below the latest boundary are no longer needed.
   for (std::size_t index = 0; index < groups_.size(); ++index) {
     auto& left = groups_[index].left;
     if (left.empty()) continue;
@@ -522,7 +524,7 @@ void RetainedRequest::let_go(std::int64_t before_tokens) {
 }
 
 nb::list RetainedRequest::find_unreachable() const {
-  // The request has cached these blocks for boundaries that it did not reach.
+  // Find the blocks that the request has cached for boundaries that it did not reach.
   const BlockFields& fields = cache_.blocks.fields();
   nb::list unreachable;
   for (std::size_t index = 0; index < groups_.size(); ++index) {
@@ -546,7 +548,7 @@ nb::list RetainedRequest::find_unreachable() const {
 }
 
 void RetainedRequest::forget_uncomputed(std::int64_t computed_tokens) {
-  // A request that is preempted in the step that scheduled it never computes these tokens. The
+  // A request that is preempted in the same step that scheduled it never computes these tokens. The
   // repair `preempted-in-step` uncaches their blocks when they are freed.
   const std::int64_t reachable_tokens = cache_.geometry.reachable_tokens(computed_tokens);
   for (const std::shared_ptr<Checkpoint>& node : supplied_) {
@@ -561,16 +563,16 @@ void RetainedRequest::forget_uncomputed(std::int64_t computed_tokens) {
 }
 
 std::int64_t RetainedRequest::find_next_event() const {
-  // The tokens to cache at which a block is to be cached, or a boundary opens.
+  // Find the number of tokens at which the next block must be cached, or the next boundary opens.
   const Geometry& geometry = cache_.geometry;
   std::int64_t boundary = boundary_tokens + geometry.unit_tokens;
   if (geometry.has_states) {
-    // A state that was not left when its boundary was passed is not left later.
+    // A state that was not kept when its boundary was passed is not kept later.
     boundary = std::max(boundary, floor_to(cached_tokens - geometry.lag_tokens, geometry.unit_tokens));
     while (geometry.opens_at_tokens(boundary) < cached_tokens) boundary += geometry.unit_tokens;
   }
   std::int64_t next = geometry.opens_at_tokens(boundary);
-  // It waits for the request's next token.
+  // The boundary waits for the request's next token.
   if (next <= cached_tokens) next = cached_tokens + 1;
   for (std::size_t index = 0; index < groups_.size(); ++index) {
     const Group& group = cache_.sparse_groups[index];

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The blocks that one request has cached, and those that are to be cached: the work of every step.
+// The blocks that one request has cached, and the blocks that are to be cached: the work of every
+// step.
 //
-// A step has three parts. The request answers which runs of blocks are to be cached, Python has
-// them cached, and the request settles the step: it keeps the boundaries that are complete now.
-// Nothing is settled of a step that Python did not carry out: it is begun once more.
+// A step has three parts. First, the request answers which runs of blocks are to be cached. Second,
+// Python has them cached. Third, the request settles the step: it keeps the boundaries that are now
+// complete. If Python did not carry out a step, nothing of it is settled, and the step is begun
+// again.
 #pragma once
 
 #include <map>
@@ -16,7 +18,7 @@
 
 namespace kvext::retention {
 
-/// Blocks of one group to be cached, by their index in the request's block table.
+/// Blocks of one group that are to be cached, by their index in the request's block table.
 struct GroupRun {
   std::size_t group;  // see `RetainedCache::group`
   Range blocks;
@@ -25,89 +27,92 @@ struct GroupRun {
 /// A boundary at some distance before the end of a prompt.
 struct Rung {
   std::int64_t boundary_tokens;
-  std::int32_t step;  // counted from the prompt's end
+  std::int32_t step;  // number of the rung, counted from the prompt's end
 };
 
 class RetainedRequest {
  public:
   RetainedRequest(RetainedCache& cache, nb::object request);
 
-  /// The request has got blocks; upstream says how many of them are cached.
-  /// @return the tokens that it need not compute
+  /// The request has got blocks; vLLM says how many of them are cached.
+  /// @return the number of tokens that the request need not compute
   std::int64_t admit(nb::handle key_table);
 
-  /// Per full-attention group, up to which token a prompt is cached. A prompt is cached from the
-  /// first block on: takes time that grows with the logarithm of the prompt's length.
+  /// For each full-attention group, the number of tokens up to which the prompt is cached. A prompt
+  /// is cached from its first block on, without gaps. So the time grows only with the logarithm of
+  /// the prompt's length.
   std::vector<std::int64_t> find_shared(nb::handle key_table, std::int64_t hit_tokens,
                                         std::int64_t num_prompt_tokens) const;
 
-  /// The longest boundary of its prompt, in tokens, whose checkpoint was evicted; 0 if none.
+  /// The longest boundary of the prompt, in tokens, whose checkpoint was evicted; 0 if there is
+  /// none.
   std::int64_t find_evicted(std::int64_t after_tokens, std::int64_t upto_tokens) const;
 
-  /// Plans the boundaries of an admitted request. Takes note that it would have resumed at a planned
-  /// boundary that is gone (`Origin::kWanted`).
+  /// Plans the boundaries of an admitted request. If the request would have resumed at a planned
+  /// boundary whose checkpoint is gone, this is counted (`Origin::kWanted`).
   /// @param plan  ascending
-  /// @param rungs  boundaries that no request asked for, the nearest to the prompt's end first;
-  ///   planned where they turn out useful, and where nothing else is planned
+  /// @param rungs  boundaries that no request asked for, the nearest to the prompt's end first; a rung is
+  ///   planned if rungs turn out useful, and if nothing else is planned at its place
   /// @param stops_tokens  boundaries at which a prefill step is to end, ascending
   /// @param replay_tokens  where a request with the same prompt resumes
   void plan(std::vector<PlannedBoundary> plan, const std::vector<Rung>& rungs,
             std::vector<std::int64_t> stops_tokens, std::int64_t replay_tokens);
 
-  /// Begins a step: which runs are to be cached once tokens are scheduled, in their order.
+  /// Begins a step: answers which runs are to be cached once tokens are scheduled, in the order of
+  /// caching.
   ///
-  /// The blocks of a run are full and not cached, but for full-attention groups whose manager is not
-  /// upstream's: their manager finds them out itself.
-  /// @param num_tokens  tokens of the request, with its answer
-  /// @return runs of groups that are not quiet, for upstream's functions; the runs of quiet groups
-  ///   are left to `cache_quiet_runs`. Nothing before `next_event_tokens`.
+  /// The blocks of a run are full and not cached. Full-attention groups with another manager than
+  /// vLLM's are an exception: that manager itself finds out which blocks are cached.
+  /// @param num_tokens  tokens of the request, including its answer
+  /// @return the runs of groups that are not quiet, for vLLM's functions; runs of quiet groups are left to
+  ///   `cache_quiet_runs`. Returns nothing before `next_event_tokens`.
   std::optional<std::vector<GroupRun>> begin_step(nb::handle key_table,
                                                   std::int64_t num_computed_tokens,
                                                   std::int64_t num_tokens);
 
   /// Begins the last step of a request that is finished or preempted.
-  /// @param computed_tokens  what it really computed
-  /// @param own_tokens  up to which token a request that extends it, or resumes it, reads
-  /// @return nothing where it holds no blocks
+  /// @param computed_tokens  the tokens that the request really computed
+  /// @param own_tokens  the tokens that a later request reads if it extends or resumes this request
+  /// @return nothing if the request holds no blocks
   std::optional<std::vector<GroupRun>> begin_last_step(nb::handle key_table,
                                                        std::int64_t computed_tokens,
                                                        std::int64_t own_tokens);
 
-  /// Caches the runs of quiet groups in the step that was begun last.
+  /// Caches the runs of quiet groups of the step that was begun last.
   void cache_quiet_runs(nb::handle key_table);
 
   /// Settles the step that was begun last.
   /// @throws std::logic_error if runs of quiet groups are not cached yet
   void end_step(nb::handle key_table);
 
-  /// Settles the last step; the request's blocks are not freed yet.
-  /// @return blocks to be uncached: no lookup reaches them
+  /// Settles the last step, before the request's blocks are freed.
+  /// @return the blocks to be uncached, because no lookup reaches them
   nb::list end_last_step(nb::handle key_table);
 
-  /// Holds on to blocks that are about to leave a window although the next checkpoint needs them.
+  /// Holds blocks that are about to leave a window although the next checkpoint needs them.
   ///
-  /// A boundary opens only when every group that looks ahead has its block past it, and the latest
-  /// boundary stays where a preempted request resumes. By then the first blocks of a tail may have
-  /// left the window.
-  /// @param is_settled  whether tokens of steps in flight are left out of the count already
-  /// @param skipped_tokens  per sparse group, how many tokens no computation reads any more; empty
-  ///   where all managers are upstream's
-  /// @return the computed tokens up to which windows may move on
+  /// A boundary opens only when every group that looks ahead has its block past the boundary. The
+  /// latest boundary remains the place where a preempted request resumes. By then the first blocks
+  /// of a tail may have left the window.
+  /// @param is_settled  whether the count already excludes tokens of steps in flight
+  /// @param skipped_tokens  skipped_tokens[n]: number of first tokens that sparse group n no longer reads;
+  ///   empty if all managers are vLLM's
+  /// @return the number of computed tokens up to which windows may move on
   std::int64_t before_skip(std::int64_t total_tokens, bool is_settled,
                            const std::vector<std::int64_t>& skipped_tokens);
 
-  /// Computed tokens without those of steps in flight, which may be rejected.
+  /// Computed tokens without the tokens of steps in flight, which may be rejected.
   std::int64_t settled_tokens(std::int64_t total_tokens) const;
 
-  bool holds_blocks = false;            // false while it is preempted
-  std::int64_t boundary_tokens = 0;     // the latest boundary that it has passed
-  std::int64_t next_event_tokens = 0;   // tokens to cache at which there is something to do
-  std::int64_t cached_tokens = 0;       // what the scheduler has asked to cache
+  bool holds_blocks = false;            // false while the request is preempted
+  std::int64_t boundary_tokens = 0;     // the latest boundary that the request has passed
+  std::int64_t next_event_tokens = 0;   // number of tokens to cache at which the next work is due
+  std::int64_t cached_tokens = 0;       // number of tokens that the scheduler has asked to cache
 
-  /// The next boundary at which a prefill step is to end, so that a state is left there.
+  /// The next boundary at which a prefill step should end, so that a state is left there.
   std::optional<std::int64_t> next_stop_tokens(std::int64_t computed_tokens) const;
 
-  /// Blocks that have left the window and that a coming checkpoint needs.
+  /// Blocks that have left the window and that a later checkpoint needs.
   BlockIds held_blocks() const;
 
   const RetainedCache& cache_of() const { return cache_; }
@@ -119,9 +124,10 @@ class RetainedRequest {
     std::uint32_t need;  // see `CheckpointTree::need`
   };
   struct Progress {
-    std::int64_t next_block = 0;        // the first block that is not seen to
-    Range behind_hit;                   // read by the lookup and dropped from the hit: cached already
-    std::map<std::int64_t, Held> left;  // blocks that have left the window, by index
+    std::int64_t next_block = 0;        // the first block not looked at yet
+    // Blocks that the lookup read past its hit. They are cached already.
+    Range behind_hit;
+    std::map<std::int64_t, Held> left;  // blocks that have left the window, by block index
   };
   struct GroupStop {
     std::size_t group;  // see `RetainedCache::group`
@@ -131,20 +137,20 @@ class RetainedRequest {
   struct Step {
     bool is_last = false;
     bool is_settled = true;
-    std::vector<GroupRun> quiet_runs;  // of quiet groups, not cached yet
-    bool passes_boundary = false;    // it has left every state of the boundary
+    std::vector<GroupRun> quiet_runs;  // runs of quiet groups that are not cached yet
+    bool passes_boundary = false;    // it has left every state of that boundary
     std::int64_t passed_tokens = 0;  // the latest boundary that it reaches
-    std::vector<GroupStop> stops;    // how far groups are cached then
+    std::vector<GroupStop> stops;    // up to which block groups are cached at that boundary
   };
-  class Prefix;  // the request's blocks as `CheckpointTree` asks for them
+  class Prefix;  // the request's blocks, as `CheckpointTree` reads them
 
   PyObject* table(const Group& group) const;
   nb::list hashes() const;
   std::int64_t num_cached_blocks(const Group& group) const;
   void set_num_cached_blocks(const Group& group, std::int64_t num_blocks) const;
   std::vector<GroupRun> plan_step(const KeyTable& keys, std::int64_t reach_tokens, bool is_last);
-  /// Adds the parts of a range that hold content and are not cached. What the lookup read behind its
-  /// hit is left to the block that it read.
+  /// Adds the parts of a range that are full and not cached. Blocks that the lookup read past its
+  /// hit are left out, because the block that was read stays cached.
   void add_uncached(std::size_t group, const KeyTable& keys, PyObject* blocks, Range range,
                     Range behind_hit, std::vector<GroupRun>& runs) const;
   void settle(const KeyTable& keys);
@@ -160,13 +166,13 @@ class RetainedRequest {
 
   RetainedCache& cache_;
   nb::object request_, request_id_;
-  std::vector<Progress> groups_;  // per sparse group
+  std::vector<Progress> groups_;  // groups_[n]: progress of sparse group n
   Step step_;
   std::vector<PlannedBoundary> plan_;
   std::vector<std::int64_t> stops_tokens_;
   std::int64_t replay_tokens_ = 0;
-  std::shared_ptr<Checkpoint> last_;  // that it has resumed from or passed
-  std::vector<std::shared_ptr<Checkpoint>> supplied_;  // that consist of its blocks
+  std::shared_ptr<Checkpoint> last_;  // the checkpoint from which it resumed, or which it passed last
+  std::vector<std::shared_ptr<Checkpoint>> supplied_;  // checkpoints that consist of its blocks
 };
 
 }  // namespace kvext::retention

@@ -10,63 +10,64 @@ namespace {
 
 constexpr int kNumAges = UseRates::kNumAges;
 
-// What a workload resumes from is learned. The numbers below say how fast it is learned, and how
-// finely.
+// UseRates learns what a workload resumes from. The constants below determine how fast it learns,
+// and how finely it distinguishes.
 
-/// Pools cached since the last use: where the first class of age ends. A checkpoint so young has
-/// hardly met an eviction, so that younger ones need not be told apart.
+/// End of the first age class, in pools cached since the last use. Checkpoints as young as this are
+/// hardly ever evicted, so that finer classes are not needed.
 constexpr double kFirstAgePools = 0.01;
 
-/// How much longer each class of age is than the one before it, as a factor. 28 classes then reach
-/// from a hundredth of a pool to about four pools, and two ages that are told apart differ by a
-/// quarter.
+/// Ratio of the lengths of consecutive age classes. With it, 28 classes reach from a hundredth of a
+/// pool to about four pools, and the ends of neighbouring classes differ by a quarter.
 constexpr double kAgeRatio = 1.25;
 
-/// Uses of one checkpoint that are told apart. Each further count would be a reason of its own, with
-/// fewer checkpoints to learn from.
+/// Maximum number of uses of one checkpoint that is counted. Each further count would be a reason
+/// of its own, with fewer checkpoints to learn from.
 constexpr std::int32_t kMaxUses = 3;
 
-/// Checkpoints of one reason, used or evicted, that the odds of a use remember. Beyond it all counts
-/// are halved, so that a workload that changes is heeded after some hundred checkpoints.
-constexpr double kRememberedCheckpoints = 256;
+/// Number of checkpoints of one reason, used or evicted, that the odds of a use remember. When it
+/// is exceeded, all counts are halved, so that a change of the workload shows after some hundred
+/// checkpoints.
 
-/// Checkpoints of one reason that the rates by age remember, before they are halved. Twice as many
-/// as for the odds, for they are spread over the classes of age.
+/// Number of checkpoints of one reason that the rates by age remember before they are halved. It is
+/// twice as many as for the odds, because the checkpoints are spread over the age classes.
 constexpr double kRememberedAges = 512;
 
-/// Events between two estimates of the rates of a reason. An estimate takes time with the square of
-/// the classes of age, some microseconds, and 16 events among `kRememberedAges` hardly move it.
+/// Number of events between two estimates of a reason's rates. An estimate takes some microseconds
+/// (its time grows with the square of the number of age classes), and 16 events among
+/// `kRememberedAges` hardly change it.
 constexpr std::int64_t kEventsPerEstimate = 16;
 
-/// Odds of a use below which a checkpoint that no request asked for is not left: the blocks of fifty
-/// tails would be spent on one hit.
+/// Minimum odds of a use for a checkpoint that no request asked for. With lower odds no checkpoint
+/// is left: the blocks of fifty tails would be spent on one hit.
 constexpr double kMinExpectedUses = 0.02;
 
-/// Checkpoints not worth leaving, of which one is left all the same. With fewer, it would not be
-/// noticed within `kRememberedCheckpoints` that requests have come to use them.
+/// One in so many checkpoints is left although it is not worth leaving. If fewer were left, a
+/// change of the workload would not be noticed within `kRememberedCheckpoints`.
 constexpr std::int64_t kTryEvery = 16;
 
-/// Odds of a use within one class of age, at most. With certainty, no checkpoint would be left to
-/// grow older, and older classes would have no rate.
+/// Maximum odds of a use within one age class. If a use were certain, no checkpoint would grow
+/// older, and older classes would have no rate.
 constexpr double kMaxLikely = 0.99;
 
-/// Evicted prefixes whose age is looked at per eviction. All that are remembered, 8,192, have their
-/// turn within 1,024 evictions.
+/// Number of evicted prefixes whose age is updated per eviction. All 8,192 remembered prefixes are
+/// updated within 1,024 evictions.
 constexpr int kNotedPerEviction = 8;
 
-/// Checkpoints that the rates of a reason begin with, so that nothing is certain of the first ones:
-/// half of them are used, half of these within `kPriorHalfLifePools`.
+/// Number of assumed checkpoints with which the rates of a reason begin, so that the first real
+/// ones do not make anything certain. Half of them count as used, and half of these within
+/// `kPriorHalfLifePools`.
 constexpr double kPriorCheckpoints = 2;
 
-/// Pools cached until half of the checkpoints that are used at all have been used, as it is believed
-/// of a reason of which nothing is known.
+/// Assumed half-life for a reason without data: pools cached until half of the checkpoints that
+/// will be used have been used.
 constexpr double kPriorHalfLifePools = 0.3;
 
-/// Checkpoints that each of two alike reasons borrows of what is known of both: as if so many of its
-/// own had fared as those of both together.
+/// Weight, in checkpoints, of the common data of two similar reasons in the rates of each of them.
 constexpr double kAlikeCheckpoints = 64;
 
-/// Ages in pools; the last one is where the last class ends.
+/// Age classes, in pools. edges[n] is the start of class n; the last edge is the end of the last
+/// class.
 struct Ages {
   std::array<double, kNumAges + 1> edges;
   std::array<double, kNumAges> prior_alive, prior_uses;
@@ -164,7 +165,7 @@ void UseRates::count(Counts& counts, bool is_use) {
 void UseRates::estimate(Counts& counts, const Reason& reason) const {
   const Reason other{reason.origin, 1 - reason.step, reason.uses};
   const auto alike = reason.origin == Origin::kLatest ? counts_.find(other.code()) : counts_.end();
-  // Odds of a use in each class of age, of a checkpoint that grows so old.
+  // likely[n]: the odds of a use in age class n, for a checkpoint that reaches this age.
   std::array<double, kNumAges> likely;
   for (std::size_t age = 0; age < kNumAges; ++age) {
     double uses = counts.uses[age] + ages().prior_uses[age];

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// How useful checkpoints turn out, by why they are kept and by how long ago they were of use.
+// How useful checkpoints turn out, by the reason to keep them and by the time since their last use.
 //
-// Nothing is known in advance of what a workload resumes from, and when: chats resume at the end of an
-// answer after a while, edited messages before the end of a prompt, questions about a document at
-// its end. So nothing is assumed. Every reason starts out equal and is judged by what became of its
-// checkpoints, evicted ones that are asked for again included.
+// It is not known in advance from where the requests of a workload resume, and when. Chats resume
+// at the end of an answer after a while; edited messages resume before the end of a prompt;
+// questions about a document resume at its end. Therefore all reasons start equal. Each reason is
+// judged by the later use of its checkpoints, including evicted checkpoints that are asked for
+// again.
 #pragma once
 
 #include <array>
@@ -17,7 +18,7 @@
 
 namespace kvext::retention {
 
-/// The origin of a boundary: `vllm_ascend_kvext.retention.reasons.Origin`, which explains each.
+/// The origin of a boundary. `vllm_ascend_kvext.retention.reasons.Origin` explains each value.
 enum class Origin : std::int32_t {
   kGrid, kPrompt, kLatest, kLadder, kChunk, kJunction, kWanted, kHint, kOverlap, kUse
 };
@@ -25,10 +26,10 @@ enum class Origin : std::int32_t {
 /// Why a checkpoint is kept: `vllm_ascend_kvext.retention.reasons.Reason`.
 struct Reason {
   Origin origin = Origin::kLatest;
-  std::int32_t step = 0;    // rung of the ladder; 1 for a last boundary that is the prompt's, too
-  std::int32_t uses = 0;    // how often it has been resumed from, counted up to `kMaxUses`
+  std::int32_t step = 0;    // rung number; for `kLatest`, 1 if the boundary is also the prompt's last one
+  std::int32_t uses = 0;    // number of times a request resumed from it, at most `kMaxUses`
 
-  /// The reason to keep a checkpoint after one more use: its origin matters no more.
+  /// The reason to keep the checkpoint after one more use; the origin no longer matters then.
   Reason used_again() const;
 
   std::uint64_t code() const {
@@ -43,25 +44,25 @@ inline constexpr Reason kGridReason{Origin::kGrid, 0, 0};
 
 class UseRates {
  public:
-  /// Whether to leave one more checkpoint that no request asked for. Even a checkpoint that is the
-  /// first to give way takes blocks for a while. One in `kTryEvery` is left all the same, for
-  /// workloads change.
+  /// Whether to leave one more checkpoint that no request asked for. Even a checkpoint that is
+  /// evicted first takes blocks for a while. One in `kTryEvery` is left even if the reason is not
+  /// worth it, because workloads change.
   bool is_worth_trying(const Reason& reason);
 
   /// Odds that a checkpoint is used before it is evicted; 1 while nothing is known.
   double expected_uses(const Reason& reason) const;
 
-  /// Uses per pool that is cached in the meantime, from a checkpoint last used `age_pools` ago, if
-  /// it is kept for the time for which that is most.
+  /// The best expected uses per unit of time, over all times for which the checkpoint may be kept.
+  /// The unit of time is one pool's worth of caching; the checkpoint was last used `age_pools` ago.
   ///
-  /// For every class of age it is counted how many checkpoints were used in it, among those that
-  /// grew so old, whether they were still there or not (the estimator of Kaplan and Meier). The
-  /// most uses per time is the index of Gittins. Where all prompts return after the same time, old
-  /// checkpoints are worth more than new ones; where none returns late, less.
+  /// For each age class, the share of checkpoints that were used is counted, among all that reached
+  /// this age, including evicted ones (the Kaplan-Meier estimator). The maximum of uses per time is
+  /// the Gittins index. If all prompts return after the same time, old checkpoints are worth more
+  /// than new ones. If no prompt returns late, old checkpoints are worth less.
   double uses_per_pool(const Reason& reason, double age_pools);
 
-  /// A checkpoint, there or evicted, has grown so old without a use.
-  /// @param seen_ages  classes of age of which this was counted before; brought up to date
+  /// A checkpoint, present or evicted, has reached this age without a use.
+  /// @param seen_ages  number of age classes for which this was counted before; updated here
   void note_age(const Reason& reason, double age_pools, int& seen_ages);
 
   /// A request resumed from a checkpoint.
@@ -69,7 +70,7 @@ class UseRates {
 
   void count_eviction(const Reason& reason);
 
-  /// An evicted checkpoint is asked for: it should have stayed.
+  /// A request asks for an evicted checkpoint, which should have been kept.
   void count_missed_use(const Reason& reason, double age_pools, int seen_ages);
 
   static constexpr int kNumAges = 28;
@@ -79,9 +80,10 @@ class UseRates {
     double used = 0, evicted = 0;
     std::int64_t num_refused = 0;
     std::int64_t num_uses = 0, num_noted = 0;
-    // By class of age: checkpoints that were used in it or lived through it; those that were used.
+    // By age class. exposed[n]: checkpoints that reached class n and were used in it or survived
+    // it. uses[n]: checkpoints that were used in it.
     std::array<double, kNumAges> exposed{}, uses{};
-    std::array<double, kNumAges> best{};  // uses_per_pool
+    std::array<double, kNumAges> best{};  // best[n]: `uses_per_pool` of a checkpoint in class n
     bool is_stale = true;
   };
 
@@ -92,11 +94,11 @@ class UseRates {
   std::unordered_map<std::uint64_t, Counts> counts_;
 };
 
-/// Finds the longest of some remembered prefixes that a prompt begins with. A prefix is known by
-/// its chained hash and its length.
+/// Finds the longest remembered prefix with which a prompt begins. A prefix is identified by its
+/// chained hash and its length.
 class EvictedPrefixes {
  public:
-  /// A checkpoint that was evicted: why it was kept, and when it was last of use.
+  /// An evicted checkpoint: why it was kept, and the clock at its last use.
   struct Entry {
     std::string key;
     std::int64_t boundary_tokens;
@@ -105,21 +107,21 @@ class EvictedPrefixes {
     int seen_ages;  // see `UseRates::note_age`
   };
 
-  /// The oldest entry gives way beyond `capacity`.
+  /// When there are more than `capacity` entries, the oldest entry is dropped.
   explicit EvictedPrefixes(std::size_t capacity) : capacity_(capacity) {}
 
   void clear();
 
-  /// Remembers a prefix, and notes how old a few others have grown.
+  /// Remembers a prefix, and updates the ages of a few other entries.
   void put(Entry entry, double now_pools, UseRates& rates);
 
-  /// A prompt begins with a prefix: forget it, and say what was known of it.
-  /// @return whether it was known
+  /// A prompt begins with this prefix: removes its entry and returns it in `entry`.
+  /// @return whether there was an entry
   bool pop(const std::string& key, Entry* entry);
 
-  /// The length in tokens of the longest prefix of a prompt, 0 if there is none. Tries the lengths
-  /// that are known, the longest first and at most `kMaxProbes` of them.
-  /// @param prefix_key  the prompt's key per length in tokens
+  /// The length in tokens of the longest remembered prefix of a prompt; 0 if there is none. Tries
+  /// the remembered lengths, the longest first, at most `kMaxProbes` lengths.
+  /// @param prefix_key  returns the prompt's key for a length in tokens
   std::int64_t longest(const std::function<std::string(std::int64_t)>& prefix_key,
                        std::int64_t after_tokens, std::int64_t upto_tokens) const;
 

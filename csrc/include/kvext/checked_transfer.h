@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A transfer that has been found valid. No byte moves without one.
+// A validated transfer. The backends move bytes only for a validated transfer.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,8 @@
 
 namespace kvext {
 
-// The message begins with <table>[<row>].<column>, and has both numbers and the remedy.
+// The message begins with <table>[<row>].<column>, and names what was expected, what was found and
+// the remedy.
 class DescriptorError : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;
@@ -19,28 +20,28 @@ class DescriptorError : public std::invalid_argument {
 // The planes and the runs that share a group number.
 struct Group {
   int64_t number;
-  int64_t first_plane;  // in CheckedTransfer::plane_order
+  int64_t first_plane;  // place in CheckedTransfer::plane_order
   int64_t num_planes = 0;
   int64_t first_run = 0;
   int64_t num_runs = 0;
-  int64_t num_rows = 0;       // of all runs
-  int64_t host_rows_end = 0;  // behind the last host row of any run
+  int64_t num_rows = 0;       // rows of all runs
+  int64_t host_rows_end = 0;  // end of the last host row of any run
 };
 
-// It refers to the tables that it was made from: they must outlive it, unchanged.
+// Refers to the tables that it was made from: they must outlive it and must not change.
 class CheckedTransfer {
  public:
   // Throws DescriptorError; changes nothing but its own memory.
   explicit CheckedTransfer(const Transfer& transfer);
 
   const Transfer& transfer() const { return transfer_; }
-  // The groups that have runs, by number.
+  // The groups that have runs, in ascending order of their numbers.
   const std::vector<Group>& groups() const { return groups_; }
-  // Rows of Transfer::planes, group by group, ascending in each.
+  // Rows of Transfer::planes, sorted by group, ascending within each group.
   const std::vector<int64_t>& plane_order() const { return plane_order_; }
-  // All that a transfer moves, counted once.
+  // Bytes that the transfer moves.
   int64_t num_bytes() const { return num_bytes_; }
-  // Every run of a group times every plane of that group.
+  // Sum over all groups: runs of the group times planes of the group.
   int64_t num_plane_runs() const { return num_plane_runs_; }
 
  private:

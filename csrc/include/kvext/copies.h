@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From a transfer to plain copies: the one expansion that every backend uses.
+// Expands a transfer into plain copies; every backend uses this expansion.
 #pragma once
 
 #include <algorithm>
@@ -16,16 +16,16 @@ struct Copy {
   int64_t num_bytes;
 };
 
-// The bytes that one run moves in one plane, or a part of them.
+// The bytes that one run moves in one plane, or a part of these bytes.
 struct PlaneRunPart {
-  int64_t place;  // of the plane, in CheckedTransfer::plane_order
+  int64_t place;  // place of the plane in CheckedTransfer::plane_order
   int64_t row_bytes;
-  int64_t first_byte;  // of the run's bytes in this plane
+  int64_t first_byte;  // offset of the part in the run's bytes of this plane
   Copy copy;
 };
 
-// Calls visit(PlaneRunPart) for the bytes [begin, end) of a transfer, counted plane after plane and
-// run after run.
+// Calls visit(PlaneRunPart) for the bytes [begin, end) of a transfer. Bytes are counted plane by
+// plane, and run by run within a plane.
 template <typename Visit>
 void for_each_part(const CheckedTransfer& checked, int64_t begin, int64_t end, Visit&& visit) {
   const Transfer& transfer = checked.transfer();
@@ -62,7 +62,7 @@ void for_each_part(const CheckedTransfer& checked, int64_t begin, int64_t end, V
   }
 }
 
-// Joins copies that follow each other: copies that are adjacent at both ends become one.
+// Joins consecutive copies: two copies whose sources and destinations are adjacent become one copy.
 template <typename Visit>
 class Joiner {
  public:
@@ -88,7 +88,7 @@ class Joiner {
   Copy pending_{0, 0, 0};
 };
 
-// Calls visit(Copy) for the bytes [begin, end) of a transfer, counted as for_each_part does.
+// Calls visit(Copy) for the bytes [begin, end) of a transfer, counted as in for_each_part.
 template <typename Visit>
 void for_each_copy(const CheckedTransfer& checked, int64_t begin, int64_t end, Visit&& visit) {
   Joiner<std::remove_reference_t<Visit>> join(visit);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tables that describe a transfer, column for column those of vllm_ascend_kvext/transfer/schema.py.
-// Knows neither Python nor torch: addresses and sizes only.
+// The tables that describe a transfer. Their columns are the same as in
+// vllm_ascend_kvext/transfer/schema.py. This header knows neither Python nor torch, only addresses
+// and sizes.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,7 @@ namespace kvext {
 
 enum class Direction : int64_t { kPagesToHost = 0, kHostToPages = 1 };
 
-// One registered storage.
+// One registered memory region.
 struct Pool {
   static constexpr int64_t kColumns = 2;
   int64_t address;
@@ -17,8 +18,8 @@ struct Pool {
 };
 
 // One region of bytes per page. Row r of page q lies at
-//   pool.address + base_bytes + q * page_stride_bytes + region_offset_bytes + r * row_bytes,
-// host row h at host_address + host_offset_bytes + h * row_bytes.
+//   pool.address + base_bytes + q * page_stride_bytes + region_offset_bytes + r * row_bytes.
+// Host row h lies at host_address + host_offset_bytes + h * row_bytes.
 struct Plane {
   static constexpr int64_t kColumns = 9;
   int64_t group;
@@ -32,7 +33,7 @@ struct Plane {
   int64_t host_offset_bytes;
 };
 
-// Consecutive rows of one page, for every plane of a group.
+// Consecutive rows of one page; every plane of the group moves them.
 struct Run {
   static constexpr int64_t kColumns = 5;
   int64_t group;
@@ -54,7 +55,7 @@ static_assert(sizeof(Pool) == Pool::kColumns * sizeof(int64_t));
 static_assert(sizeof(Plane) == Plane::kColumns * sizeof(int64_t));
 static_assert(sizeof(Run) == Run::kColumns * sizeof(int64_t));
 
-// The work is every run of a group times every plane of that group.
+// Every plane of a group moves every run of that group.
 struct Transfer {
   Table<Pool> pools;
   Table<Plane> planes;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU backend.
+// Page transfers on the CPU.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,8 @@ namespace kvext {
 
 // The CPUs and the priority of the threads that copy.
 struct Placement {
-  // CPUs, ascending, without repetition. Empty: wherever the thread that starts them may run.
+  // CPUs, ascending, without repetition. If empty, the threads may run where the thread that starts
+  // them may run.
   std::vector<int> cpus;
   // The value of nice(2): 0 is the default, 19 gives way to everything.
   int niceness = 0;
@@ -29,11 +30,11 @@ class PlacementError : public std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-// Starts a thread on the CPUs of a placement. Throws PlacementError where the kernel does not give
-// all of them.
+// Starts a thread on the CPUs of a placement. Throws PlacementError if the kernel does not give all
+// of them.
 void require_cpus(const Placement& placement);
 
-// Whether large copies write past the caches.
+// Whether large copies write past the caches (kAuto: if the transfer is large).
 enum class Streaming { kAuto = -1, kOff = 0, kOn = 1 };
 
 struct CopyOptions {
@@ -42,13 +43,13 @@ struct CopyOptions {
   Placement placement;
 };
 
-// Moves every byte of a transfer. Throws PlacementError before the first one moves.
+// Moves every byte of a transfer. Throws PlacementError before any byte moves.
 void page_transfer(const CheckedTransfer& checked, const CopyOptions& options);
 
-// Moves every byte of a transfer, and rotates keys on their way.
+// Moves every byte of a transfer, and rotates the keys while they move.
 void rotated_page_transfer(const CheckedRotation& rotation, const CopyOptions& options);
 
-// Does one plain copy with the same threads, front to back: a transfer is measured against it.
+// Does one plain copy with the same threads, front to back. Benchmarks compare a transfer with it.
 void copy(void* destination, const void* source, int64_t num_bytes, const CopyOptions& options);
 
 }  // namespace kvext

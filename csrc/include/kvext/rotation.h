@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keys that are rotated to other positions while they move, and what has been found valid of that.
+// Rotates keys to other positions while they are copied: the request, and its validated form.
 //
-// A rotary embedding turns pair i of a key at position p by p * frequency[i]. To move the key by d
-// positions is therefore to turn it by d * frequency[i], wherever it was. A factor that the embedding
-// has multiplied keys with (YaRN's attention factor) is in them already, and stays as it is.
+// A rotary embedding turns pair i of a key at position p by p * frequency[i]. To move a key by d
+// positions, turn pair i by d * frequency[i]; the position p does not matter. An embedding may also
+// multiply keys by a factor (YaRN's attention factor). Stored keys contain this factor already, and
+// the rotation does not change it.
 #pragma once
 
 #include <cstdint>
@@ -18,26 +19,26 @@ namespace kvext {
 
 enum class RowDtype : int64_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
-// Which two elements are pair i, in a rotated part of n pairs.
+// The two elements of pair i, in a rotated part with n pairs.
 enum class PairStyle : int64_t {
   kHalves = 0,     // i and n + i: NeoX
   kNeighbours = 1  // 2 * i and 2 * i + 1: GPT-J
 };
 
-// One plane whose rows are keys: heads behind each other, each with a rotated part.
+// One plane whose rows are keys. A row consists of heads, and each head has a rotated part.
 struct Rotation {
   static constexpr int64_t kColumns = 8;
   int64_t plane;
   RowDtype dtype;
   PairStyle pair_style;
   int64_t num_heads;
-  int64_t head_bytes;    // num_heads of them are a row
-  int64_t offset_bytes;  // of the rotated part in a head
+  int64_t head_bytes;    // a row has num_heads * head_bytes bytes
+  int64_t offset_bytes;  // offset of the rotated part in a head
   int64_t num_pairs;
-  int64_t first_frequency;  // of num_pairs
+  int64_t first_frequency;  // the first of num_pairs entries of KeyRotation::frequencies
 };
 
-// The number of positions by which the keys of a transfer's group move.
+// The number of positions by which the keys of a group move.
 struct Shift {
   static constexpr int64_t kColumns = 2;
   int64_t group;
@@ -48,8 +49,8 @@ static_assert(sizeof(Rotation) == Rotation::kColumns * sizeof(int64_t));
 static_assert(sizeof(Shift) == Shift::kColumns * sizeof(int64_t));
 
 struct KeyRotation {
-  Table<Rotation> rotations;  // planes that are not named move as they are
-  Table<Shift> shifts;        // ascending; one for every group that moves rotated planes
+  Table<Rotation> rotations;  // planes that it does not name move unchanged
+  Table<Shift> shifts;        // ascending by group; one for every group that moves rotated planes
   const double* frequencies = nullptr;  // radians per position
   int64_t num_frequencies = 0;
 };
@@ -61,15 +62,15 @@ struct HeadRotation {
   int64_t head_bytes;
   int64_t offset_bytes;
   int64_t num_pairs;
-  const float* cosines;  // num_pairs each
+  const float* cosines;  // num_pairs values each
   const float* sines;
 };
 
 // A way to rotate keys, chosen for the CPU at hand when the library is loaded.
 struct RotationKernel {
   std::string name;
-  // Moves num_heads heads that follow each other, and rotates them on the way; in float32 whatever
-  // their dtype. Neither side need be aligned; they have no byte in common.
+  // Moves num_heads consecutive heads, and rotates them in float32, whatever their dtype. Source
+  // and destination need not be aligned, and must not overlap.
   void (*rotate)(uint8_t* destination, const uint8_t* source, int64_t num_heads,
                  const HeadRotation& head);
 };
@@ -77,7 +78,7 @@ struct RotationKernel {
 // The kernels of this CPU, the best first; the last one is always "plain".
 const std::vector<RotationKernel>& rotation_kernels();
 
-// Refers to the transfer that it was made from, which must outlive it.
+// Refers to the transfer that it was made from; the transfer must outlive it.
 class CheckedRotation {
  public:
   // Throws DescriptorError; changes nothing but its own memory.
@@ -86,18 +87,19 @@ class CheckedRotation {
   CheckedRotation& operator=(const CheckedRotation&) = delete;
 
   const CheckedTransfer& transfer() const { return transfer_; }
-  // How the rows of a place in CheckedTransfer::plane_order turn; null where they move as they are.
+  // How to rotate the rows of a plane, by its place in CheckedTransfer::plane_order; null if the
+  // rows move unchanged.
   const HeadRotation* head_rotation(int64_t place) const {
     return places_[place] < 0 ? nullptr : &head_rotations_[places_[place]];
   }
 
  private:
   const CheckedTransfer& transfer_;
-  // Cosines and sines by positions, first frequency and pairs. They are computed once per shift, for
-  // layers are nearly always alike.
+  // Cosines and sines by positions, first frequency and number of pairs. Layers with the same shift
+  // and frequencies share them.
   std::map<std::tuple<int64_t, int64_t, int64_t>, std::vector<float>> angles_;
   std::vector<HeadRotation> head_rotations_;
-  std::vector<int64_t> places_;  // in head_rotations_, or -1
+  std::vector<int64_t> places_;  // places_[place in plane_order]: index in head_rotations_, or -1
 };
 
 }  // namespace kvext
