@@ -103,7 +103,7 @@ std::shared_ptr<Checkpoint> CheckpointTree::add(const PrefixBlocks& prefix,
   }
   mend(is_new && !node->is_root() ? *node->parent : *node, prefix,
        before ? before->boundary_tokens : 0);
-  if (node->has_tail() && !has_whole_tail(*node)) give_up_tail(*node);  // the request has other blocks for it
+  if (node->has_tail() && !has_whole_tail(*node)) give_up_tail(*node);  // the request has another
   if (!node->has_tail()) {
     node->origin = reason.origin;
     node->reason = reason;

@@ -51,8 +51,8 @@ struct Checkpoint {
   /// tail_keys[n]: the key of tail[n] when it was taken. A block with another key now holds other
   /// tokens.
   std::vector<nb::object> tail_keys;
-  std::size_t num_ahead = 0;      // how many blocks at the end of `tail` are full-attention blocks past the boundary
-  std::int64_t num_requests = 0;  // running requests that resumed here, or passed this boundary last
+  std::size_t num_ahead = 0;      // how many blocks at the end of `tail` lie past the boundary
+  std::int64_t num_requests = 0;  // running requests whose latest boundary this is
   Origin origin = Origin::kLatest;  // the first reason to create it
   Reason reason;                  // why it is kept
   double clock_pools = 0;         // clock at the last use
@@ -119,9 +119,9 @@ class CheckpointTree {
   ///
   /// @param tail  the request's cached blocks of the sparse groups that a hit at the boundary reads
   /// @param ahead  the request's cached full-attention blocks past the boundary that a hit reads
-  /// @param reason  why the boundary is kept; a known boundary that has been used keeps its own reason
-  /// @param before  an earlier boundary on the request's path, or null. It is read only if there is no
-  ///   full-attention group: then the blocks do not tell the order of boundaries.
+  /// @param reason  why the boundary is kept; a boundary that has been used keeps its own reason
+  /// @param before  an earlier boundary on the request's path, or null. It is read only if there is
+  ///   no full-attention group: then the blocks do not tell the order of boundaries.
   /// @return null if full-attention blocks before the boundary are not cached
   std::shared_ptr<Checkpoint> add(const PrefixBlocks& prefix, std::int64_t boundary_tokens,
                                   BlockIds tail, const BlockIds& ahead, const Reason& reason,
@@ -207,7 +207,7 @@ class CheckpointTree {
   std::vector<std::int64_t> block_tokens_;
   std::int64_t unit_tokens_;
   BlockNeeds needs_;
-  std::vector<std::uint32_t> overruled_;  // overruled_[id]: how often requests' needs were overruled
+  std::vector<std::uint32_t> overruled_;  // [id]: how often its needs were overruled
   FreeOrder free_order_;
   UseRates rates_;
   EvictionOrder order_;

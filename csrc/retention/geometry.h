@@ -39,8 +39,8 @@ struct Geometry {
   std::int64_t unit_tokens = 1;    // every hit is a multiple of this
   std::int64_t step_tokens = 1;    // hits change at multiples of it
   std::int64_t steady_tokens = 1;  // the first boundary from which on everything repeats
-  std::int64_t lag_tokens = 0;     // extra tokens behind a steady boundary that a lookup needs to hit it
-  std::int64_t grid_tokens = 0;    // distance between checkpoints that no request asks for; 0: no grid
+  std::int64_t lag_tokens = 0;     // extra tokens that a lookup needs to hit a steady boundary
+  std::int64_t grid_tokens = 0;    // distance between boundaries of the grid; 0: no grid
   bool is_grid_wanted = false;     // whether the user configured the grid
   bool has_states = false;
   bool use_eagle = false;

@@ -40,7 +40,7 @@ struct Group {
   nb::dict tables;                  // request id -> list of blocks
   nb::dict num_cached;              // request id -> number of cached blocks
   bool is_upstreams = true;         // vLLM's own manager class, whose rules are known
-  bool is_quiet = false;            // no events and no other record in vLLM: compiled code may cache alone
+  bool is_quiet = false;            // vLLM has no events and no other record of it
   bool is_state = false;
   std::int64_t window_tokens = 0;   // window plus the tokens that rejected drafts may recompute
 };

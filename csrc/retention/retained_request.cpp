@@ -277,7 +277,7 @@ std::int64_t RetainedRequest::before_skip(std::int64_t total_tokens, bool is_set
                            : skipped_tokens.at(index);
     for (std::int64_t tokens = first; tokens <= computed_tokens; tokens += unit_tokens) {
       const Range run = cache_.tail(group, tokens);
-      if (run.start >= skipped / group.block_tokens) break;  // all following runs are behind it, too
+      if (run.start >= skipped / group.block_tokens) break;  // so are all following runs
       hold(index, run, skipped);
     }
   }
