@@ -51,8 +51,8 @@ class RetainedRequest {
   /// Plans the boundaries of an admitted request. If the request would have resumed at a planned
   /// boundary whose checkpoint is gone, this is counted (`Origin::kWanted`).
   /// @param plan  ascending
-  /// @param rungs  boundaries that no request asked for, the nearest to the prompt's end first; a rung
-  ///   is planned if rungs turn out useful, and if nothing else is planned at its place
+  /// @param rungs  boundaries that no request asked for, the nearest to the prompt's end first; a
+  ///   rung is planned if rungs turn out useful, and if nothing else is planned at its place
   /// @param stops_tokens  boundaries at which a prefill step is to end, ascending
   /// @param replay_tokens  where a request with the same prompt resumes
   void plan(std::vector<PlannedBoundary> plan, const std::vector<Rung>& rungs,
@@ -64,8 +64,8 @@ class RetainedRequest {
   /// The blocks of a run are full and not cached. Full-attention groups with another manager than
   /// vLLM's are an exception: that manager itself finds out which blocks are cached.
   /// @param num_tokens  tokens of the request, including its answer
-  /// @return the runs of groups that are not quiet, for vLLM's functions; runs of quiet groups are left
-  ///   to `cache_quiet_runs`. Returns nothing before `next_event_tokens`.
+  /// @return the runs of groups that are not quiet, for vLLM's functions; runs of quiet groups are
+  ///   left to `cache_quiet_runs`. Returns nothing before `next_event_tokens`.
   std::optional<std::vector<GroupRun>> begin_step(nb::handle key_table,
                                                   std::int64_t num_computed_tokens,
                                                   std::int64_t num_tokens);

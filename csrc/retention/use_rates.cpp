@@ -28,6 +28,7 @@ constexpr std::int32_t kMaxUses = 3;
 /// Number of checkpoints of one reason, used or evicted, that the odds of a use remember. When it
 /// is exceeded, all counts are halved, so that a change of the workload shows after some hundred
 /// checkpoints.
+constexpr double kRememberedCheckpoints = 256;
 
 /// Number of checkpoints of one reason that the rates by age remember before they are halved. It is
 /// twice as many as for the odds, because the checkpoints are spread over the age classes.

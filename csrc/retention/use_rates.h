@@ -26,7 +26,7 @@ enum class Origin : std::int32_t {
 /// Why a checkpoint is kept: `vllm_ascend_kvext.retention.reasons.Reason`.
 struct Reason {
   Origin origin = Origin::kLatest;
-  std::int32_t step = 0;    // rung number; for `kLatest`, 1 if it is also the prompt's last boundary
+  std::int32_t step = 0;    // rung number; for `kLatest`, 1 if it is the prompt's last, too
   std::int32_t uses = 0;    // number of times a request resumed from it, at most `kMaxUses`
 
   /// The reason to keep the checkpoint after one more use; the origin no longer matters then.
