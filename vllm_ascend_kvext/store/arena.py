@@ -53,7 +53,7 @@ class Arena:
         self.used_bytes = 0
         self._places: dict[int, int] = {}
         self._gaps: dict[int, int] = {}
-        # By the end of each place or gap: where it begins. This finds the neighbour before an
+        # Maps the end of each place or gap to its beginning. This finds the neighbour before an
         # offset.
         self._begins: dict[int, int] = {}
         self._by_size: list[tuple[int, int]] = []
@@ -103,9 +103,9 @@ class Arena:
     ) -> list[int] | None:
         """Find places around one place whose release makes a gap of some size.
 
-        The method chooses the window that frees the fewest bytes, and the lowest of several. Its
-        time grows with the square of the parts in a window. There are few parts unless sizes differ
-        by orders of magnitude.
+        The method chooses the window that frees the fewest bytes; if several do, the lowest one.
+        Its time grows with the square of the parts in a window. There are few parts unless sizes
+        differ by orders of magnitude.
 
         Args:
             offset_bytes: A place that is freed in any case.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entries of the host tier, their states, and their loads.
 
-The states of an entry. A transfer is the store of the entry, or a load that has pinned it::
+The states of an entry. A transfer is the store of the entry, or a load that pins the entry::
 
     STORING ── store finished ──> STORED ── evicted, replaced, cleared ──> GONE
        │                            │
-       │ cleared, abandoned         │ the same while a load has it pinned
+       │ cleared, abandoned         │ evicted, replaced or cleared while a load pins it
        └────────> LEAVING <─────────┘
                      └── its last transfer ends ──> GONE
 
@@ -60,12 +60,12 @@ class Piece(NamedTuple):
 
 
 class WantedPiece(NamedTuple):
-    """A piece of a prefix that is no prompt's, which a request may use.
+    """A piece that a request may use, of a prefix that belongs to no prompt (a segment).
 
     Attributes:
-        contents: What the entry of the piece holds; see ``HostTier.finish_store``.
-        num_bytes: Of the object.
-        on_got: Called when all workers have got it.
+        contents: The rows of the entry of the piece; see ``HostTier.finish_store``.
+        num_bytes: The size of the piece's object in a shared tier.
+        on_got: Called when all workers have got the object.
     """
 
     prefix: Prefix
@@ -83,14 +83,15 @@ class Entry:
         number: A number that counts up. No two entries of a tier have the same number.
         keys: The keys by which the entry can be found, ascending: one for each unit of its rows.
         use: The latest use; see ``HostTier.next_use``.
-        chunk_key: The key of its chunk's first unit, by which ``reuse`` knows the chunk however
-            many of its tokens there are.
-        key_before: The key of the rows without which it is of no use; None if it needs none.
-        is_being_written: Whether its store has not ended, wanted or not.
-        num_pins: Loads in progress.
-        key_space: That of its prefix; see ``store.prefix``.
-        num_leading_keys: How many of the keys lead to it, and not to a longer entry.
-        is_shared: Whether a shared tier has it, too, or is being given it; callers write it.
+        chunk_key: The key of the chunk's first unit. ``reuse`` recognises the chunk by it, even if
+            only a part of the chunk is stored.
+        key_before: The key of the rows without which the entry is useless; None if it needs none.
+        is_being_written: True until its store ends, even if nothing wants the entry any more.
+        num_pins: The number of loads in progress that pin the entry.
+        key_space: The key space of its prefix; see ``store.prefix``.
+        num_leading_keys: The number of ``keys`` that lead to this entry, and not to a longer entry.
+        is_shared: Whether a shared tier has the entry, too, or is just getting it. Callers write
+            it.
     """
 
     number: int

@@ -3,9 +3,9 @@
 
 The order of eviction:
 
-1. Tails whose rows are gone. No request can resume there until the rows are stored again.
+1. Tails whose rows are gone. No request can resume at such tails until the rows are stored again.
 2. Entries with the fewest expected hits for the time that they stay, see ``reuse``. Among equal
-   entries, the least recently used one goes first.
+   entries, the least recently used entry goes first.
 3. Entries that were used last. A chunk that has just become popular has had too few requests to
    show it (compare the window of W-TinyLFU: G. Einziger, R. Friedman and B. Manes, "TinyLFU: a
    highly efficient cache admission policy", ACM Transactions on Storage 13, 2017).
@@ -44,10 +44,10 @@ NUM_SAMPLED = 64
 among the 5 % of lowest priority."""
 
 RECENT_SHARE = 1 / 6
-"""The share of the tier that is for recently used entries. An entry is recent if it was used since
-stores of so many bytes were requested. In the traces of ``benchmarks/holes``, a smaller share costs
-more where other documents become popular (1.05 times the tokens of LRU with 1/8), and a larger one
-where contexts are compacted."""
+"""The share of the tier that is for recently used entries. An entry is recent if the stores
+requested since its latest use take no more than this share. In the traces of ``benchmarks/holes``,
+a smaller share costs more tokens when other documents become popular (1.05 times the tokens of LRU
+with 1/8). A larger share costs more tokens when contexts are compacted."""
 
 MAX_TRIED = 8
 """The number of entries that are tried in order before one is chosen out of order."""
@@ -94,17 +94,17 @@ class EvictionOrder:
         self._reuse = reuse
         self._ends_first = ends_first
         self._random = random.Random(0)
-        # The latest uses that stored something, and the bytes of each. There are as many as fill
-        # the share, and at least one.
+        # The latest uses that stored something, and the bytes of each. As many uses as fill the
+        # share are kept, and at least one.
         self._recent_bytes = RECENT_SHARE * arena.capacity_bytes
         self._latest: deque[list[int]] = deque([[0, 0]])
         self._latest_bytes = 0
-        # By the key of a boundary: how many entries begin there, and the rows before it that cannot
-        # be evicted until these entries are gone.
+        # By the key of a boundary: the number of entries that begin there, and the rows before the
+        # boundary that cannot be evicted until these entries are gone.
         self._behind: Counter[bytes] = Counter()
         self._blocked: dict[bytes, dict[Entry, None]] = {}
-        # Entries that may be evicted, in any order, with their positions. Some of them may not be
-        # evicted; that is checked when they are sampled.
+        # Candidates for eviction, in any order, with their positions. A candidate may have become
+        # one that must stay; that is checked when it is sampled.
         self._ends: list[Entry] = []
         self._places: dict[Entry, int] = {}
 
@@ -151,8 +151,8 @@ class EvictionOrder:
             entries: The entries by the offset of their place.
             new: The entry that has no place yet. Entries of equal or higher priority stay.
             now: The latest use of all.
-            preference: Overrules the priority of an entry beside the new one. An entry below 0 is
-                evicted first; an entry above 0 stays.
+            preference: Returns a number for an entry, which overrules the priorities of this entry
+                and the new one. Below 0, the entry is evicted first; above 0, it stays.
         """
         sample = self._sample()
         recent_use = self._latest[0][0]
@@ -221,7 +221,7 @@ class EvictionOrder:
         return ends[:found]
 
     def _is_blocked(self, entry: Entry) -> bool:
-        """Whether entries behind some rows keep them. If so, `forget` adds the rows again later."""
+        """Whether entries behind some rows keep these. If so, `forget` adds the rows again later."""
         behind = self._behind
         is_rows = entry.piece.kind is Kind.ROWS
         if not self._ends_first or not is_rows or behind.keys().isdisjoint(entry.keys):

@@ -31,7 +31,7 @@ class Index:
         self._storing: dict[Kind, _Table] = {kind: {} for kind in Kind}
 
     def stored(self, kind: Kind, key: bytes) -> Entry | None:
-        """The STORED entry of what lies before a boundary; None if there is none."""
+        """The STORED entry with the rows or tails before a boundary; None if there is none."""
         entries = self._stored[kind].get(key)
         return entries[0] if entries else None
 
@@ -41,12 +41,12 @@ class Index:
         return [entries[0] for key in keys if (entries := table.get(key))]
 
     def storing(self, kind: Kind, key: bytes) -> Entry | None:
-        """The entry of what lies before a boundary that is being stored; None if there is none."""
+        """The entry with the rows or tails before a boundary, if being stored; None otherwise."""
         entries = self._storing[kind].get(key)
         return entries[0] if entries else None
 
     def present(self, kind: Kind, key: bytes) -> Entry | None:
-        """The entry that is stored or being stored; of both, the one with more of the rows."""
+        """The entry that is stored or being stored; if there are both, the one with more rows."""
         stored = self._stored[kind].get(key)
         storing = self._storing[kind].get(key)
         if not storing:

@@ -51,7 +51,7 @@ class Shortfall(enum.Enum):
 
 
 Lost = RememberedKeys[Shortfall]
-"""By key: why it leads to no entry, EVICTED or FAILED."""
+"""Maps a key to the reason why it leads to no entry: EVICTED or FAILED."""
 
 
 class StoredRows(NamedTuple):
@@ -134,7 +134,7 @@ class Lookup:
         """Find the last boundary up to which everything is STORED.
 
         Args:
-            lost: By kind, why keys lead to no entry.
+            lost: For each kind, the reasons why keys lead to no entry.
             limit_tokens: The latest boundary that may be found.
             after_tokens: The number of tokens that the device has. Rows before are not needed.
         """
@@ -184,7 +184,7 @@ class Lookup:
     def find_runs(self, limit_tokens: int, after_tokens: int) -> list[StoredRun]:
         """The stored rows, ascending.
 
-        A prompt of which nothing is stored costs one question per chunk. So rows in the middle of a
+        A prompt of which nothing is stored costs one look-up per chunk. So rows in the middle of a
         chunk may be left out if their neighbours are not stored.
         """
         limit_tokens = self._limit(limit_tokens)
@@ -317,10 +317,10 @@ class Lookup:
         )
 
     def _end_before(self, first_tokens: int, boundary_tokens: int, with_storing: bool) -> int:
-        """The last boundary of a range, before its end, whose rows are stored.
+        """The last boundary within a range, before the end of the range, whose rows are stored.
 
-        The rows before the end of the range are not stored. One slice of keys takes less time than
-        a question per boundary.
+        It is called only if the rows before the end of the range are not stored. One slice of keys
+        takes less time than a look-up per boundary.
         """
         upto = self.index.upto_present if with_storing else self.index.upto_stored
         unit_tokens = self.geometry.unit_tokens

@@ -19,7 +19,7 @@ class Prefix(Protocol):
 
     @property
     def key_space(self) -> str:
-        """Keys of two spaces never meet. It is empty where keys are hashes of prompts."""
+        """The name of a space of keys. Spaces share no key. It is empty for hashes of prompts."""
 
     @property
     def num_tokens(self) -> int:
@@ -37,7 +37,7 @@ class HashedPrefix:
     """A request's block hashes. The list may grow, and the prefix grows with it.
 
     Attributes:
-        hashes: One hash per ``tokens_per_hash`` tokens. It covers all tokens up to its end.
+        hashes: One hash per ``tokens_per_hash`` tokens, each of all tokens up to its own end.
         tokens_per_hash: Tokens between two hashes; the tier's unit is a multiple of it.
     """
 
@@ -84,8 +84,8 @@ class TierGeometry:
 
     Attributes:
         chunk_tokens: The tokens of a chunk. Rows are stored in whole chunks or in pieces of one.
-        unit_tokens: The row unit of the layout. Pieces begin and end, and requests resume, at its
-            multiples. It divides ``chunk_tokens``.
+        unit_tokens: The row unit of the layout. Pieces begin and end at multiples of it, and
+            requests resume there. It divides ``chunk_tokens``.
         needs_rows: Whether the model has full-attention rows.
         needs_tails: Whether the model has window tails or states.
 

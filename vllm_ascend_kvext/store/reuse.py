@@ -98,7 +98,7 @@ class Reuse:
     def clear(self) -> None:
         """Forget everything."""
         self._chunks: OrderedDict[bytes, _Chunk] = OrderedDict()
-        # By the use that asked for chunks, and by class: how many of them still wait.
+        # By the use that asked for chunks, and by class: how many of these chunks still wait.
         self._cohorts: dict[int, dict[int, int]] = {}
         # How long chunks waited, by class and stage. Chunks that still wait are not included.
         self._waited = _zeros()

@@ -39,7 +39,7 @@ class StoreChooser:
         self._seen: RememberedKeys[str] = RememberedKeys(remembered_keys)
 
     def is_wanted(self, key: bytes, request_id: str) -> bool:
-        """Whether to store the last piece of a prefix that a request computes.
+        """Whether to store the piece that ends at this key, which the request has just computed.
 
         A request that comes back after a preemption counts as the same request, so it is no second
         touch.

@@ -5,12 +5,12 @@ The calls for a request, from its admission on::
 
     use = tier.next_use()
     hit = tier.look_up(prefix, limit_tokens, after_tokens)      what can be loaded
-    load = tier.begin_load(prefix, boundary, entries, use)      pins it
-    tier.end_load(load, unreadable)                             once no worker reads it any more
+    load = tier.begin_load(prefix, boundary, entries, use)      pins the entries
+    tier.end_load(load, unreadable)                             when no worker reads them any more
 
-    for piece in tier.lookup(prefix).missing_pieces(first, end):    what it has computed
+    for piece in tier.lookup(prefix).missing_pieces(first, end):    pieces that it has computed
         entry = tier.begin_store(prefix, piece, num_bytes, use)     or a Refusal
-        tier.finish_store(entry, row_map)                       or fail_store, once no worker writes
+        tier.finish_store(entry, row_map)                       or fail_store, when no worker writes
 
 Every call is synchronous. The same calls lead to the same offsets, so all workers can use the same
 offsets. The tier moves no bytes, and does not know what a worker is.
@@ -51,7 +51,7 @@ class HostTier:
         on_removed: Called for every stored entry that is removed.
         evicts_ends_first: Whether rows stay as long as rows or tails behind them stay. If a load
             stops at the first gap, it could not reach what lies behind evicted rows.
-        spare_bytes: Additional bytes of every place behind its entry, for a shared tier.
+        spare_bytes: Additional bytes at the end of every place, for a shared tier.
 
     Raises:
         TierError: If the capacity is too small to hold anything.
@@ -99,7 +99,8 @@ class HostTier:
         """
         unit_tokens = self.geometry.unit_tokens
         chunk_tokens = self.geometry.chunk_tokens
-        # The key of its first unit identifies a chunk, however many of its tokens there are.
+        # A chunk is identified by the key of its first unit, even if the tokens end within the
+        # chunk.
         keys = prefix.keys_at(range(unit_tokens, end_tokens + 1, chunk_tokens))
         num_asked = len(range(unit_tokens, prompt_tokens + 1, chunk_tokens))
         self._reuse.note_ended(keys[:num_asked], keys[num_asked:], self._latest_use)
@@ -121,7 +122,7 @@ class HostTier:
 
         Args:
             prefix: The tokens of the request.
-            boundary_tokens: Where the request resumes. Its rows up to there are renewed.
+            boundary_tokens: Where the request resumes. Its rows up to this boundary are renewed.
             entries: The entries that were found.
             use: The use of the request's admission.
 
@@ -165,7 +166,7 @@ class HostTier:
                 self._order.add(entry)
 
     def renew(self, prefix: Prefix, upto_tokens: int, use: int) -> None:
-        """Mark the rows of a prefix as used, also if the device has them and nothing is loaded.
+        """Mark the rows of a prefix as used, even if the device has them and nothing is loaded.
 
         The method walks back until it finds rows that were renewed at this use or later. The rows
         before them were renewed then, too.
@@ -204,8 +205,8 @@ class HostTier:
             preference: See `EvictionOrder.choose`.
 
         Returns:
-            The entry, whose place begins at ``offset_bytes``, or why there is none. A refusal
-            evicts nothing.
+            The entry, whose place begins at ``offset_bytes``, or the reason why there is none. A
+            refusal evicts nothing.
 
         Raises:
             TierError: If a piece is not cut at units, or reaches into a second chunk.
@@ -288,7 +289,7 @@ class HostTier:
             self.counters.failed_stores += 1
 
     def abandon_store(self, entry: Entry) -> None:
-        """Forget an entry that is being stored, perhaps for ever.
+        """Forget an entry that is being stored. Its store may never end.
 
         No lookup finds the entry any more. Its place is held until its store ends, because bytes
         may be written there until then.
