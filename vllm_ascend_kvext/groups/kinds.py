@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens the layers of a KV cache spec read, by its attributes and class names.
+"""Says which tokens the layers of a KV cache spec read, by the spec's attributes and class names.
 
-For the scheduler's side, whose groups have one spec each, this is mostly all that is needed.
+The scheduler side has one spec per group, and mostly needs nothing else.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def is_all_full_attention(kv_cache_config: Any) -> bool:
 
 
 def spec_of_layer(spec: Any, layer_name: str) -> Any:
-    """The spec of one layer of a group: of a bundle, that of the layer."""
+    """The spec of one layer of a group; in a bundle, each layer has its own spec."""
     bundle = getattr(spec, "kv_cache_specs", None)
     return spec if bundle is None else bundle[layer_name]
 
 
 def stands_for_tokens(spec: Any) -> bool:
-    """Whether a page holds what was computed of its tokens, and is no scratch memory."""
+    """Whether a page holds what was computed for its tokens, and is not scratch memory."""
     return bool(getattr(spec, "prefix_cacheable", True))
 
 

@@ -15,16 +15,16 @@ from vllm_ascend_kvext.groups.kinds import kind_of, stands_for_tokens
 from vllm_ascend_kvext.groups.model import GroupKind
 
 _TOKENS_PER_ROW = ("tokens_per_state", "compress_ratio")
-"""The two names of one attribute. vLLM has the first name since 0.30; before, and in the windows of
-vLLM-Ascend, it has the second."""
+"""The two names of one attribute. vLLM uses the first name since 0.30. Earlier releases, and the
+windows of vLLM-Ascend, use the second name."""
 
 _STATE_CACHE_SUFFIX = ".state_cache"
-"""How the names of layers end that hold the states of a compressor. To the scheduler, such a layer
-is a sliding window."""
+"""The end of the names of layers that hold the states of a compressor. To the scheduler, such a
+layer is a sliding window."""
 
 _PACKED_ROW_BYTES = {"fp8_ds_mla": {"deepseek_v4": 584}}
-"""Bytes per row, by cache dtype and model version, of specs whose ``head_size`` does not say it
-(``real_page_size_bytes`` in ``vllm/v1/kv_cache_interface.py``)."""
+"""Bytes per row, by cache dtype and model version, for specs whose ``head_size`` does not determine
+them (``real_page_size_bytes`` in ``vllm/v1/kv_cache_interface.py``)."""
 
 
 def compress_ratio_of(spec: Any) -> int:

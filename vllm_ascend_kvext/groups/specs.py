@@ -31,8 +31,9 @@ class LayerSpec:
     Attributes:
         block_size: The configured value; it counts tokens or rows, see ``tokens_per_page``.
         window_tokens: The sliding window or attention chunk; 0 for layers that have neither.
-        restart_tokens: From a multiple of this on, a token reads nothing before that multiple
-            (attention chunks; compressor states without overlap). 0 for layers without restarts.
+        restart_tokens: Tokens at or behind a multiple of this number read nothing before the
+            multiple (attention chunks; compressor states without overlap). 0 for layers without
+            restarts.
         page_bytes: Bytes of a page, padding included.
         min_page_bytes: The least number of bytes of a page that are not padding.
         config_rows: Rows per page that ``page_bytes`` implies; None if it implies no number.

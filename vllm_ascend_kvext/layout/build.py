@@ -191,7 +191,7 @@ def _transfer_groups(group: CacheGroup, found: Mapping[Region, LayerSpec]) -> li
             planes=_planes(of_row),
             holds_states=group.holds_states,
             # A row that is a whole page may hold entries of several ratios. The row is needed as
-            # soon as one entry is complete, so its ratio is one that divides all of them.
+            # soon as one entry is complete, so the ratio used here is the greatest common divisor.
             compress_ratio=math.gcd(*(spec.compress_ratio for spec, _ in of_row)),
         )
         for (tokens_per_row, restart_tokens), of_row in sorted(by_row.items())
@@ -199,7 +199,7 @@ def _transfer_groups(group: CacheGroup, found: Mapping[Region, LayerSpec]) -> li
 
 
 def _planes(found: Sequence[tuple[LayerSpec, Region]]) -> tuple[Plane, ...]:
-    """The planes of some regions, in their order. Regions in one page of a layer share a base."""
+    """The planes of the given regions, in order. Regions in one page of a layer share a base."""
     base_bytes: dict[tuple[LayerSpec, int, int], int] = {}
     planes: dict[Region, Plane] = {}
     for spec, region in sorted(found, key=lambda each: each[1].offset_bytes):

@@ -87,8 +87,9 @@ class LayoutGroup:
         kv_cache_group_id: Index of the KV cache group whose block ids it uses.
         tokens_per_page: Tokens per page, a multiple of ``tokens_per_row``.
         window_tokens: The sliding window, which includes the token that reads; 0 for no window.
-        restart_tokens: From a multiple of this on, a token reads nothing before that multiple
-            (attention chunks; compressor states without overlap). 0 for groups without restarts.
+        restart_tokens: Tokens at or behind a multiple of this number read nothing before the
+            multiple (attention chunks; compressor states without overlap). 0 for groups without
+            restarts.
         planes: The planes in the order of the config: layer by layer, view by view.
         holds_states: See ``CacheGroup``.
         compress_ratio: Tokens per entry of the cache. An entry exists once all its tokens are

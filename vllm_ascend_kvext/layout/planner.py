@@ -85,9 +85,10 @@ class TransferPlanner:
         """Plan the load of all rows that a request needs to resume at the end of a range.
 
         Args:
-            stored: Chunks, or parts of chunks, of this request's tokens. If several of them have a
-                row, the plan takes any of them.
-            tokens: The first token that is not in the request's pages, and where it resumes.
+            stored: Chunks, or parts of chunks, of this request's tokens. If several of them have
+                the same row, the plan reads it from any of them.
+            tokens: From the first token that is not in the request's pages to the token at which
+                the request resumes.
             block_ids: The block tables of the request.
             groups: Indices in the layout of the groups to load; None for all of them.
 
@@ -104,7 +105,7 @@ class TransferPlanner:
     def _arrange(
         self, tokens: TokenRange, groups: tuple[int, ...] | None
     ) -> tuple[list[StoredRows], int, RowMap, tuple[MissingRows, ...]]:
-        """Arrange a chunk that has none of its pages missing.
+        """Arrange a chunk whose pages are all present.
 
         Returns:
             The sections, their bytes, the row map, and the rows that the chunk does not keep
@@ -134,7 +135,7 @@ class TransferPlanner:
         ]
 
     def _with_pages(self, found: Iterable[StoredRows], block_ids: BlockIds) -> list[StoredRows]:
-        """The parts of some rows whose page is not null."""
+        """The parts of the found rows whose page is not null."""
         present = []
         for rows in found:
             pages = self._pages_of(rows, block_ids)

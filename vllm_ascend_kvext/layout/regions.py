@@ -65,7 +65,7 @@ class PageView:
     Attributes:
         page_axis: The axis that counts the kernel's blocks.
         blocks_per_page: The number of kernel blocks that make up a page.
-        token_axis: The axis that counts tokens; None where rows cannot be addressed.
+        token_axis: The axis that counts tokens; None if rows cannot be addressed.
         num_rows: Rows per page, as the shape says.
     """
 
@@ -105,7 +105,7 @@ def find_axes(view: TensorView, spec: LayerSpec, num_pages: int) -> PageView:
 
 
 def regions_of(page: PageView, spec: LayerSpec, addressing: RowAddressing) -> list[Region]:
-    """The regions of one tensor: K before V, and head by head where heads are separate.
+    """The regions of one tensor: K before V, and head by head if heads are separate.
 
     Raises:
         LayoutError: If the tensor repeats bytes (a stride of zero), or if a page has too many
@@ -182,7 +182,7 @@ def _rows_of_tokens(page: PageView) -> list[Region] | None:
 
 
 def _split(page: PageView, *, is_packed: bool) -> list[Region]:
-    """Regions of one row each. There are as few as the gaps in the tensor allow."""
+    """Regions of one row each, as few regions as the gaps in the tensor allow."""
     view = page.view
     blocks = (page.blocks_per_page, view.strides_bytes[page.page_axis])
     num_bytes, outer = _dense([*_axes_but(view, page.page_axis), blocks], view.item_bytes)

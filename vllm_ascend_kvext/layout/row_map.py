@@ -84,7 +84,7 @@ def find_rows(
     needed: Sequence[range],
     boundary_tokens: int,
 ) -> list[StoredRows]:
-    """The needed rows that some map has. Each row occurs once; they sort by group, then by row.
+    """The needed rows that are in some map, each row once, sorted by group and then by row.
 
     A state counts only if it is the state at ``boundary_tokens``.
 
@@ -129,7 +129,7 @@ def missing_rows(
     present: Iterable[StoredRows],
     boundary_tokens: int,
 ) -> tuple[MissingRows, ...]:
-    """The parts of the needed rows that are not present, disjoint, by group and row."""
+    """The parts of the needed rows that are not present, disjoint, sorted by group and row."""
     next_row = [rows.start for rows in needed]
     gaps = []
     for rows in present:

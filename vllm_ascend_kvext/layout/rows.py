@@ -43,8 +43,8 @@ def kept_rows(
 ) -> range:
     """The rows that a store of a token range keeps; an empty range if it keeps none.
 
-    A row that the range does not fill is not kept. So the kept rows are those that a resume needs
-    where the last whole row of the range ends.
+    A row that the range does not fill is not kept. So the kept rows are the rows that a resume
+    needs at the end of the last whole row of the range.
     """
     _require_tokens(tokens)
     if group.holds_states and states is StatePolicy.SKIP:

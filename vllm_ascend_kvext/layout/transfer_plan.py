@@ -48,8 +48,8 @@ token, and has null blocks, too."""
 class PlacedChunk(NamedTuple):
     """A chunk to store, and its place in the host buffer.
 
-    A later request can use rows of full attention wherever it resumes, but tails at one boundary
-    only. So a connector stores the two in separate chunks.
+    A later request can use rows of full attention wherever it resumes. It can use tails only at
+    their own boundary. So a connector stores rows and tails in separate chunks.
 
     Attributes:
         host_offset_bytes: Where the place begins, a multiple of 64.
@@ -69,9 +69,9 @@ class TransferPlan(NamedTuple):
         runs: See ``RunColumn``. The groups of this table are sections, too.
         host_bytes: Where the last section ends. The host buffer must have at least this size.
         missing: Rows that a resume needs and that the plan does not move. A store lists such rows
-            of each chunk, for example those without a page. A load lists rows that no map has, and
-            rows that have no page to go to. It lists no row before its token range: such rows must
-            be in the pages already.
+            of each chunk, for example rows without a page. A load lists rows that no map has, and
+            rows that have no page to go to. A load does not list rows before its token range: these
+            must be in the pages already.
         row_maps: For each chunk of a store, the rows in host memory once the transfer is done.
     """
 

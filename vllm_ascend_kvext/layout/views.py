@@ -42,7 +42,7 @@ _PLAIN_ACL_FORMATS = (-1, 0, 2)
 
 
 class StorageTable:
-    """Numbers the storages of the tensors that are read."""
+    """Numbers the storages of the tensors that it reads."""
 
     def __init__(self) -> None:
         self._storages: dict[int, tuple[int, RegisteredStorage]] = {}
@@ -56,7 +56,7 @@ class StorageTable:
 
         Raises:
             LayoutError: If the tensor has a private format, and its storage is larger than its
-                elements: only the device knows where the elements are then.
+                elements. Then only the device knows where the elements are.
         """
         storage = tensor.untyped_storage()
         address = int(storage.data_ptr())

@@ -2,7 +2,7 @@
 """Reads what the layout needs from a worker's configuration.
 
 The KV cache config and the tensors do not say whether other workers have other layers or tokens.
-They do not say either in which order kernels write the rows of a page. The module reads the
+They also do not say in which order kernels write the rows of a page. The module reads the
 configuration of vLLM and vLLM-Ascend by its attributes, and imports neither of them.
 """
 
@@ -19,7 +19,7 @@ def read_nz_layers(vllm_config: Any, kv_caches: Mapping[str, Any]) -> frozenset[
 
     With ``enable_kv_nz`` all layers are tiled. Layers with ``fa_quant`` or C8 (8-bit integers)
     count as tiled on every device and in every release, although not all of them are. Their pages
-    are moved as a whole, which is right for both.
+    are moved as a whole, which is also correct for a layer that is not tiled.
 
     Raises:
         LayoutError: If the engine uses pipeline or context parallelism, or if pages have an

@@ -25,9 +25,9 @@ class Transfer(NamedTuple):
         pools: See `PoolColumn`. shape: ``[num_pools, 2]``.
         planes: See `PlaneColumn`. shape: ``[num_planes, 9]``.
         runs: See `RunColumn`. shape: ``[num_runs, 5]``.
-        placement: Where backends that copy on host threads run.
+        placement: The CPUs and the number of threads of backends that copy on host threads.
         pool_tensors: The tensors of the pools. They name the device, and keep the memory alive.
-        host_tensor: The tensor of the host buffer, for the same two reasons.
+        host_tensor: The tensor of the host buffer. It also names a device and keeps memory alive.
     """
 
     pools: Table
@@ -47,7 +47,7 @@ class Transfer(NamedTuple):
 
 
 class Backend(Protocol):
-    """Moves the bytes of a `Transfer`. Once they have arrived, it keeps no reference to it."""
+    """Moves the bytes of a `Transfer`. It keeps no reference to it when the bytes have arrived."""
 
     @property
     def name(self) -> str: ...

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The devices whose pages can be moved, and what moves them.
+"""The types of devices whose pages can be moved, and the classes that move them.
 
-A device other than the CPU is named with the place of its class, as vLLM's factories name theirs.
-Its modules are imported when pages are on it. So transfers can be read and changed without them.
+The class of a device other than the CPU is registered by the names of its module and class, as in
+vLLM's factories. The module is imported when pages are on such a device. So transfers can be read
+and changed without it.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ if TYPE_CHECKING:
 
 
 class DeviceTransfers(Protocol):
-    """What one type of device has for transfers. Made without arguments, once per process."""
+    """Chooses what moves the pages of one type of device. It is made without arguments, once per process."""
 
     def choose_backend(self, transfer: Transfer, *, uses_kernel: bool) -> Backend:
-        """The backend for a transfer whose pools are all on devices of this type.
+        """Choose the backend for a transfer whose pools are all on devices of this type.
 
         Args:
-            uses_kernel: Whether a kernel may serve it, where the device has one.
+            uses_kernel: Whether a kernel of the device may do the transfer, if there is one.
 
         Raises:
             DescriptorError: A table is wrong.
         """
 
     def make_fence(self, device: torch.device) -> ComputeFence:
-        """The order between a model on ``device`` and copies of its pages."""
+        """Make the fence between the model on ``device`` and copies of its pages."""
 
     def map_host(self, host: torch.Tensor) -> Callable[[], None]:
         """Let a kernel of the device reach a host buffer.
 
         Returns:
-            What ends that. It is called once, when every transfer has ended.
+            A function that ends the access. Call it once, when every transfer has ended.
 
         Raises:
             BackendError: The device has no kernel, or it refuses.
@@ -68,7 +69,7 @@ _CPU = CpuTransfers()
 _PLACES: dict[str, tuple[str, str]] = {
     "npu": ("vllm_ascend_kvext.transfer.ascend.npu_transfers", "NpuTransfers"),
 }
-"""By type of device: the module and the class."""
+"""Maps a type of device to the module and the class of its transfers."""
 
 DEVICE_TYPES = ("cpu", *_PLACES)
 """The types of devices whose pages can be moved."""
@@ -76,7 +77,7 @@ DEVICE_TYPES = ("cpu", *_PLACES)
 
 @functools.cache
 def transfers_on(device_type: str) -> DeviceTransfers:
-    """What a type of device has for transfers; raises `BackendError` if no backend serves it."""
+    """The transfers of a type of device; raises `BackendError` if no backend serves it."""
     if device_type == "cpu":
         return _CPU
     if device_type not in _PLACES:

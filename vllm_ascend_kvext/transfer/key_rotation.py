@@ -6,8 +6,9 @@ A rotary embedding turns pair ``i`` of a key at position ``p`` by ``p * frequenc
 also multiply keys by a factor, such as YaRN's attention factor. Stored keys contain that factor
 already, so a change of position must not apply it again.
 
-One call moves several segments of a prompt, as it does with chunks. The planes are listed once per
-segment, with a group number of their own, and every group has its own shift.
+One call can move several segments of a prompt, just as `page_transfer` can move several chunks. The
+planes are listed once per segment, with a group number of their own, and every group has its own
+shift.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def choose_backend(
     Args:
         transfer: The transfer that the backend is to run.
         device_types: The device types of its pools, without repetition.
-        uses_kernel: Whether a kernel of the device may serve it, see `DeviceTransfers`.
+        uses_kernel: Whether a kernel of the device may do it, see `DeviceTransfers`.
 
     Raises:
         DescriptorError: A table is wrong.

@@ -40,7 +40,7 @@ _NICENESS_BESIDE_MODEL = 10
 
 
 class CopyPlacement(NamedTuple):
-    """Where copies run. The method `on` makes it, and checks that the kernel grants the CPUs.
+    """Where copies run. `CopyPlacement.on` makes one, and checks that the kernel grants the CPUs.
 
     Attributes:
         cpus: The CPUs, ascending; empty for the CPUs of the calling thread.
@@ -114,7 +114,7 @@ def choose_cpus(
     """The CPUs of a process that its model leaves free; empty if there are none.
 
     If only this worker's CPUs are known, the CPUs of other memory nodes are left to other workers.
-    CPUs that share no core with the model are preferred to those that do.
+    CPUs that share no core with the model are preferred to CPUs that share one.
     """
     free = process_cpus - model.cpus
     if model.cpus and not model.has_all_workers:
@@ -123,7 +123,7 @@ def choose_cpus(
 
 
 def _process_cpus(environ: Mapping[str, str]) -> frozenset[int]:
-    """The CPUs that the process was started with, or the part of them that can be found out."""
+    """The CPUs that the process was started with, as far as they can be found out."""
     if not is_main_thread_bound(environ):
         return frozenset(os.sched_getaffinity(os.getpid()))
     cpus = _cpus_of_threads()

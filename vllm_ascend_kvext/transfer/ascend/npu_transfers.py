@@ -31,10 +31,10 @@ class NpuTransfers:
     """See `devices.DeviceTransfers`."""
 
     def choose_backend(self, transfer: Transfer, *, uses_kernel: bool) -> Backend:
-        """The DMA engines, or the kernel for small runs where it may serve them.
+        """Choose the DMA engines, or the kernel for small runs if it is asked for.
 
-        Where the kernel is asked for and cannot be had, one WARNING says why, and the DMA engines
-        serve it.
+        If the kernel is asked for and cannot be used, the DMA engines are used, and one WARNING
+        says why.
         """
         run_bytes = mean_run_bytes(transfer)
         if not uses_kernel or run_bytes >= MIN_MEAN_RUN_BYTES_FOR_DMA:
