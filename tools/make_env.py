@@ -27,7 +27,7 @@ import emulated_npu
 import mooncake_servers
 
 TESTED_PACKAGE = "vllm_ascend_kvext*"
-"""The pattern of its module and metadata, which `link_packages` leaves out."""
+"""The pattern of the tested package's module and metadata. `link_packages` leaves them out."""
 
 LMCACHE_SERVER_NEEDS = (
     "sortedcontainers",

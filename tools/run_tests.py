@@ -47,8 +47,8 @@ NOT_IN_SAMPLE = (
 """The files of `tests/emulated_npu` that take minutes. Only `make test-ascend` runs them."""
 
 MAX_SUITE_S = 2400
-"""The longest time of a suite. A slower one hangs outside its tests, where pytest-timeout does not
-apply."""
+"""The longest time of a suite. A slower suite hangs outside its tests, where pytest-timeout does
+not apply."""
 
 LONG_ENGINE_FILES = (
     ("test_connector_serve.py",),

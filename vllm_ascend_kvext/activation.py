@@ -58,11 +58,11 @@ def register() -> None:
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
-    """The settings of a process whose variables these are.
+    """The settings of a process with these environment variables.
 
     Raises:
-        SettingsError: See `Settings.from_environ`. Also if a feature is to be left out that is not
-            known, cannot be left out, or is what a feature that is asked for is built on.
+        SettingsError: See `Settings.from_environ`. Also if a feature that is to be left out is not
+            known, cannot be left out, or is required by a feature that is asked for.
     """
     settings = Settings.from_environ(environ)
     known = [feature.name for feature in DEFAULTS]
@@ -122,8 +122,9 @@ def wanted_features(settings: Settings) -> tuple[str, ...]:
 def survey(settings: Settings, *, plan_everything: bool = False) -> Activation:
     """Find out what is installed, and plan the wanted features. vLLM is not changed.
 
-    Where vLLM-Ascend is in use, its own global patches are applied first, as its plugins would do
-    anyway. Patches of this package have to wrap its replacements, and must not be replaced by them.
+    If vLLM-Ascend is in use, its own global patches are applied first, as its plugins would do
+    anyway. Patches of this package have to wrap the functions of these patches, and must not be
+    replaced by them.
 
     Args:
         settings: The settings of this process.

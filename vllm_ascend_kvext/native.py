@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the compiled module comes from.
+"""Loads the compiled module.
 
-It lies in the installed package. A process that is started in a checkout imports this package from
-there (see the package's ``__init__``), and takes the compiled module from where it is installed.
+The compiled module is part of the installed package. A process that is started in a checkout
+imports this package from the checkout (see the package's ``__init__``), but takes the compiled
+module from the installed package.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _STUB = "_native.pyi"
 
 @functools.cache
 def native() -> ModuleType:
-    """The compiled module; its face is in ``_native.pyi``.
+    """The compiled module. ``_native.pyi`` declares its functions and classes.
 
     Raises:
-        CompiledModuleError: There is none for this interpreter, it does not load, it is that of
-            another version, or it lacks a function or class of ``_native.pyi``.
+        CompiledModuleError: The module is missing for this interpreter, does not load, belongs to
+            another version, or lacks a function or class of ``_native.pyi``.
     """
     try:
         try:
@@ -61,7 +62,11 @@ def _package_folder() -> Path:
 
 
 def _promised_names() -> list[str]:
-    """A development version keeps its number while functions come and go: their names tell."""
+    """The functions and classes that the compiled module must have.
+
+    A development version keeps its number when functions are added or removed, so the number alone
+    does not tell whether the module is current.
+    """
     stub = _package_folder() / _STUB
     source = stub.read_text(encoding="utf-8") if stub.is_file() else ""
     return [

@@ -19,7 +19,7 @@ _MAX_SHOWN = 100
 """The most characters of a client's value that a message shows."""
 
 MAX_REMEMBERED = 1024
-"""How many requests with several answers are remembered, the newest ones."""
+"""The number of requests with several answers that are remembered. The newest ones are kept."""
 
 _ANSWER = re.compile("[0-9]+_(.+)", re.DOTALL)
 _answered: dict[tuple[str, str], None] = {}
@@ -42,9 +42,9 @@ def read_argument(extra_args: Mapping[str, Any] | None, name: str) -> Any:
 
 
 def truth_of(value: Any) -> bool | None:
-    """What a value says that is to be true or false; None if it says neither.
+    """The truth value that a client means by a value; None if it means neither true nor false.
 
-    Endpoints make numbers of truth values, and text may be written with a capital letter.
+    Endpoints turn truth values into numbers, and text may begin with a capital letter.
     """
     if isinstance(value, str):
         return {"true": True, "false": False}.get(value.strip().lower())

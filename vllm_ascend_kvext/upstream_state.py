@@ -57,7 +57,7 @@ class RequestState(_OfObject):
     """Whether hints that cannot be used have been logged."""
 
     token_ids: array[int] | None = None
-    """Its first tokens, in the form that workers copy fastest."""
+    """The first tokens of the request, in the form that workers copy fastest."""
 
 
 @dataclass(slots=True)
@@ -68,8 +68,8 @@ class PoolState(_OfObject):
     """The keys of a group, by group id and tokens per block."""
 
     on_uncached: Callable[[list[Any]], None] | None = None
-    """Is told of blocks that are free and have left the prefix cache, once they are the next ones
-    to be reallocated. None where the pool keeps no books but upstream's."""
+    """Called with free blocks that have left the prefix cache and are the next ones to be
+    reallocated. None if only upstream keeps records of the pool."""
 
 
 @dataclass(slots=True)
@@ -80,11 +80,11 @@ class CoordinatorState(_OfObject):
     """The group id and the tokens per block of each full-attention group; None before first use."""
 
     retention: CheckpointRetention | None = None
-    """What decides which blocks are cached, and when, if it is not upstream. Set when the block
+    """Decides which blocks are cached, and when; None if upstream decides. It is set when the block
     manager is made."""
 
     interval_tokens: int = 0
-    """The distance of the boundaries that it keeps in any case; 0 if there are none."""
+    """The distance of the boundaries that retention always keeps; 0 if there are none."""
 
     waits_for_drafts: bool = False
     """Whether windows move on only past tokens that no draft in flight can take back."""
@@ -95,10 +95,10 @@ class BlockManagerState(_OfObject):
     """State of a ``vllm.v1.core.kv_cache_manager.KVCacheManager``."""
 
     features: set[str] = field(default_factory=set)
-    """The features that bind methods of this manager, and of what it is made of."""
+    """The features that bind methods of this manager and of its parts."""
 
     steps: Steps | None = None
-    """Steps of running requests, where the fast path takes them."""
+    """Steps of running requests, if the fast path handles them."""
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class SchedulerState(_OfObject):
 
     steps_in_flight: Any = None
     """The steps whose outputs are still to come, as the repair ``discarded-frames`` keeps them.
-    None where the scheduler processes outputs in a method of its own, and before the first step."""
+    None before the first step, and if the scheduler processes outputs in a method of its own."""
 
     has_looked_at_outputs: bool = False
     """Whether ``steps_in_flight`` has been decided."""

@@ -32,11 +32,11 @@ class StepsInFlight:
     """The steps of one scheduler whose outputs have not arrived yet, the oldest first."""
 
     def __init__(self) -> None:
-        # Each step, and those of its requests that a reset has preempted since.
+        # The steps, each with those of its requests that a reset has preempted since.
         self._steps: deque[tuple[SchedulerOutput, set[str]]] = deque()
 
         self._prompt_logprobs: dict[str, Any] = {}
-        """Prompt log-probabilities of requests that were preempted before they were sent. Workers
+        """Prompt log-probabilities that were not sent before their request was preempted. Workers
         compute them only once."""
 
     def plan(self, output: SchedulerOutput) -> None:
@@ -48,7 +48,7 @@ class StepsInFlight:
             stale |= request_ids & output.num_scheduled_tokens.keys()
 
     def end(self, planned: SchedulerOutput) -> set[str]:
-        """Forget a step, and those before it that never had an output.
+        """Forget a step, and all earlier steps, which never had an output.
 
         Returns:
             The requests that are stale in it.
@@ -122,7 +122,7 @@ def note_what_is_stale(
     try:
         return wrapped(reset_running_requests, reset_connector)
     finally:
-        # If upstream raises, it has preempted them before.
+        # If upstream raises, it has already preempted these requests.
         steps.note_reset({request.request_id for request in running})
         for request in running:
             request.async_tokens_to_discard = 0

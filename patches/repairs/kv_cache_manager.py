@@ -50,12 +50,12 @@ def uncache_when_preempted(
 ) -> None:
     """Have a new manager uncache what a preempted request has cached and never computed."""
     wrapped(*args, **kwargs)
-    # Over what retention has put there: it settles what is left of a request.
+    # This replacement lies over retention's, which settles what is left of a request.
     _replaced.replace(manager, _UncachingManager(manager).free)
 
 
 class _UncachingManager:
-    """Methods of one block manager."""
+    """The methods of one block manager that this repair replaces."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self._manager = manager
@@ -63,9 +63,10 @@ class _UncachingManager:
     def free(self, wrapped: Callable[[Request], None], request: Request) -> None:
         """Uncache the blocks of a preempted request whose tokens were scheduled, not computed.
 
-        They are counted as computed once the step is planned. A request that is preempted before
-        has cached more than it counts. Only what runs is preempted; of others, a load that failed
-        may have set the count to 0, and what they had hit is right.
+        Upstream counts tokens as computed once the step is planned. If a request is preempted
+        before that, it has cached more tokens than it counts. Only running requests are preempted.
+        For other requests, a failed load may have set the count to 0, but the blocks that they had
+        hit are right.
         """
         from vllm.v1.request import RequestStatus
 

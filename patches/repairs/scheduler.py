@@ -254,7 +254,8 @@ class LoadRecovery:
             RequestState.of(request).has_failed_load = True
             _forget_external_hits(request)
             if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-                # A load still writes into its blocks. Upstream frees them when it is received.
+                # A load still writes into the request's blocks. Upstream frees them when the load
+                # ends.
                 scheduler.failed_recving_kv_req_ids.add(request.request_id)
             elif request not in running:
                 scheduler.kv_cache_manager.free(request)
@@ -347,7 +348,7 @@ _replaced = InstanceMethods()
 
 def _failed_request_ids(connector_output: Any) -> frozenset[str]:
     metadata = getattr(connector_output, "kv_connector_worker_meta", None)
-    # The metadata of a MultiConnector has those of its connectors in a tuple.
+    # The metadata of a MultiConnector has the metadata of its connectors in a tuple.
     parts = (metadata, *(getattr(metadata, "metadata", None) or ()))
     return frozenset().union(*(getattr(part, FAILED_RECVING, None) or () for part in parts))
 

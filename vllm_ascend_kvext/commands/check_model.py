@@ -4,9 +4,9 @@
     python -m vllm_ascend_kvext check-model MODEL [arguments of vllm serve]
 
 The command starts vLLM with the connector. The model computes prompts of random tokens with and
-without reuse, and the command compares the answers; see docs/blending.md. Pass the arguments that
-the model is served with, also --kv-transfer-config. Without that, the connector's options have
-their defaults. The exit status is 1 if segments may not be reused.
+without reuse, and the command compares the answers; see docs/blending.md. Pass the arguments with
+which the model is served, including --kv-transfer-config. Without this argument, the connector's
+options have their defaults. The exit status is 1 if segments may not be reused.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _NUM_LOGPROBS = 20
 """The number of answer tokens whose log-probabilities are compared."""
 
 _SEGMENT_OPTIONS = {"selector": "heads", "context": False, "learn": False}
-"""The options of segments that hold whatever the arguments say: what is asked stays what is
-computed."""
+"""Options of segments that replace those of the arguments, so that the engine computes exactly the
+prompts of the check."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,9 +74,9 @@ def _engine(model: str, arguments: Sequence[str]) -> LLM:
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The connector's options to check a model with, from those that it is served with.
+    """Make the connector's options for the check from the options with which the model is served.
 
-    What is no object under ``segments`` is left there: the engine refuses it, and says why.
+    A value of ``segments`` that is no object stays as it is: the engine refuses it with a message.
     """
     segments = given.get("segments")
     if segments is None:

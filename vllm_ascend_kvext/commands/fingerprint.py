@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare the source of upstream's functions with the stored source fingerprints, or store them.
 
-A source fingerprint is a hash of a function's syntax tree; a patch is installed only where the
-functions that it counts on have the stored ones. It has nothing to do with the layout fingerprint
-in the names of LMCache's objects, nor with the plan digest in the log.
-Reads files, without --sources what is installed; imports neither vLLM nor vLLM-Ascend.
-Of a release that is not stored, every function is listed that patches count on in the newest stored
-one: absent, different from all stored versions, or as in one of them. With --against, what differs
-is shown line by line, without docstrings; then the functions that this package only calls, and the
-names of it that the release has lost. That is what to read before the release is supported.
+A source fingerprint is a hash of a function's syntax tree. A patch is installed only if the
+functions that it relies on have the stored fingerprints. The layout fingerprint in the names of
+LMCache's objects, and the plan digest in the log, are something else.
+The command reads files. Without --sources it reads the installed packages. It imports neither vLLM
+nor vLLM-Ascend.
+If a release is not stored, the command lists every function on which patches rely in the newest
+stored release: absent, different from all stored versions, or as in one of them. With --against, it
+shows the changed lines, without docstrings. Then it lists the functions that this package only
+calls, and the names that the release has lost. Read all of this before you support the release.
 Exit status: 0 if everything is as stored (or was stored), 1 if something differs or the release is
 not stored, 2 if the arguments are wrong.
 """
@@ -112,7 +113,7 @@ class SourceTree:
 
 
 def installed_trees() -> list[SourceTree]:
-    """What imports of ``vllm`` and ``vllm_ascend`` would find."""
+    """The source trees that imports of ``vllm`` and ``vllm_ascend`` would find."""
     upstream = compat.detect(os.environ)
     trees = []
     for package, distribution, version in (
@@ -126,7 +127,7 @@ def installed_trees() -> list[SourceTree]:
 
 
 def functions_of_interest(distribution: str, version: str | None) -> list[str]:
-    """The functions of a distribution that patches change or count on, in any version if None."""
+    """The functions that patches of a version change or rely on; of all versions for None."""
     names: set[str] = set()
     for patch in patches_of(version):
         if distribution == VLLM_ASCEND:
@@ -188,7 +189,7 @@ def survey(tree: SourceTree, store: FingerprintStore, against: Path | None) -> l
     patches = patches_of(newest)
     rows: list[tuple[int, str, str, str]] = []
     diffs: list[str] = []
-    unchanged: dict[str, bool] = {}  # By patch id: whether all its functions are as they were.
+    unchanged: dict[str, bool] = {}  # By patch id: whether all its functions are unchanged.
     for name in functions_of_interest(tree.distribution, newest):
         versions = [each for each in known_versions if name in stored[each]]
         same: list[str] = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print which ids of patches are free, by range: what a new patch may have.
+"""Print the ids of patches that are free, by range. A new patch takes one of them.
 
-Reads declarations alone: neither vLLM nor vLLM-Ascend is imported.
+The command reads declarations only: it imports neither vLLM nor vLLM-Ascend.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm_ascend_kvext.patching.ids import RANGES, RETIRED_IDS, free_ids
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It has none."""
+    """The command has no arguments."""
 
 
 def run(_arguments: argparse.Namespace) -> int:
@@ -23,7 +23,7 @@ def run(_arguments: argparse.Namespace) -> int:
 
 
 def render(ids: Iterable[str], retired: Iterable[str]) -> list[str]:
-    """Two lines for each range: who has it, and its free ids."""
+    """Two lines for each range: the features that share it, and its free ids."""
     used, gone = set(ids), set(retired)
     lines = []
     for first_digit, features in RANGES.items():

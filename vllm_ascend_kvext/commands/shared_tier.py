@@ -12,12 +12,12 @@ from vllm_ascend_kvext.shared_tier import open_tier
 from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Answer, SharedObject, SharedTier
 from vllm_ascend_kvext.shared_tier.names import FORMAT_VERSION, differences
 
-# Only the engines of a tier know its capacity. With this one the command removes nothing.
+# Only the engines of a tier know its capacity. With this number the command removes nothing.
 _NO_LIMIT_BYTES = 1 << 62
 
 
 def describe(url: str) -> tuple[bool, list[str]]:
-    """Put one object into a tier and get it back. A missing folder is not made.
+    """Put one object into a tier and get it back. A missing folder is not created.
 
     Returns:
         Whether the tier works, and lines for a person.

@@ -69,18 +69,19 @@ class Patch:
             all.
         why: The upstream behaviour that makes the patch necessary.
         retire_when: The condition under which the patch can be deleted.
-        vllm: Closed version ranges of vLLM in which the patch is part of its feature: all that are
-            supported, unless they differ in it.
+        vllm: Closed version ranges of vLLM in which the patch is part of its feature. The default
+            is all supported versions; a patch for some of them names these.
         wrapper: For ``WRAP`` and ``REPLACE``.
         install: For ``HOOK``.
-        undo: Takes back what the wrapper has set on upstream's objects that are in use.
-        relies_on: Further ``module:qualname`` of upstream functions whose behaviour the wrapper
-            counts on. They are fingerprinted like the target itself.
-        ascend: The same for functions of vLLM-Ascend, which are compared where it is installed.
-            A target or a function relied on that vLLM-Ascend has replaced by one of them fits.
-        when_imported: Whether planning leaves the target's module alone: an import would cost time,
-            or come before upstream's own. The source of what is fingerprinted is compared then, and
-            the target is wrapped as soon as upstream imports its module.
+        undo: Removes what the wrapper has set on objects of upstream that are still in use.
+        relies_on: Further ``module:qualname`` of upstream functions on whose behaviour the wrapper
+            relies. They are fingerprinted like the target.
+        ascend: Functions of vLLM-Ascend on which the wrapper relies. They are compared if
+            vLLM-Ascend is installed. If one of them has replaced the target, or a function of
+            ``relies_on``, the patch still fits.
+        when_imported: Whether planning does not import the target's module, because an import would
+            take long, or would come before upstream's own import. Then the source files are
+            compared, and the target is wrapped as soon as upstream imports its module.
     """
 
     id: str

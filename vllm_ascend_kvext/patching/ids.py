@@ -17,7 +17,7 @@ RANGES = {
     4: "connector",
     5: "lmcache",
 }
-"""By its first digit, the features of a range."""
+"""Maps the first digit of a range to the features of the range."""
 
 RETIRED_IDS = {
     "KVX-101": "a method of single block managers replaced it",
@@ -70,14 +70,14 @@ RETIRED_IDS = {
     "KVX-503": "only vLLM 0.20.2 needed it",
     "KVX-504": "counts of LMCache's stores",
 }
-"""Ids of patches that are gone, and what each one was for."""
+"""Ids of deleted patches. The text says what a patch was for, or why it was deleted."""
 
 _PREFIX = "KVX-"
 _IDS_PER_RANGE = 100
 
 
 def misused_ids(ids: Iterable[str], retired: Collection[str]) -> list[str]:
-    """What is wrong with the ids of a ledger, one sentence each; empty if nothing is.
+    """The errors in the ids of a ledger, one sentence each; empty if there are none.
 
     Args:
         ids: The id of each patch, in any order.

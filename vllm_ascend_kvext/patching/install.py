@@ -120,8 +120,8 @@ class PatchBook:
 
         Returns:
             One state per patch. INERT: the attribute is what it was before. SHADOWED: another
-            wrapper lies over ours, so ours stays in place and is off. It is removed as soon as a
-            later revert removes the wrapper over it, if that is one of this package.
+            wrapper lies over ours, so ours stays in place and is off. If that wrapper belongs to
+            this package, ours is removed as soon as a later revert removes that wrapper.
         """
         with self._lock:
             ids = [id for id, entry in self._entries.items() if entry.patch.feature == feature]
@@ -161,7 +161,7 @@ class PatchBook:
 
     def _end_waiting(self, waiting: _Hooking, wrapper: Wrapper, _module: object) -> None:
         # A patch that was taken back meanwhile is not installed. This method must not take the
-        # lock, because a thread that holds the lock may be importing.
+        # lock, because a thread that holds the lock may be waiting for the import.
         if self._entries.get(waiting.patch.id) is waiting:
             self._entries[waiting.patch.id] = _wrap(waiting.patch, wrapper)
 

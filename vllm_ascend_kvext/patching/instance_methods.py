@@ -28,12 +28,13 @@ class InstanceMethods:
         self._layers: WeakSet[_Layer] = WeakSet()
 
     def replace(self, owner: Any, replacement: Callable[..., Any]) -> Callable[[], None]:
-        """Have calls of one method of an object go to a function of the same name.
+        """Replace one method of an object by a function of the same name.
 
-        It is called with what lay there before, bound, in front of the arguments of the call.
+        A call of the method calls the function. The function gets the bound method that it replaces
+        as its first argument, followed by the arguments of the call.
 
         Returns:
-            Gives the object this one method back.
+            A function that gives the object this one method back.
         """
         layer = _Layer(owner, replacement)
         self._layers.add(layer)
@@ -64,7 +65,7 @@ class _Layer:
         self._name = replacement.__name__
         self._found = vars(owner).get(self._name, _MISSING)
         self._below = getattr(owner, self._name)
-        self._replacement = replacement  # A call that is under way may be all else that has it.
+        self._replacement = replacement  # Otherwise only a call in progress might keep it alive.
         self._call: Any = partial(replacement, self._below)
         vars(self._call)["kvext_layer"] = self
         self._is_on = True
@@ -73,7 +74,7 @@ class _Layer:
     def take_back(self) -> None:
         """Restore the object's attribute, or switch the layer off if another one lies over it.
 
-        A function over a layer that is off goes on calling it, and reaches the method below.
+        If a function over this layer still calls the layer, the call goes to the method below.
         """
         self._is_on = False
         self._call.__setstate__((self._below, (), {}, vars(self._call)))

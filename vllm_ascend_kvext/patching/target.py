@@ -71,7 +71,7 @@ def _look_up(parent: Any, attribute: str, name: str) -> tuple[Any, bool]:
 
 
 def wrapper_chain(found: Any) -> list[Any]:
-    """An attribute, and what lies under each wrapt wrapper or cache around it.
+    """An attribute, and the functions under each wrapt wrapper or cache around it.
 
     A wrapt wrapper and ``functools.cache`` call the function that they hold. A plain function that
     uses ``functools.wraps`` may do anything, so the chain ends there.
