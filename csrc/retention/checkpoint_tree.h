@@ -147,8 +147,8 @@ class CheckpointTree {
   /// counts.
   void release(const BlockIds& ids);
 
-  /// If a block is surplus, moves it to the end of the surplus, so that it is reallocated last of
-  /// it.
+  /// If a block is surplus, moves it behind the other surplus blocks, so that these are reallocated
+  /// first.
   void refresh(BlockId id);
 
   // Calls about the pool:

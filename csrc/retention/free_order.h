@@ -39,9 +39,9 @@ class BlockNeeds {
 };
 
 /// Keeps the queue of one pool in the order of its parts. It moves blocks only within the queue,
-/// never into the queue or out of it. Over many calls, a call takes time in proportion to the
-/// blocks that it is given or asked for. Entries of blocks that have left the surplus are visited
-/// at most twice per insertion.
+/// never into the queue or out of it. On average over many calls, a call takes time in proportion
+/// to the blocks that it is given or asked for. Entries of blocks that have left the surplus are
+/// visited at most twice per insertion.
 class FreeOrder {
  public:
   /// @param head, tail  the sentinels at both ends of the queue, which are no real blocks

@@ -37,7 +37,7 @@ struct GroupTables {
 
 struct Geometry {
   std::int64_t unit_tokens = 1;    // every hit is a multiple of this
-  std::int64_t step_tokens = 1;    // hits change at multiples of it
+  std::int64_t step_tokens = 1;    // hits get longer only at multiples of this
   std::int64_t steady_tokens = 1;  // the first boundary from which on everything repeats
   std::int64_t lag_tokens = 0;     // extra tokens that a lookup needs to hit a steady boundary
   std::int64_t grid_tokens = 0;    // distance between boundaries of the grid; 0: no grid
@@ -47,7 +47,7 @@ struct Geometry {
 
   /// hit_by_step[n]: the longest hit of a lookup that is limited to n steps.
   std::vector<std::int64_t> hit_by_step;
-  /// opening_by_unit[n]: the minimum of tokens with which a lookup hits n units.
+  /// opening_by_unit[n]: the minimum of tokens with which a lookup reaches n units.
   std::vector<std::int64_t> opening_by_unit;
   std::vector<GroupTables> groups;
 

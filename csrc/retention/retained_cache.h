@@ -40,7 +40,7 @@ struct Group {
   nb::dict tables;                  // request id -> list of blocks
   nb::dict num_cached;              // request id -> number of cached blocks
   bool is_upstreams = true;         // vLLM's own manager class, whose rules are known
-  bool is_quiet = false;            // vLLM has no events and no other record of it
+  bool is_quiet = false;            // no events or records of vLLM tell what it caches
   bool is_state = false;
   std::int64_t window_tokens = 0;   // window plus the tokens that rejected drafts may recompute
 };
@@ -69,7 +69,7 @@ class KeyTable {
   bool is_dict_;
 };
 
-/// Shared by all requests of one engine.
+/// The state of retention for one block pool, shared by all requests of one engine.
 struct RetainedCache {
   RetainedCache(nb::list blocks, nb::object head, nb::object tail, Geometry geometry,
                 std::vector<Group> sparse_groups, std::vector<Group> full_groups);

@@ -91,9 +91,9 @@ class RetainedRequest {
 
   /// Holds blocks that are about to leave a window although the next checkpoint needs them.
   ///
-  /// A boundary opens only when every group that looks ahead has its block past the boundary. The
-  /// latest boundary remains the place where a preempted request resumes. By then the first blocks
-  /// of a tail may have left the window.
+  /// A boundary opens (a lookup can hit it) only when every group that looks ahead has its block
+  /// past the boundary. Until then, the latest open boundary is where a preempted request resumes.
+  /// Meanwhile the first blocks of a tail may leave the window.
   /// @param is_settled  whether the count already excludes tokens of steps in flight
   /// @param skipped_tokens  [n]: number of first tokens that sparse group n no longer reads; empty
   ///   if all managers are vLLM's
@@ -138,7 +138,7 @@ class RetainedRequest {
     bool is_last = false;
     bool is_settled = true;
     std::vector<GroupRun> quiet_runs;  // runs of quiet groups that are not cached yet
-    bool passes_boundary = false;    // it has left every state of that boundary
+    bool passes_boundary = false;    // whether it left every state of that boundary
     std::int64_t passed_tokens = 0;  // the latest boundary that it reaches
     std::vector<GroupStop> stops;    // up to which block groups are cached at that boundary
   };
@@ -171,7 +171,7 @@ class RetainedRequest {
   std::vector<PlannedBoundary> plan_;
   std::vector<std::int64_t> stops_tokens_;
   std::int64_t replay_tokens_ = 0;
-  std::shared_ptr<Checkpoint> last_;  // from which it resumed, or which it passed last
+  std::shared_ptr<Checkpoint> last_;  // the checkpoint that it resumed from, or passed last
   std::vector<std::shared_ptr<Checkpoint>> supplied_;  // checkpoints that consist of its blocks
 };
 

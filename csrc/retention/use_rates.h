@@ -26,7 +26,8 @@ enum class Origin : std::int32_t {
 /// Why a checkpoint is kept: `vllm_ascend_kvext.retention.reasons.Reason`.
 struct Reason {
   Origin origin = Origin::kLatest;
-  std::int32_t step = 0;    // rung number; for `kLatest`, 1 if it is the prompt's last, too
+  // Number of the rung. For `kLatest`: 1 if the boundary is also the prompt's last one, else 0.
+  std::int32_t step = 0;
   std::int32_t uses = 0;    // number of times a request resumed from it, at most `kMaxUses`
 
   /// The reason to keep the checkpoint after one more use; the origin no longer matters then.
