@@ -96,7 +96,7 @@ class Activation:
 
     @property
     def misfits(self) -> tuple[FeaturePlan, ...]:
-        """The plans that do not fit, without those of features that the user has disabled."""
+        """The plans that do not fit, except plans of features that the user has disabled."""
         asked_for = self.settings.requests
         dismissed = self.settings.disabled
         return tuple(
@@ -123,8 +123,8 @@ def survey(settings: Settings, *, plan_everything: bool = False) -> Activation:
     """Find out what is installed, and plan the wanted features. vLLM is not changed.
 
     If vLLM-Ascend is in use, its own global patches are applied first, as its plugins would do
-    anyway. Patches of this package have to wrap the functions of these patches, and must not be
-    replaced by them.
+    anyway. Patches of this package must wrap the functions that vLLM-Ascend puts there, and must
+    not be replaced by them.
 
     Args:
         settings: The settings of this process.
@@ -197,7 +197,7 @@ def current_findings(activation: Activation) -> tuple[Finding, ...]:
 
 
 def _explain(plans: Iterable[FeaturePlan], activation: Activation) -> str:
-    """The text about every patch of some features that does not fit, and the remedy."""
+    """A text with every patch of these features that does not fit, and the remedy."""
     lines = []
     for plan in plans:
         request = activation.settings.requests.get(plan.feature)
@@ -239,8 +239,8 @@ def _knows(variable: str) -> bool:
 def introduce_interval() -> None:
     """Keep vLLM 0.30, which does not know the retention interval, from warning about it.
 
-    The reader that is added says that the variable is not set. vLLM-Ascend 0.30 still asks for the
-    variable, and would check it against a unit that need not be the unit of its hits. Retention
+    The added reader reports the variable as not set. vLLM-Ascend 0.30 still asks for the variable.
+    It would check the value against a unit that may differ from the unit of its hits. Retention
     reads the environment itself.
     """
     _introduce({RETENTION_INTERVAL_VARIABLE: lambda: None})

@@ -54,7 +54,7 @@ def detect(environ: Mapping[str, str]) -> Upstream:
 
 
 def why_unsupported(upstream: Upstream) -> str:
-    """Why the installed upstream is not supported: found and expected. Empty if it is supported."""
+    """Why the installed upstream is not supported; empty if it is supported."""
     if upstream.vllm is None:
         return f"vLLM is not installed; supported: {supported_versions()}"
     for release in SUPPORTED:

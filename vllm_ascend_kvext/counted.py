@@ -5,8 +5,9 @@
 
 A `MetricTable` is made from such a class. It makes reports of objects of the class, adds reports
 up, and registers the metrics with the classes of a stat logger. A report is flat, plain data that
-any serializer takes. For each key it has what a counter has gained since the last report, or the
-value of a gauge. A counter that is not in a report has gained nothing.
+any serializer takes. Its keys stand for counters and gauges. The value of a key is the gain of
+the counter since the last report, or the value of the gauge. A counter without a key has gained
+nothing.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ class Metric:
 class MetricTable:
     """The metrics of a class of counters, and of its parts.
 
-    A field whose type is such a class is a part. Its note is the prefix of the names of the part's
-    metrics. No two parts share a metric. A field that is a dict has all its keys from the start.
+    A field whose type is a class of counters is a part. The note of the field is the prefix of the
+    names of the part's metrics. No two parts share a metric. A field that is a dict has all its
+    keys from the start.
     """
 
     def __init__(self, cls: type, prefix: str = "") -> None:
@@ -166,7 +168,7 @@ class MetricTable:
                 parent = counter_cls(**named)
             for engine, labels in labels_of_engines.items():
                 for key, value in zip(metric.keys, metric.label_values or (None,), strict=True):
-                    # A child that exists is shown by Prometheus even if nothing was counted.
+                    # Prometheus shows a child that exists, even if nothing was counted.
                     child = parent.labels(*labels, value) if value else parent.labels(*labels)
                     updates[engine][key] = child.set if metric.is_gauge else child.inc
 
@@ -189,7 +191,7 @@ class Reporting:
         return self.metrics.report(self.metrics.values(self))
 
     def take(self) -> Report:
-        """What counters have gained since the last call, and all gauges; empty if nothing changed.
+        """The gains of counters since the last call, and all gauges; empty if nothing changed.
 
         The scheduler calls this once per step. In most steps nothing has changed.
         """

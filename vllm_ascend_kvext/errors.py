@@ -23,7 +23,7 @@ class CompiledModuleError(KvextError, RuntimeError):
 
 
 class LMCacheError(KvextError):
-    """LMCache is not the one whose connector was read, or the layout of KV cannot be named.
+    """The installed LMCache is not supported, or the layout of KV cannot be named.
 
     Args:
         expected: What was expected.
@@ -32,8 +32,8 @@ class LMCacheError(KvextError):
     """
 
     def __init__(self, expected: str, found: str, remedy: str) -> None:
-        # An exception that crosses a process boundary is made again from its ``args``, so these are
-        # all arguments in order.
+        # An exception that crosses a process boundary is created again from its ``args``. So
+        # ``args`` must have all arguments in order.
         super().__init__(expected, found, remedy)
 
     def __str__(self) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from vllm_ascend_kvext.patching.declaration import Feature
 
 ALIGNED_STEPS = Feature("aligned-steps", default_on=True)
-"""It is installed before retention, which shortens the steps that this repair has aligned."""
+"""Installed before retention, which shortens the steps that this repair has aligned."""
 
 REPAIRS = (
     Feature("trim-full-groups", default_on=True),
@@ -32,13 +32,13 @@ REPAIRS = (
 """Repairs of upstream defects. They are on by default, and independent of each other."""
 
 FAST_PREFIX_CACHE = Feature("fast-prefix-cache")
-"""It changes no decision. It is installed first, so that other features wrap its functions."""
+"""The fast path changes no decision. It is installed first, so that others wrap its functions."""
 
 CONNECTOR = Feature("connector", default_on=True)
-"""It changes nothing in an engine that is started without KvextConnector."""
+"""The feature changes nothing in an engine that is started without KvextConnector."""
 
 LMCACHE = Feature("lmcache", default_on=True)
-"""It changes nothing in an engine that is started without LMCacheMPConnector."""
+"""The feature changes nothing in an engine that is started without LMCacheMPConnector."""
 
 DEFAULTS = (*REPAIRS, CONNECTOR, LMCACHE)
 """The features that are on by default, and that a user can leave out by name."""

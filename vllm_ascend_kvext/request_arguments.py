@@ -68,7 +68,7 @@ def shown(value: object) -> str:
 
 
 def is_first_answer(argument: str, request_id: str) -> bool:
-    """Whether a message about an argument is the first one for all answers to one request.
+    """Whether a message about an argument is the first message for all answers to a request.
 
     vLLM makes ``n`` requests for ``n`` answers. Each id is a number, an underscore, and the id of
     the original request, which ends in a random part. If clients choose such ids themselves, and

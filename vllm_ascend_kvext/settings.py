@@ -58,12 +58,12 @@ HOW_TO_ASK = {
     _RETENTION_FEATURE: f"{RETENTION_VARIABLE}={Retention.ADAPTIVE.value}",
     _FAST_PREFIX_CACHE_FEATURE: f"{FAST_PREFIX_CACHE_VARIABLE}={Switch.ON.value}",
 }
-"""By the name of each feature that is off by default: a setting that requests it."""
+"""Maps the name of each feature that is off by default to a setting that requests it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The variables as one process found them."""
+    """The values of the variables in one process."""
 
     mode: Annotated[Mode, MODE_VARIABLE] = Mode.SAFE
     """`off`: vLLM runs untouched. `safe`: a patch that does not fit the installed vLLM is left out

@@ -87,7 +87,7 @@ class CoordinatorState(_OfObject):
     """The distance of the boundaries that retention always keeps; 0 if there are none."""
 
     waits_for_drafts: bool = False
-    """Whether windows move on only past tokens that no draft in flight can take back."""
+    """Whether windows move past a token only when no rejected draft can take the token back."""
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def render_rows(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines whose columns are as wide as their widest cell. No rows make no lines."""
+    """Render rows as lines. Each column is as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

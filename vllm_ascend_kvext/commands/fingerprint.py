@@ -148,7 +148,7 @@ def patches_of(version: str | None) -> list[Patch]:
 
 
 def read(tree: SourceTree) -> tuple[dict[str, str], list[str]]:
-    """The fingerprints of a source tree, and a reason for each that could not be computed."""
+    """The fingerprints in a source tree, and the reason for each function without one."""
     found: dict[str, str] = {}
     missing: list[str] = []
     for name in functions_of_interest(tree.distribution, tree.version):

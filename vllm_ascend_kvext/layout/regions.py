@@ -2,8 +2,8 @@
 """Finds the regions of bytes that one registered tensor has in every page.
 
 The axes of a tensor are read in its logical order; the strides may have another order. Pages are
-the first axis, or the second one behind an axis of K and V. An axis of K and V may follow. Then
-come tokens, heads and elements.
+the first axis, or the second axis behind an axis of K and V. An axis of K and V may also follow the
+pages. Then come tokens, heads and elements.
 
 vLLM's CPU backend and NZ formats have another axis before the tokens. Their kernels do not write
 as the shape says (the CPU backend stores K transposed within a page), so such a page is one row.

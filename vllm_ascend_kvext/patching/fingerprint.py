@@ -102,8 +102,8 @@ def fingerprint_live(function: object) -> str:
 _known: dict[int, tuple[CodeType, str]] = {}
 """Fingerprints by the ``id`` of a code object.
 
-The object is kept beside its fingerprint, so that no other object gets its id. Equality is no key:
-equal code objects can come from sources with different meanings.
+The object is kept beside its fingerprint, so that no other object gets its id. Code objects are not
+compared by equality, because equal ones can come from sources with different meanings.
 """
 
 

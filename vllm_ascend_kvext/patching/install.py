@@ -23,7 +23,7 @@ from vllm_ascend_kvext.patching.target import Target, resolve, wrapper_chain
 
 @dataclass(slots=True)
 class _Wrapping:
-    """A wrapper of this package in an attribute of upstream, and the attribute before that.
+    """A wrapper of this package in an attribute of upstream, and what the attribute was before.
 
     While the wrapper is off, it only calls the wrapped function.
     """
@@ -32,7 +32,7 @@ class _Wrapping:
     target: Target
     # A subclass of FunctionWrapper would double the cost of each call.
     wrapper: wrapt.FunctionWrapper[..., Any] = field(init=False)
-    # A plain attribute, because wrapt's own switch is a function, which every call would pay for.
+    # wrapt's own switch is a function that every call would have to call.
     is_on: bool = True
 
     @property
@@ -81,7 +81,7 @@ class PatchBook:
     """Records which patches are installed in this process."""
 
     def __init__(self) -> None:
-        # By id of the patch: why the last try to install it failed.
+        # Maps the id of a patch to the reason why its last installation failed.
         self._failures: dict[str, str] = {}
         self._entries: dict[str, _Wrapping | _Hooking] = {}
         self._lock = threading.RLock()

@@ -221,7 +221,7 @@ class EvictionOrder:
         return ends[:found]
 
     def _is_blocked(self, entry: Entry) -> bool:
-        """Whether entries behind some rows keep these. If so, `forget` adds the rows again later."""
+        """Whether entries behind rows keep the rows. If so, `forget` adds the rows again later."""
         behind = self._behind
         is_rows = entry.piece.kind is Kind.ROWS
         if not self._ends_first or not is_rows or behind.keys().isdisjoint(entry.keys):

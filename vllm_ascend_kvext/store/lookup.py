@@ -7,7 +7,8 @@ chunk is stored as a whole, or in at most `MAX_PIECES` pieces that were added as
 it needed more pieces, it is stored again as a whole, and its pieces are removed.
 
 A lookup changes nothing. Its time grows with the chunks of the prefix, and with the units of those
-chunks whose neighbour is stored. The search for all tails grows with the units of the range.
+chunks whose neighbour is stored. The time of a search for all tails grows with the units of the
+range.
 """
 
 from __future__ import annotations

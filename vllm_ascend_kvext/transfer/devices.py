@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DeviceTransfers(Protocol):
-    """Chooses what moves the pages of one type of device. It is made without arguments, once per process."""
+    """Chooses what moves pages of one type of device. Made without arguments, once per process."""
 
     def choose_backend(self, transfer: Transfer, *, uses_kernel: bool) -> Backend:
         """Choose the backend for a transfer whose pools are all on devices of this type.
