@@ -10,8 +10,8 @@ step. vLLM 0.30 lets a step end inside a block, and ends the next step at the en
 block of all groups. If the block of a state is longer, a wrong state is cached. vLLM-Ascend 0.30
 ends the next step anywhere if a connector reads KV, see `patch_mamba_block_aligned_split`.
 
-With a drafter of several MTP modules, a step must not end among the last tokens of a prompt. If a
-block ends there, no step could be planned.
+With a drafter of several MTP modules, vLLM lets no step end among the last tokens of a prompt. If a
+block ends among these tokens, no step can be planned.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class _StepsBeforeDrafts:
         """Return the tokens of a step. A step that ends with a block is not shortened.
 
         After a shortened step, the next step would begin inside the block, and would also have to
-        end with it. In place of the tokens behind the step, the drafter reads its own drafts. So
-        fewer of its next drafts are right.
+        end with it. If the step is not shortened, the drafter reads its own drafts in place of the
+        tokens behind the step. So fewer of its next drafts are right.
         """
         if (num_computed_tokens + num_new_tokens) % self._block_tokens == 0:
             return num_new_tokens
@@ -183,11 +183,12 @@ PATCHES = (
         feature="aligned-steps",
         vllm=BEFORE_0_30,
         wrapper=plan_step_inside_block,
-        why="Upstream rounds a prefill step down to whole blocks. If the step must be shorter than "
-        "a block, it has no token: before an image for which the encoder's cache has no room, and "
-        "where long_prefill_token_threshold or max_num_scheduled_tokens is less than a block. The "
-        "next step has no token for the same reason. A step that begins inside a block goes past "
-        "its end, and the state in the block is cached as the state of its end.",
+        why="Upstream rounds a prefill step down to whole blocks. A step that must be shorter than "
+        "a block gets no token. That happens before an image for which the encoder's cache has no "
+        "room, and if long_prefill_token_threshold or max_num_scheduled_tokens is less than a "
+        "block. The next step gets no token for the same reason. A step that begins inside a block "
+        "goes past the end of the block, and the state in the block is cached as the state of its "
+        "end.",
         retire_when="0.23 is not supported any more",
         relies_on=(
             f"{_SCHEDULER}.schedule",
@@ -207,7 +208,7 @@ PATCHES = (
         vllm=SINCE_0_30,
         wrapper=end_step_with_its_block,
         why="If a group of another kind has smaller blocks, a step that begins inside a state's "
-        "block goes past its end. The state in the block is cached as the state of its end.",
+        "block goes past the end of the block. The state in it is cached as the state of its end.",
         retire_when="vLLM aligns steps to the blocks of states",
         relies_on=(f"{_SCHEDULER}.schedule", *_OF_STATES),
         ascend=(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/core/sched/scheduler.py``: a reset drops the frames in flight, and no others.
+"""``vllm/v1/core/sched/scheduler.py``: a reset drops the frames in flight, and no later ones.
 
 A *frame* is the tokens that one step returns for one request. A reset of the prefix cache can
 preempt running requests. Upstream then drops one frame per placeholder in flight. But a frame with
@@ -85,7 +85,7 @@ class StepsInFlight:
 def remember_step(
     wrapped: Callable[..., None], scheduler: Scheduler, scheduler_output: SchedulerOutput
 ) -> None:
-    """Remember a step from when it is planned."""
+    """Remember a step that has just been planned."""
     wrapped(scheduler_output)
     steps = _steps_of(scheduler)
     if steps is not None:

@@ -23,7 +23,7 @@ def ask_whether_states_come(
 
     Returns:
         The blocks of the hit, their tokens, the end of a prefix that is to be kept, whether states
-        are lacking, and whether the last block may be left out, which vLLM can since 0.30.
+        are missing, and, since vLLM 0.30, whether the last block may be left out.
     """
     if scheduler.connector.supports_divergent_local_hybrid_hits:
         found: tuple[Any, ...] = wrapped(request)
@@ -43,7 +43,7 @@ PATCHES = (
         why="The load-balancing scheduler offers every connector a hit that may lack its state. "
         "If a connector loads tokens behind the hit, but no state, the request goes on from a "
         "state that was never computed.",
-        retire_when="it calls vLLM's `_get_local_prefix_cache_hit`",
+        retire_when="the load-balancing scheduler calls vLLM's `_get_local_prefix_cache_hit`",
         relies_on=("vllm_ascend.core.dyntra_lb_scheduler:DyntraLBScheduler.schedule",),
     ),
 )

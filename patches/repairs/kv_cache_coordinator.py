@@ -31,7 +31,7 @@ def hold_hits_while_allocating(
             # The request does not use blocks before the window, so any group may allocate them.
             first = manager.get_num_skipped_tokens(num_tokens) // manager.block_size
             held += [b for b in blocks[first:] if b.ref_cnt == 0 and not b.is_null]
-    # BlockPool.touch would count as an access in the metrics.
+    # `BlockPool.touch` is not called, because it would count as an access in the metrics.
     for block in held:
         coordinator.block_pool.free_block_queue.remove(block)
         block.ref_cnt += 1

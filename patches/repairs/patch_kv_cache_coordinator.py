@@ -11,7 +11,7 @@ users who have set nothing would lose hits of siblings, next turns and edited pr
 
 If lookups drop no block for drafts (EAGLE, MTP), the repair keeps both positions of a prompt at
 which a request can resume: for the same prompt, and for a longer one. vLLM keeps only one of them.
-If that one is a whole number of blocks, states exist only at the other one.
+If the kept position is a whole number of blocks, states exist only at the other position.
 """
 
 from __future__ import annotations

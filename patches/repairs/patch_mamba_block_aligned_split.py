@@ -8,8 +8,8 @@ not, if a KV connector may load (``kv_both``, ``kv_consumer``) and a part of the
 A prompt of three steps then leaves states of other positions, and answers wrong when it is sent
 again.
 
-vLLM-Ascend has to keep the step of one last prompt token whole, because the drafts behind it are
-verified in it. This repair keeps that step whole, too.
+A step that computes only the last token of a prompt must stay whole, because the drafts behind this
+token are verified in the same step. vLLM-Ascend keeps such a step whole, and so does this repair.
 """
 
 from __future__ import annotations
@@ -79,5 +79,5 @@ PATCH = Patch(
     retire_when="vLLM-Ascend leaves only the step of the last prompt token whole",
     ascend=(f"{_ASCENDS}:_mamba_block_aligned_split",),
 )
-"""`aligned_steps` lists this patch before every other patch of the function. Where the patch acts,
+"""`aligned_steps` lists this patch before every other patch of the function. If the patch acts,
 it calls vLLM-Ascend's function directly, and so skips everything that was installed before."""

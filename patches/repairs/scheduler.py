@@ -108,8 +108,8 @@ class LoadRecovery:
     ) -> SchedulerOutput:
         """Plan the one step that reports preemptions for failed loads, and admit no request in it.
 
-        Upstream never admits a request in a step that reports its preemption, and connectors cannot
-        tell the one from the other.
+        Upstream never admits a request in a step that reports its preemption. If both
+        were in one step, connectors could not tell them apart.
         """
         from vllm.v1.core.sched.interface import PauseState
 
@@ -153,7 +153,7 @@ class LoadRecovery:
     ) -> tuple[int | None, bool]:
         """Ask the connector, and use its answer unless it may offer a failed load again.
 
-        The connector is asked in any case, because it forgets an earlier admission in this call.
+        The connector is always asked, because it forgets an earlier admission in this call.
         """
         state = RequestState.of(request)
         state.hit_tokens = num_computed_tokens
