@@ -208,7 +208,8 @@ PATCHES = (
         vllm=SINCE_0_30,
         wrapper=end_step_with_its_block,
         why="If a group of another kind has smaller blocks, a step that begins inside a state's "
-        "block goes past the end of the block. The state in it is cached as the state of its end.",
+        "block goes past the end of the block. The state in the block is then cached as the state of "
+        "that end.",
         retire_when="vLLM aligns steps to the blocks of states",
         relies_on=(f"{_SCHEDULER}.schedule", *_OF_STATES),
         ascend=(
