@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled module: descriptors in, bytes moved. Source: ``csrc/``.
+"""The compiled module, which moves bytes and runs retention. Its source is ``csrc/``.
 
-Tables are those of `vllm_ascend_kvext.transfer.schema`, given through the buffer protocol. They
-must not change during a call: the interpreter lock is released. Every function that is handed
-descriptors raises `DescriptorError`, and then has written nothing.
+Tables have the columns of `vllm_ascend_kvext.transfer.schema`, and are passed through the buffer
+protocol. They must not change during a call, because the interpreter lock is released. Every
+function that takes descriptors raises `DescriptorError` if they are wrong, and then has written
+nothing.
 
-``cpus`` are where copies run, ascending; none: wherever the thread that first asks for this may
-run. The caller copies too where it may only run there, and transfers below 64 KiB alone, wherever
-it runs: that takes less time than waking a thread. ``niceness`` is as of ``nice``, 0 to 19.
+``cpus`` are the CPUs on which copies run, ascending. If there are none, copies run where the thread
+that first asks for such copies may run. The caller also copies if it may run only on ``cpus``. It
+copies transfers below 64 KiB alone, on any CPU, because that takes less time than waking a thread.
+``niceness`` is the value of ``nice``, 0 to 19.
 """
 
 from collections.abc import Sequence
@@ -24,11 +26,11 @@ class Description(TypedDict):
 def validate(
     pools: Table, host_address: int, host_bytes: int, planes: Table, runs: Table, direction: int
 ) -> tuple[int, int]:
-    """Find the descriptors valid. Memory is not touched, so that addresses may be a device's.
+    """Check the descriptors. Memory is not touched, so addresses may be addresses of a device.
 
     Returns:
-        The bytes that move, and the runs of all planes: every run of a group times every plane of
-        that group.
+        The number of bytes that move, and the number of copied runs: for each group its runs times
+        its planes, summed up.
     """
 
 def page_transfer(
@@ -47,7 +49,7 @@ def page_transfer(
 
     Args:
         num_threads: 1 to 256. Small transfers use fewer.
-        streaming: Stores that go past the caches: 1 on, 0 off, -1 where they pay.
+        streaming: Whether stores bypass the caches: 1 yes, 0 no, -1 for large transfers only.
     """
 
 def rotated_page_transfer(
@@ -67,7 +69,7 @@ def rotated_page_transfer(
 ) -> None:
     """Validate, then copy on the CPU, and rotate the rows of the planes that ``rotations`` names.
 
-    Arguments are those of `page_transfer`, and those of `KeyRotation`.
+    The arguments are the same as in `page_transfer` and `KeyRotation`.
     """
 
 def expand(
@@ -75,7 +77,7 @@ def expand(
 ) -> tuple[Table, Table, Table]:
     """Validate, then list the copies: sources, destinations, sizes, shape ``[num_copies]`` each.
 
-    What is adjacent at both ends is one copy.
+    Bytes that are adjacent in source and destination are one copy.
     """
 
 def copy(
@@ -87,26 +89,26 @@ def copy(
     cpus: Sequence[int] = (),
     niceness: int = 0,
 ) -> None:
-    """Copy plain memory with the same kernels and threads: the limit, for benchmarks."""
+    """Copy plain memory with the same kernels and threads. Benchmarks use it as the limit."""
 
 def require_cpus(cpus: Sequence[int], niceness: int = 0) -> None:
-    """Start a thread there.
+    """Start a thread on these CPUs.
 
     Raises:
-        ValueError: There is none among them, or one that the kernel does not give.
+        ValueError: There are no CPUs, or the kernel does not give one of them.
     """
 
 def describe() -> Description:
-    """The version, the instruction sets this CPU has kernels for, and the kernels used."""
+    """The version, the instruction sets with kernels for this CPU, and the chosen kernels."""
 
 Boundary = tuple[int, int, int]
 """Tokens, origin and step: see ``vllm_ascend_kvext.retention.reasons``."""
 
 GroupRun = tuple[int, int, int]
-"""The place of a group, sparse ones first, and the first block and the stop of a run."""
+"""The number of a group (sparse groups come first), the first block and the stop of a run."""
 
 class Geometry:
-    """`HitGeometry` and the grid of a policy, as tables: ``csrc/retention/geometry.h``."""
+    """The tables of a `HitGeometry` and the grid of a policy; ``csrc/retention/geometry.h``."""
 
     def __init__(self, tables: dict[str, Any]) -> None: ...
     def lasting_boundaries(
@@ -119,11 +121,10 @@ class Geometry:
         """
 
 class RetainedCache:
-    """The checkpoints of one block pool: ``csrc/retention/retained_cache.h``.
+    """The checkpoints of one block pool; ``csrc/retention/retained_cache.h``.
 
-    Blocks that nothing needs are reallocated first. Where they run short, the least worthy
-    checkpoint gives its blocks up: see ``csrc/retention/checkpoint_tree.h`` and
-    ``eviction_order.h``.
+    Blocks that nothing needs are reallocated first. If there are too few of them, the least worthy
+    checkpoint is evicted; see ``csrc/retention/checkpoint_tree.h`` and ``eviction_order.h``.
     """
 
     def __init__(
@@ -138,54 +139,54 @@ class RetainedCache:
         quiet_sparse_groups: Sequence[bool],
         quiet_full_groups: Sequence[bool],
     ) -> None:
-        """Take over the order of a pool's free blocks, of which none is cached.
+        """Take over the order of a pool's free blocks. No block may be cached yet.
 
         Args:
-            blocks: Every block, each at the place of its id.
+            blocks: All blocks. The index of a block is its id.
             head: The end of the free queue before the first block.
             tail: The end of the free queue behind the last block.
             hash_block_tokens: Tokens per hash of a request.
-            sparse_groups: Of `ManagedGroup`.
-            full_groups: Of `ManagedGroup`.
-            quiet_sparse_groups: Whether a sparse group is quiet: neither an event nor upstream's
-                books tell what of it is cached.
-            quiet_full_groups: The same of full-attention groups.
+            sparse_groups: The sparse groups, each a `ManagedGroup`.
+            full_groups: The full-attention groups, each a `ManagedGroup`.
+            quiet_sparse_groups: For each sparse group, whether it is quiet: neither events nor
+                records of upstream tell which of its blocks are cached.
+            quiet_full_groups: For each full-attention group, whether it is quiet.
 
         Raises:
-            TypeError: These are not upstream's blocks as they are known.
+            TypeError: The blocks do not have the known form of upstream's blocks.
         """
 
     def make_room(self, num_blocks: int) -> None:
-        """Evict checkpoints until nothing needs the next blocks to be reallocated."""
+        """Evict checkpoints until nothing needs the next ``num_blocks`` free blocks."""
 
     def clear(self) -> None:
-        """Forget all checkpoints; the pool has uncached all blocks."""
+        """Forget all checkpoints. The pool must have uncached all blocks before."""
 
     def split_freed(self, blocks: list[Any]) -> tuple[list[Any], list[Any], int]:
-        """Split what is about to be freed; nulls are left out.
+        """Split blocks that are about to be freed. Null blocks are left out.
 
         Returns:
-            Blocks that are not cached; those that are, needed ones first; how many at the end of
-            these nothing needs.
+            The uncached blocks; the cached blocks, the needed ones first; the number of cached
+            blocks that nothing needs, which are at the end.
         """
 
     def note_surplus(self, freed: list[Any], num_surplus: int) -> None:
-        """Blocks were appended to the free queue, and nothing needs the last ``num_surplus``."""
+        """Note blocks appended to the free queue. Nothing needs the last ``num_surplus`` ones."""
 
     def note_uncached(self, freed: list[Any]) -> None:
-        """Blocks that are not cached were put at the front of the free queue, in this order."""
+        """Note uncached blocks that were put at the front of the free queue, in this order."""
 
     def counts(self) -> tuple[int, int, int, int]:
-        """Checkpoints there are, were kept, were evicted; hits at junctions."""
+        """The checkpoints that exist, that were kept, that were evicted; the hits at junctions."""
 
 class RetainedRequest:
-    """What one request has cached: ``csrc/retention/retained_request.h``.
+    """The blocks that one request has cached; ``csrc/retention/retained_request.h``.
 
-    A step is begun, its runs are cached, and it is ended. A step that was begun and not ended is
-    begun once more.
+    A step is begun, its runs are cached, and it is ended. If a step was begun but not ended, it is
+    begun again.
 
-    Methods that are given a key table raise `TypeError` where upstream's objects are not as they
-    are known, and `IndexError` where a full block has no hash; then nothing has been cached.
+    Methods that take a key table raise `TypeError` if upstream's objects do not have the known
+    form, and `IndexError` if a full block has no hash. Then nothing has been cached.
     """
 
     cached_tokens: int
@@ -198,15 +199,15 @@ class RetainedRequest:
     def find_prefixes(
         self, key_table: Any, hit_tokens: int, num_prompt_tokens: int
     ) -> tuple[list[int], int]:
-        """What earlier requests have computed of a prompt.
+        """Find the parts of a prompt that earlier requests have computed.
 
         Returns:
-            Per full-attention group, up to which token the prompt is cached; the longest boundary
-            of the prompt past the hit whose checkpoint was evicted, 0 if there is none.
+            For each full-attention group, the number of tokens up to which the prompt is cached;
+            the longest boundary of the prompt past the hit whose checkpoint was evicted, or 0.
         """
 
     def admit(self, key_table: Any) -> int:
-        """The request has got blocks; returns the tokens that it need not compute."""
+        """Note that the request has got blocks; returns the tokens that it need not compute."""
 
     def plan(
         self,
@@ -218,15 +219,16 @@ class RetainedRequest:
         """Plan which boundaries to keep.
 
         Args:
-            plan: Ascending. A boundary that is wanted is gone, and should have stayed.
-            rungs: Rung and tokens of boundaries that no request asked for. They are planned where
-                they turn out useful.
+            plan: The planned boundaries, ascending. The checkpoint of a boundary with the origin
+                WANTED is gone, and should have been kept.
+            rungs: Rung and tokens of boundaries that no request asked for. A rung is planned if
+                such rungs turn out useful.
             stops_tokens: Boundaries at which a prefill step is to end, ascending.
             replay_tokens: Where a request with the same prompt resumes.
         """
 
     def next_stop_tokens(self, computed_tokens: int) -> int | None:
-        """The first of these past what is computed."""
+        """The first of ``stops_tokens`` past the computed tokens; None if there is none."""
 
     def begin_step(
         self, key_table: Any, num_computed_tokens: int, num_tokens: int
@@ -234,8 +236,8 @@ class RetainedRequest:
         """Begin a step.
 
         Returns:
-            Which runs upstream's functions are to cache now, in their order: those of groups that
-            are not quiet. None where there is nothing to do at all.
+            The runs of groups that are not quiet, in the order in which upstream's functions are to
+            cache them now. None if there is nothing to do.
         """
 
     def begin_last_step(
@@ -244,28 +246,28 @@ class RetainedRequest:
         """Begin the last step, before the request's blocks are freed.
 
         Args:
-            computed_tokens: What it really computed.
-            own_tokens: Up to which token a request that extends it, or resumes it, reads.
+            computed_tokens: The tokens that the request really computed.
+            own_tokens: The tokens that a later request reads if it extends or resumes this one.
 
         Returns:
-            As `begin_step`; None where it holds no blocks.
+            The same as `begin_step`; None if the request holds no blocks.
         """
 
     def cache_quiet_runs(self, key_table: Any) -> None:
         """Cache the step's runs of quiet groups."""
 
     def end_step(self, key_table: Any) -> None:
-        """Keep the boundaries that are complete, now that the runs are cached.
+        """End a step whose runs are cached: keep the boundaries that are now complete.
 
         Raises:
             RuntimeError: Runs of quiet groups are not cached yet.
         """
 
     def end_last_step(self, key_table: Any) -> list[Any]:
-        """Keep the boundaries that are complete; returns blocks to be uncached."""
+        """Keep the boundaries that are complete. Returns the blocks to be uncached."""
 
     def settled_tokens(self, total_tokens: int) -> int:
-        """Computed tokens without those of steps in flight, which may be rejected."""
+        """Computed tokens without the tokens of steps in flight, which may be rejected."""
 
     def before_skip(
         self, total_tokens: int, is_settled: bool, skipped_tokens: Sequence[int] = ...
@@ -273,6 +275,6 @@ class RetainedRequest:
         """See `CheckpointRetention.before_skip`.
 
         Args:
-            skipped_tokens: Per sparse group, how many tokens no computation reads any more; not
-                needed where all managers are upstream's.
+            skipped_tokens: For each sparse group, the number of first tokens that no computation
+                reads any more. Not needed if all managers are upstream's.
         """
