@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/core/sched/scheduler.py``: where prefill steps of models with states end.
+"""``vllm/v1/core/sched/scheduler.py``: the ends of prefill steps of models with states.
 
 A step leaves the state of its last token in the block of that token. Once the request has passed
 the end of the block, upstream caches the block as the state at its end. So a step may end inside a
@@ -208,8 +208,8 @@ PATCHES = (
         vllm=SINCE_0_30,
         wrapper=end_step_with_its_block,
         why="If a group of another kind has smaller blocks, a step that begins inside a state's "
-        "block goes past the end of the block. The state in the block is then cached as the state of "
-        "that end.",
+        "block goes past the end of the block. The state in the block is then cached as the state "
+        "of that end.",
         retire_when="vLLM aligns steps to the blocks of states",
         relies_on=(f"{_SCHEDULER}.schedule", *_OF_STATES),
         ascend=(

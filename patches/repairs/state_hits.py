@@ -98,8 +98,8 @@ class StateHits:
         """The hit of full attention, in the form of a lookup of this vLLM.
 
         Returns:
-            None if the hit is not longer than that of all groups, or if another group has a longer
-            hit.
+            None if the hit is not longer than the hit of all groups, or if another group has a
+            longer hit.
         """
         manager = self._manager
         if not manager.enable_caching or request.skip_reading_prefix_cache:

@@ -65,7 +65,7 @@ class Plane:
         dtype: The dtype of the registered tensor; several dtypes are joined with ``+``.
         is_packed: Whether only the kernels of this platform know the order of bytes in a row.
         axes: The order of the bytes in a row that is a whole page, as pairs of the number and the
-            size of a tensor axis, by falling stride. Empty where the order is not known.
+            size of a tensor axis, by falling stride. Empty if the order is not known.
     """
 
     layer_name: str
@@ -94,7 +94,7 @@ class LayoutGroup:
         holds_states: See ``CacheGroup``.
         compress_ratio: Tokens per entry of the cache. An entry exists once all its tokens are
             computed; until then the states of the compressor hold them. A row has one entry, or
-            several where a page is one row.
+            several if a page is one row.
     """
 
     kv_cache_group_id: int

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Allocates places in the host buffer. It uses best fit, and joins neighbouring gaps.
 
-The arena takes the smallest gap that is large enough, and the lowest of several such gaps. Sizes
+The arena takes the smallest gap that is large enough; if there are several, the lowest one. Sizes
 are rounded up to multiples of 64 bytes. With n gaps, a call takes O(log n) comparisons, and moves
 up to n pointers of a sorted list.
 

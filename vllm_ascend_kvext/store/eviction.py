@@ -57,7 +57,7 @@ class Priority(NamedTuple):
     """The priority of an entry. The entry of the lowest priority is evicted first.
 
     Attributes:
-        is_recent: Whether the entry is among those that were used last.
+        is_recent: Whether the entry is one of the entries that were used last.
         density: The expected hits for the time that it stays; below 0 for tails without rows.
         use: Its latest use.
         nearness: Its end in tokens, negated: entries of one use are evicted from the end of the
@@ -103,8 +103,8 @@ class EvictionOrder:
         # boundary that cannot be evicted until these entries are gone.
         self._behind: Counter[bytes] = Counter()
         self._blocked: dict[bytes, dict[Entry, None]] = {}
-        # Candidates for eviction, in any order, with their positions. A candidate may have become
-        # one that must stay; that is checked when it is sampled.
+        # Entries that may be evicted, in any order, with their positions. An entry that must stay
+        # may be among them; `_sample` drops it.
         self._ends: list[Entry] = []
         self._places: dict[Entry, int] = {}
 

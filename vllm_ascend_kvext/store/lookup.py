@@ -6,8 +6,8 @@ an earlier boundary of the same prefix, and so on. An entry never reaches into t
 chunk is stored as a whole, or in at most `MAX_PIECES` pieces that were added as the prompt grew. If
 it needed more pieces, it is stored again as a whole, and its pieces are removed.
 
-A lookup changes nothing. Its time grows with the chunks of the prefix, and with the units of those
-chunks whose neighbour is stored. The time of a search for all tails grows with the units of the
+A lookup changes nothing. Its time grows with the chunks of the prefix, and with the units of chunks
+whose neighbour is stored. The time of a search for all tails grows with the units of the
 range.
 """
 

@@ -56,7 +56,7 @@ def rotated_page_transfer(
     Angles are computed in float64, once per shift. Keys are rotated in float32 and rounded once.
     Both directions turn keys by the shift, so the negative shift undoes a rotation.
 
-    The other arguments are those of `page_transfer`. The pools are in host memory.
+    The other arguments are the same as in `page_transfer`. The pools are in host memory.
 
     Raises:
         DescriptorError: A table of `page_transfer` or of `rotation` is wrong; nothing has been
