@@ -62,7 +62,7 @@ class SchedulerExtension:
         return ()
 
     def restart(self, request_id: str) -> None:
-        """A request has no plan: it is looked up anew, or its load has failed."""
+        """Forget the plan of a request that is looked up anew, or whose load has failed."""
 
     def plan(
         self, request: Request, hit: Hit, has_room: Callable[[LoadPlan], bool]
@@ -76,10 +76,10 @@ class SchedulerExtension:
         return None
 
     def hold(self, request: Request, plan: LoadPlan) -> bool:
-        """Keep until the end of the step what a plan of `plan` needs of the device.
+        """Keep what a plan of `plan` needs of the device, until the end of the step.
 
         Returns:
-            False if it is not there any more: the request is looked up again.
+            False if it is not on the device any more. The request is then looked up again.
         """
         return True
 
@@ -92,7 +92,7 @@ class SchedulerExtension:
         raise NotImplementedError
 
     def is_private(self, request_id: str) -> bool:
-        """Whether KV of a request is for itself only: it is not stored as that of its tokens."""
+        """Whether KV of a request is not stored under the keys of its tokens."""
         return False
 
     def on_step(
@@ -101,19 +101,23 @@ class SchedulerExtension:
         """A step has been scheduled. The requests' computed tokens are not advanced yet.
 
         Args:
-            num_scheduled_tokens: By request that computes in it.
+            num_scheduled_tokens: The tokens of each request that computes in the step.
             preempted_ids: Requests whose blocks are gone.
         """
         return StepPlan()
 
     def on_output(self, extras: Any) -> None:
-        """What the worker sides of the extension report of a step, joined.
+        """Take note of what the worker sides of the extension report of a step, joined.
 
         Called before the jobs of the same report end.
         """
 
     def on_request_finished(self, request: Request) -> Mapping[str, int] | None:
-        """A request has ended; what its response says in ``kv_transfer_params``."""
+        """A request has ended.
+
+        Returns:
+            What its response says in ``kv_transfer_params``.
+        """
         return None
 
     def take_report(self) -> Report:
@@ -121,7 +125,7 @@ class SchedulerExtension:
         return {}
 
     def release_pages(self) -> None:
-        """Let go of pages that no transfer reads yet: the prefix cache is going to be reset."""
+        """Release pages that no transfer reads yet: the prefix cache is going to be reset."""
 
     def reset(self) -> None:
-        """What is stored is forgotten."""
+        """Forget what is stored."""
