@@ -88,7 +88,7 @@ def tail_rule(manager: SingleTypeKVCacheManager) -> TailRule | None:
 
 
 class FastTails:
-    """What the manager of one sliding window caches."""
+    """The method by which the manager of one sliding window caches blocks."""
 
     def __init__(self, manager: SingleTypeKVCacheManager, rule: TailRule) -> None:
         self._manager = manager
@@ -124,7 +124,7 @@ class FastTails:
 
 
 class FastWindow:
-    """What the manager of one group frees."""
+    """The methods by which the manager of one group frees blocks."""
 
     def __init__(self, manager: SingleTypeKVCacheManager) -> None:
         self._manager = manager

@@ -53,7 +53,8 @@ class SegmentedScheduler:
 
     def add_request(self, wrapped: Callable[[Request], None], request: Request) -> None:
         """Take note of a request's segments. A segment that is to be stored gets its sink here."""
-        if request.request_id not in self._scheduler.requests:  # Else it updates a session.
+        # A known id means that the request updates a session.
+        if request.request_id not in self._scheduler.requests:
             self._segments.add_request(request)
         wrapped(request)
 

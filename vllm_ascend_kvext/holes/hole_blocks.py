@@ -64,7 +64,7 @@ class WindowTable:
 
 
 WindowTables = dict[int, WindowTable]
-"""By KV cache group with windows."""
+"""The tables of one hole, by KV cache group with windows."""
 
 
 class RowTables(ABC):

@@ -269,7 +269,7 @@ class HoleQueue:
         max_row_tokens: int,
         other_ids: Collection[str] = (),
     ) -> list[HoleRow]:
-        """What the next step computes.
+        """The rows that the next step computes.
 
         Args:
             other_ids: Ids that no row may have.
@@ -348,7 +348,7 @@ class HoleQueue:
         self._new_holes.append(NewHoles(request_id, num_tokens, is_planned))
 
     def take_new_holes(self) -> list[NewHoles]:
-        """What was noted since the last call."""
+        """The holes that were noted since the last call."""
         new, self._new_holes = self._new_holes, []
         return new
 

@@ -92,7 +92,7 @@ class LoadPlan:
 
     @cached_property
     def holes(self) -> tuple[TokenRange, ...]:
-        """What is computed before the boundary, ascending, in as few runs as possible."""
+        """The runs of tokens computed before the boundary, ascending, as few as possible."""
         return union(
             TokenRange(span.first_tokens, span.end_tokens)
             for span in self.spans

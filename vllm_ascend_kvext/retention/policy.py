@@ -29,7 +29,7 @@ Plan = Mapping[int, Reason]
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """What `VLLM_PREFIX_CACHE_RETENTION_INTERVAL` and `VLLM_ASCEND_KVEXT_RETENTION` mean.
+    """The meaning of `VLLM_PREFIX_CACHE_RETENTION_INTERVAL` and `VLLM_ASCEND_KVEXT_RETENTION`.
 
     Attributes:
         interval_tokens: Every multiple of this number is kept. It is a multiple of

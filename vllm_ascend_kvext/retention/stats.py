@@ -19,7 +19,7 @@ class LossCause(enum.Enum):
     """Why tokens that an earlier request had computed were computed once more."""
 
     NEVER_KEPT = "never_kept"
-    """Their boundary's blocks were let go when the window moved on, or with their request."""
+    """Their boundary's blocks were freed when the window moved on, or with their request."""
 
     EVICTED = "evicted"
     """Their boundary was kept, and its blocks have been reallocated since."""

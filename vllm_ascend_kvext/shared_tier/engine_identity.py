@@ -52,7 +52,7 @@ def identity_of(
     """The identity of an engine whose workers have registered their pages.
 
     Args:
-        workers: By rank.
+        workers: The identities of the workers, by rank.
 
     Raises:
         SettingsError: If its block hashes differ from process to process, or if its weights cannot

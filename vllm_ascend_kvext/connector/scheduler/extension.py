@@ -39,7 +39,7 @@ class LookupRule(enum.Enum):
 
 
 class StepPlan(NamedTuple):
-    """What an extension has the workers do in a step.
+    """The work that an extension gives to the workers in a step.
 
     Attributes:
         stores: Begin when the step has computed.
@@ -54,11 +54,11 @@ class SchedulerExtension:
     """The scheduler side of an extension, for one engine."""
 
     def lookup_rule(self, request: Request) -> LookupRule:
-        """What the connector does for a request that is to be admitted. Asked in every step."""
+        """The rule for a request that is to be admitted. The connector asks in every step."""
         return LookupRule.LOOK_UP
 
     def pieces_to_get(self, request_id: str) -> Sequence[WantedPiece]:
-        """What host memory lacks, and a shared tier may have, for a request."""
+        """The pieces for a request that host memory lacks, and that a shared tier may have."""
         return ()
 
     def restart(self, request_id: str) -> None:
@@ -87,7 +87,7 @@ class SchedulerExtension:
         """The load of a request that has got blocks for a plan of `plan`.
 
         Args:
-            block_ids: By KV cache group, from the request's first token on.
+            block_ids: The request's blocks by KV cache group, from its first token on.
         """
         raise NotImplementedError
 

@@ -80,7 +80,7 @@ class LoadJobs:
         return tuple(parts)
 
     def _hole_tails(self, plan: LoadPlan, tables: Sequence[WindowTables]) -> Iterator[HoleTails]:
-        """What the holes of a request need besides rows."""
+        """The tails that the holes of a request need besides rows."""
         for number, hole in enumerate(plan.holes):
             tails = plan.tails.get(hole.first_tokens)
             if tails is None:

@@ -64,7 +64,7 @@ class SecondaryTierScheduler:
         """A request uses an entry of an extension. Its key space is not that of prompts."""
 
     def on_step(self, may_wait: bool) -> SecondaryJobs | None:
-        """What the workers do for it from this step on; None if there is nothing.
+        """The jobs that the workers begin for the tier with this step; None if there are none.
 
         Args:
             may_wait: Whether the step computes nothing, so that it may take a little longer.

@@ -16,7 +16,7 @@ from vllm_ascend_kvext.layout.model import NULL_PAGE
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
 
 Pages = dict[tuple[int, int], Block]
-"""By KV cache group and page of the request."""
+"""The blocks of a request, by KV cache group and page."""
 
 
 @dataclass(slots=True)

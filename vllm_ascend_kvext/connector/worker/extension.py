@@ -74,7 +74,7 @@ class WorkerExtension:
         """A step begins; ``extras`` is what the scheduler side has planned for it, or None."""
 
     def end_step(self) -> ExtraOutput | None:
-        """What the scheduler side is told of what has ended since the last call."""
+        """The report to the scheduler side of what has ended since the last call."""
         return None
 
     def shutdown(self) -> None:

@@ -54,10 +54,10 @@ logger = logging.getLogger("vllm.ascend_kvext.connector")
 
 @dataclass(frozen=True, slots=True)
 class EndedJobs:
-    """What has ended since the last report; all parts belong to the same jobs.
+    """The jobs that have ended since the last report. All attributes belong to the same jobs.
 
     Attributes:
-        loads: Requests whose load has ended, well or not.
+        loads: The requests whose load has ended, well or not.
         failed_pages: The block ids that failed loads should have filled; no null block.
     """
 
@@ -72,7 +72,7 @@ class WorkerSide:
     Args:
         vllm_config: vLLM's ``VllmConfig``, as the worker has it.
         kv_cache_config: vLLM's ``KVCacheConfig``, as the worker has it.
-        options: Of the connector.
+        options: The options of the connector.
         move: Moves the bytes. By default the transfer op, as the process's settings want it.
         extension: Moves rows of its own; None if nothing does.
         secondary: Moves objects between host memory and the tier behind it; None if there is none.
