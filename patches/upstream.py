@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads upstream's objects for all patches: coordinators, their groups, block tables.
 
-One function per fact, for every supported vLLM and for vLLM-Ascend. Knows no feature.
+There is one function per fact, for every supported vLLM and for vLLM-Ascend. The module knows no
+feature.
 """
 
 from __future__ import annotations
@@ -32,19 +33,20 @@ def is_ascend(coordinator: KVCacheCoordinator) -> bool:
 def tokens_per_block(coordinator: KVCacheCoordinator, manager: SingleTypeKVCacheManager) -> int:
     """Tokens that one block of a group covers.
 
-    Managers count tokens, but for those of vLLM-Ascend 0.23 for compressed groups: a block of
-    theirs has ``block_size`` *rows*, each of ``compress_ratio`` tokens.
+    Managers count tokens. Only the managers of compressed groups in vLLM-Ascend 0.23 count *rows*:
+    a block has ``block_size`` rows, each of ``compress_ratio`` tokens.
     """
     ratio = getattr(manager, "compress_ratio", 1) if is_ascend(coordinator) else 1
     return int(manager.block_size * ratio)
 
 
 def hit_unit_tokens(coordinator: KVCacheCoordinator) -> int:
-    """A hit of this coordinator is a multiple of so many tokens.
+    """The number of tokens of which a coordinator's hits are multiples.
 
-    Since vLLM 0.30 coordinators of several groups say it: with partial hits it is less than a
-    block. Before, vLLM-Ascend aligns hits to ``lcm_block_size`` (with the compress ratios), vLLM to
-    ``scheduler_block_size``. The coordinator of a single group aligns them to its block size.
+    Since vLLM 0.30, coordinators of several groups name the number. With partial hits it is less
+    than a block. Before, vLLM-Ascend aligns hits to ``lcm_block_size`` (with the compress ratios),
+    and vLLM to ``scheduler_block_size``. The coordinator of a single group aligns them to its block
+    size.
     """
     for name in _HIT_UNITS:
         unit_tokens: int | None = getattr(coordinator, name, None)
@@ -62,7 +64,7 @@ def has_partial_hits(coordinator: KVCacheCoordinator) -> bool:
 
 
 def cache_unit_tokens(coordinator: KVCacheCoordinator) -> int | None:
-    """Blocks are cached up to a multiple of so many tokens; None where every full block is.
+    """The number of tokens up to whose multiples blocks are cached; None if all full blocks are.
 
     A coordinator of several groups waits for a multiple, unless it has partial hits. A group that
     looks ahead then caches one block more.
@@ -73,7 +75,7 @@ def cache_unit_tokens(coordinator: KVCacheCoordinator) -> int | None:
 
 
 def hashes_in_key(hashes_per_block: int) -> int:
-    """How many of the hashes that a block spans make its key: all, since vLLM 0.30 the last."""
+    """The number of hashes that make a block's key: all, or since vLLM 0.30 only the last one."""
     from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
 
     hashes: Any = [b"1"] * hashes_per_block
@@ -83,15 +85,15 @@ def hashes_in_key(hashes_per_block: int) -> int:
 class LookupGroup(NamedTuple):
     """KV cache groups of one spec, which a coordinator looks up as one.
 
-    With ``use_eagle`` a hit drops the last block that it finds (EAGLE, MTP), for which the lookup
-    goes ``margin_tokens`` past a length. One group that does makes all those that share its spec do
-    so. vLLM-Ascend 0.30 drops none where no connector loads KV (``skips_eagle_block_drop``); its
-    managers cache the block ahead all the same.
+    With ``use_eagle``, a hit drops the last block that it finds (EAGLE, MTP). For this block, the
+    lookup goes ``margin_tokens`` past a length. If one group drops a block, all groups with the
+    same spec do. vLLM-Ascend 0.30 drops no block if no connector loads KV
+    (``skips_eagle_block_drop``). Its managers still cache the block ahead.
     """
 
     spec: KVCacheSpec
     group_ids: tuple[int, ...]
-    manager: SingleTypeKVCacheManager  # Of the first group.
+    manager: SingleTypeKVCacheManager  # The manager of the first group.
     use_eagle: bool
     margin_tokens: int
 
@@ -99,15 +101,16 @@ class LookupGroup(NamedTuple):
 def lookup_groups(coordinator: KVCacheCoordinator) -> tuple[LookupGroup, ...]:
     """The groups of a coordinator in its order of lookup.
 
-    Groups whose blocks are never cached are not among them (``prefix_cacheable``).
+    Groups whose blocks are never cached are left out (``prefix_cacheable``).
     """
-    managers, ahead = coordinator.single_type_managers, coordinator.eagle_group_ids
+    managers = coordinator.single_type_managers
+    ahead = coordinator.eagle_group_ids
     groups = getattr(coordinator, "attention_groups", None)
     if groups is None:
         (manager,) = managers
         groups = ((manager.kv_cache_spec, (0,)),)
     drops = not getattr(coordinator, "skips_eagle_block_drop", False)
-    # Since vLLM 0.30 states follow EAGLE's boundary: a lookup of theirs looks at no block more.
+    # Since vLLM 0.30, states follow EAGLE's boundary. Their lookup looks at no further block.
     states_follow = is_ascend(coordinator) or hasattr(coordinator, "get_replay_boundaries")
     return tuple(
         LookupGroup(
@@ -122,18 +125,18 @@ def lookup_groups(coordinator: KVCacheCoordinator) -> tuple[LookupGroup, ...]:
 
 
 def defining_class(kind: type, method: str) -> type:
-    """The class of which an object of ``kind`` has a method, itself or one that it derives from."""
+    """The class that defines a method of ``kind``: itself, or one that it derives from."""
     return next(each for each in kind.__mro__ if method in vars(each))
 
 
 def step_start_tokens(
     request: Request, num_new_local_computed_tokens: int, num_external_computed_tokens: int
 ) -> int:
-    """Tokens of a request before a step that is being planned.
+    """The tokens of a request before a step that is being planned.
 
     Args:
-        num_new_local_computed_tokens: What the request has just hit in the prefix cache.
-        num_external_computed_tokens: What its connector loads.
+        num_new_local_computed_tokens: The tokens that it has just hit in the prefix cache.
+        num_external_computed_tokens: The tokens that its connector loads.
     """
     return (
         request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
@@ -141,7 +144,7 @@ def step_start_tokens(
 
 
 def uncache(block_pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
-    """Take blocks out of the prefix cache; the free ones become the next to be reallocated."""
+    """Take blocks out of the prefix cache. Free ones become the next to be reallocated."""
     block_pool.evict_blocks({block.block_id for block in blocks})
     free = [block for block in blocks if block.ref_cnt == 0]
     queue = block_pool.free_block_queue
@@ -154,7 +157,7 @@ def uncache(block_pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
 
 
 def set_external_hit_tokens(found: PrefillStats, num_tokens: int) -> None:
-    """Correct what a connector is said to have had of a request; the rest stays."""
+    """Correct the number of a request's tokens that its connector had. All else stays."""
     found.set(
         num_prompt_tokens=found.num_prompt_tokens,
         num_local_cached_tokens=found.num_local_cached_tokens,
@@ -165,8 +168,11 @@ def set_external_hit_tokens(found: PrefillStats, num_tokens: int) -> None:
 def drop_nulls(manager: SingleTypeKVCacheManager, request_id: str) -> int:
     """Take the null blocks out of a request's block table, which is about to be freed.
 
-    Nulls lie where no block is held: before a window, and before and between the states of a Mamba
-    group. Groups that hold every block are not searched. Returns how many there were.
+    A table has nulls where no block is held: before a window, and before and between the states of
+    a Mamba group. Groups that hold every block are not searched.
+
+    Returns:
+        The number of nulls.
     """
     blocks = manager.req_to_blocks.get(request_id)
     if not blocks or not manager.get_num_skipped_tokens(_ANY_LENGTH_TOKENS):
@@ -174,19 +180,19 @@ def drop_nulls(manager: SingleTypeKVCacheManager, request_id: str) -> int:
     live = live_blocks(blocks)
     num_nulls = len(blocks) - len(live)
     if num_nulls:
-        # Another list: whoever was handed the table may still read it.
+        # The list is a new one, because code that was handed the table may still read it.
         manager.req_to_blocks[request_id] = live
     return num_nulls
 
 
 def live_blocks(blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
-    """The blocks of a table that are not null, in their order; the table itself without nulls."""
+    """The blocks of a table that are not null, in their order. Without nulls, the table itself."""
     stop = len(blocks)
     while stop and not blocks[stop - 1].is_null:
         stop -= 1
     if not stop:
         return blocks
-    # For a window nothing but nulls is left: a pointer is compared for each.
+    # For a window, only nulls are left. The comparison of each is one of pointers.
     if blocks[:stop].count(blocks[stop - 1]) == stop:
         return blocks[stop:]
     return [block for block in blocks if not block.is_null]

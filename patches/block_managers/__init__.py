@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block managers: what is put in place of methods of one, when it is made.
+"""Block managers: methods of each one are replaced when it is made.
 
 The fast path and retention both change how a manager looks up, allocates, caches and frees. Each
-says which methods; here they are put together, once per manager, and nothing else is changed.
+names its methods. This package puts them together, once per manager, and changes nothing else.
 """

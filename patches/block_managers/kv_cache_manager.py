@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/core/kv_cache_manager.py``: methods of a new manager, and of what it is made of.
+"""``vllm/v1/core/kv_cache_manager.py``: methods of a new manager, and of the objects it is made of.
 
-Each function below is called in place of the method of that name of one object. Where the fast path
-and retention have one for the same method, retention's is called, and calls that of the fast path::
+Each function below is called in place of the method of that name of one object. If the fast path
+and retention both have one, retention's is called, and calls that of the fast path::
 
     manager        allocate_slots, cache_blocks       FastSteps
                    free, pop_blocks_for_free          RetainingManager
@@ -18,8 +18,9 @@ and retention have one for the same method, retention's is called, and calls tha
                    free                               FastWindow <- RetainingGroup (vLLM 0.23)
                    pop_blocks_for_free                RetainingGroup (since vLLM 0.30)
 
-A manager of which neither knows what it does runs upstream's own functions. Coordinators and pools
-without a manager, those of vLLM's connectors that offload to the host, always do.
+A manager that neither the fast path nor retention understands runs upstream's own functions.
+Coordinators and pools without a manager always do. vLLM's connectors that offload to the host have
+such ones.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def make_manager(
 ) -> None:
     """Bind methods of a new block manager, once, for all features that are installed.
 
-    Each feature has upstream's constructor wrapped. What is called first ends last: there it is
-    known which features there are, and the manager is complete.
+    Each feature wraps upstream's constructor. The outermost wrapper is called first, and ends last.
+    At its end all features are known, and the manager is complete.
     """
     features = BlockManagerState.of(manager).features
     is_outermost = not features
@@ -74,7 +75,7 @@ def make_manager(
 
 
 def bind(manager: KVCacheManager, features: set[str]) -> None:
-    """Put methods of some features in place of those of a manager, and of what it is made of.
+    """Replace methods of a manager, and of the objects it is made of, for some features.
 
     Raises:
         SettingsError: If the retention interval cannot be read.
@@ -90,10 +91,11 @@ def bind(manager: KVCacheManager, features: set[str]) -> None:
 
 
 def _start_retention(manager: KVCacheManager) -> CheckpointRetention | None:
-    """Read the interval, which is refused here if it is wrong for the model.
+    """Start retention with the interval of the settings; None if there is neither kind of it.
 
-    Without the variable, a grid of adaptive retention is that of upstream's configuration. The unit
-    at which the prefix cache can hit is known once the coordinator exists.
+    An interval that is wrong for the model is refused here, because the unit at which the prefix
+    cache can hit is known only when the coordinator exists. If the variable is not set, adaptive
+    retention takes the interval of upstream's configuration.
     """
     interval = parse_retention_interval(os.environ)
     is_adaptive = parse_retention(os.environ) is Retention.ADAPTIVE
@@ -107,7 +109,8 @@ def _fast_methods(
     manager: KVCacheManager, retention: CheckpointRetention | None
 ) -> Iterator[tuple[object, Callable[..., Any]]]:
     coordinator = manager.coordinator
-    pool, groups = coordinator.block_pool, coordinator.single_type_managers
+    pool = coordinator.block_pool
+    groups = coordinator.single_type_managers
     whole_group_ids = {
         group.kv_cache_group_id
         for group in groups

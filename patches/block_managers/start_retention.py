@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Retention of one coordinator begins: its groups and its pool are described to it.
+"""Starts retention of one coordinator: describes its groups and its pool to retention.
 
-What upstream's and vllm-ascend's coordinators say, `vllm_ascend_kvext.retention` is told here.
+The module translates what coordinators of upstream and vllm-ascend say into the terms of
+`vllm_ascend_kvext.retention`.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
 def retain(
     coordinator: KVCacheCoordinator, interval_tokens: int, is_adaptive: bool = False
 ) -> CheckpointRetention | None:
-    """Start keeping checkpoints; None where upstream goes on to decide what is kept.
+    """Start keeping checkpoints; None if upstream goes on to decide what is kept.
 
     Args:
-        interval_tokens: ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; 0 where it is unset.
-        is_adaptive: Whether requests decide what is kept besides.
+        interval_tokens: ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; 0 if it is not set.
+        is_adaptive: Whether boundaries are also kept for what requests ask for.
 
     Raises:
         ValueError: If the interval is not valid for this coordinator.
@@ -60,7 +61,8 @@ def retain(
         nothing_to_do = "this model has layers of other kinds, as chunked-local or cross attention"
     if nothing_to_do:
         if not hasattr(coordinator.kv_cache_config, "prefix_cache_retention_interval"):
-            coordinator.retention_interval = None  # It is that of our variable, before vLLM 0.30.
+            # Before vLLM 0.30, this attribute has the value of our variable.
+            coordinator.retention_interval = None
         logger.info("Prefix-cache retention has nothing to do: %s.", nothing_to_do)
         return None
 
@@ -114,7 +116,7 @@ def describe_policy(policy: RetentionPolicy) -> str:
 
 
 def _left_to_upstream(coordinator: KVCacheCoordinator) -> str:
-    """What of vLLM 0.30's is not reckoned with; empty if there is nothing of it."""
+    """The feature of vLLM 0.30 that retention does not support; empty if none is in use."""
     managers = coordinator.single_type_managers
     if has_partial_hits(coordinator):
         return "a hit may end within a block (prefix_match_unit)"
@@ -128,7 +130,7 @@ def _left_to_upstream(coordinator: KVCacheCoordinator) -> str:
 
 
 def _is_upstreams(manager: SingleTypeKVCacheManager) -> bool:
-    """Whether neither vllm-ascend nor anyone else caches its blocks, or moves its window on."""
+    """Whether only vLLM's own code caches the manager's blocks, and moves its window on."""
     from vllm.v1.core import single_type_kv_cache_manager as upstreams
 
     functions = (type(manager).cache_blocks, type(manager).get_num_skipped_tokens)

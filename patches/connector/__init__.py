@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KvextConnector: vLLM knows it by name, and it knows the scheduler that it works for.
+"""KvextConnector: vLLM gets to know its name, and it gets to know its scheduler.
 
 Nothing is changed in an engine that is started without it.
 """

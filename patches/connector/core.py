@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/engine/core.py``: stores end before a reset.
 
-A reset of the prefix cache is refused while blocks are in use. Those that a store reads are; its
-end is noticed by the next step, and an engine without requests may never make one.
+A reset of the prefix cache is refused while blocks are in use, such as blocks that a store reads.
+Only the next step notices the end of a store. An engine without requests may never make a step.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 MAX_DRAINING_S = 30.0
+"""The longest time that steps are made for transfers before a reset."""
 
 
 def drain_before_reset(
@@ -36,15 +37,15 @@ def drain_before_reset(
 
 
 def _has_outputs_to_come(core: EngineCore) -> bool:
-    # Upstream counts none while all are paused, though a step of theirs may be in flight.
+    # Upstream counts no requests while all are paused, although a step with some may be in flight.
     if _sending_step(core) is None:
-        # An aborted request that loads is among them until a step says that it has loaded.
+        # An aborted request that loads is in `requests` until a step says that it has loaded.
         return any(not request.is_finished() for request in core.scheduler.requests.values())
     return core.scheduler.has_unfinished_requests()
 
 
 def _sending_step(core: EngineCore) -> Callable[[], object] | None:
-    """The step of an engine in a process of its own, which sends the outputs; else None."""
+    """The step of an engine in its own process, which sends outputs; None for other engines."""
     return getattr(core, "_process_engine_step", None)
 
 

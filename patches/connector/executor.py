@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 def end_transfers_before_sleep(
     wrapped: Callable[..., None], executor: Executor, *args: Any, **kwargs: Any
 ) -> None:
-    """Have no worker read or write a page while it sleeps."""
+    """Let no worker read or write a page while it sleeps."""
     if executor.vllm_config.kv_transfer_config is not None and not executor.is_sleeping:
         executor.collective_rpc(end_transfers)
     wrapped(*args, **kwargs)
 
 
 def end_transfers(worker: Any) -> None:
-    """In a worker's process: return when none of its transfers runs. What is queued fails."""
+    """Wait, in a worker's process, until none of its transfers runs. Queued ones fail."""
     from vllm.distributed import kv_transfer
 
     if kv_transfer.has_kv_transfer_group():

@@ -16,7 +16,10 @@ _MODULE = "vllm_ascend_kvext.connector.kvext_connector"
 
 
 def register_connector() -> Callable[[], None]:
-    """Make the connector known, and to it what is above it; all are imported when they are used."""
+    """Make the connector known to vLLM, and the packages above it known to the connector.
+
+    All of them are imported only when they are used.
+    """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     register_extension("segments", "vllm_ascend_kvext.segments.extension", "SegmentsExtension")

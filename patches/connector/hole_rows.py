@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/core/sched/scheduler.py``: rows of a step that compute holes of requests that wait.
 
-A row of a hole is a request of its own to the workers: with the block table of the request whose
-hole it is, from the hole's first token on, finished in the next step. The scheduler itself knows
-nothing of it.
+To the workers, the row of a hole is a request of its own. It has the block table of the request
+with the hole, begins at the hole's first token, and is finished in the next step. The scheduler
+itself does not know the row.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 def budget_of_holes(scheduler: Scheduler) -> tuple[int, int, int]:
-    """Tokens and rows of the next step, and tokens of one row.
+    """The tokens and rows of the next step that holes may take, and the most tokens of one row.
 
-    What is left by requests that run, or are admitted again with what they have loaded.
+    Requests that run, or that go on after their load, come first.
     """
     from vllm.v1.core.sched.interface import PauseState
 
@@ -52,7 +52,7 @@ def budget_of_holes(scheduler: Scheduler) -> tuple[int, int, int]:
     )
     num_places = len(going_on)
     if scheduler.use_v2_model_runner:
-        # There a session that waits for its next input keeps its place on the workers.
+        # The V2 runner keeps the place of a session that waits for its next input.
         num_places += scheduler.num_waiting_for_streaming_input
     return (
         scheduler.max_num_scheduled_tokens - wanted_tokens,
@@ -62,15 +62,15 @@ def budget_of_holes(scheduler: Scheduler) -> tuple[int, int, int]:
 
 
 def add_rows(scheduler: Scheduler, output: SchedulerOutput, rows: Sequence[HoleRow]) -> None:
-    """Have a step that has been planned compute these rows, ascending for each request, too."""
+    """Add rows to a step that has been planned. The rows of each request ascend."""
     model_config = scheduler.vllm_config.model_config
-    # Where workers look at prompts, and do not only copy and count their tokens.
+    # These workers look into prompts. Others only copy and count their tokens.
     needs_list = (
         scheduler.use_v2_model_runner
         or model_config.uses_mrope
         or bool(getattr(model_config, "uses_xdrope_dim", 0))  # vLLM 0.30 has no such models.
     )
-    # The same for all rows of a request, as the last one has it.
+    # All rows of a request have the same prompt, which is that of the last row.
     last_rows = {row.request_id: row for row in rows}
     prompts = {
         request_id: _prompt_of(row, scheduler.requests[request_id], needs_list)
@@ -83,7 +83,7 @@ def add_rows(scheduler: Scheduler, output: SchedulerOutput, rows: Sequence[HoleR
 
 
 def _prompt_of(row: HoleRow, request: Request, needs_list: bool) -> Sequence[int]:
-    """With one token more than the row has, it is a part of a prompt: nothing is sampled."""
+    """The prompt of a row. It has one token more than the row computes, so nothing is sampled."""
     if not row.has_last_tokens:
         return _beginning_of(request, row.run.end_tokens + 1, needs_list)
     prompt = _beginning_of(request, row.run.first_tokens, needs_list)
@@ -93,11 +93,11 @@ def _prompt_of(row: HoleRow, request: Request, needs_list: bool) -> Sequence[int
 
 
 def _beginning_of(request: Request, num_tokens: int, needs_list: bool) -> MutableSequence[int]:
-    """The first tokens of a request, as what a worker copies in no time, unless it needs a list.
+    """The first tokens of a request, as an array unless the worker needs a list.
 
-    It copies all of them for each row; from a list of 131,072 numbers, that takes milliseconds.
-    The holes of a request may take many steps: its list is read once. Of tokens that are computed,
-    none changes.
+    A worker copies all of them for each row. A copy of a list of 131,072 numbers takes
+    milliseconds, and a copy of an array almost no time. The holes of a request may take many steps,
+    so the request's list is read only once. Tokens that are computed do not change any more.
     """
     if needs_list:
         return list(request.all_token_ids[:num_tokens])
@@ -128,7 +128,7 @@ def _request_of(scheduler: Scheduler, row: HoleRow, token_ids: Sequence[int]) ->
 
 
 def go_on_behind_holes(scheduler: Scheduler, request_id: str) -> None:
-    """All that a request waited for is there, or it has ended meanwhile."""
+    """Let a request go on: all that it waited for is there, or it has ended meanwhile."""
     request = scheduler.requests.get(request_id)
     if request is None:
         return
@@ -139,10 +139,11 @@ def go_on_behind_holes(scheduler: Scheduler, request_id: str) -> None:
 
 
 def correct_hits(scheduler: Scheduler, counts_every_admission: bool, new: NewHoles) -> None:
-    """Take holes out of the hits that upstream has counted: it counts all that a load ends behind.
+    """Take holes out of the hits that upstream has counted.
 
-    Upstream counts every admission of a request before its first answer, or only the first one. Its
-    counts are complete when it asks the connector what to send to the workers.
+    Upstream counts all tokens up to the end of a load. It counts every admission of a request
+    before its first answer, or only the first one. Its counts are complete when it asks the
+    connector what to send to the workers.
     """
     request = scheduler.requests.get(new.request_id)
     if request is None:
@@ -152,7 +153,7 @@ def correct_hits(scheduler: Scheduler, counts_every_admission: bool, new: NewHol
         set_external_hit_tokens(found, found.num_external_cached_tokens - new.num_tokens)
     stats = scheduler.connector_prefix_cache_stats
     if stats is None or not new.is_planned:
-        return  # What a lookup found has been reported before its load failed.
+        return  # The hits of a lookup were reported before its load failed.
     if request.num_preemptions:
         stats.preempted_hits -= new.num_tokens
     else:

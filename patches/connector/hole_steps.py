@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class HoleSteps:
-    """The holes of one scheduler's requests: a `StepPart`."""
+    """The `StepPart` that computes the holes of one scheduler's requests."""
 
     def __init__(self, scheduler: Scheduler, side: ConnectorScheduler) -> None:
         self._scheduler = scheduler
@@ -35,17 +35,19 @@ class HoleSteps:
     def schedule(
         self, wrapped: Callable[..., SchedulerOutput], *args: Any, **kwargs: Any
     ) -> SchedulerOutput:
-        """Schedule a step in which, besides what upstream plans, holes are computed.
+        """Schedule a step that also computes holes.
 
-        Upstream's budget is less by what the rows of holes take, see ``hole_rows``.
+        Upstream's budget is reduced by the tokens and rows of holes, see ``hole_rows``.
         """
-        scheduler, side = self._scheduler, self._side
+        scheduler = self._scheduler
+        side = self._side
         for request_id in side.end_hole_step():
             go_on_behind_holes(scheduler, request_id)
         rows: list[HoleRow] = []
         if side.holes:
             rows = side.take_hole_rows(budget_of_holes(scheduler), scheduler.requests)
-        ended_row_ids, side.row_ids = side.row_ids, {row.row_id for row in rows}
+        ended_row_ids = side.row_ids
+        side.row_ids = {row.row_id for row in rows}
         max_tokens = scheduler.max_num_scheduled_tokens
         max_requests = scheduler.max_num_running_reqs
         scheduler.max_num_scheduled_tokens -= sum(row.run.num_tokens for row in rows)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loaders of ``vllm/model_executor/model_loader/``: a worker gets to know its model and weights.
 
-How keys turn with their positions is read from the model's own modules. The loader shows each model
-that it has built to a function that may log it. ``load_model`` itself cannot be told from a wrapper
-of somebody else where OpenTelemetry is installed: upstream then wraps it.
+The model's own modules say how keys turn with their positions. The loader shows each model that it
+has built to a function that may log it. ``load_model`` is not patched, because upstream wraps it
+itself if OpenTelemetry is installed. A fingerprint cannot tell this wrapper from one of another
+program.
 
-A loader of files asks a method of its own which ones to read, before it reads them. A shared tier
-knows KV by the weights' content.
+A shared tier knows KV by the content of the weights. A loader of files calls a method of its own
+that chooses the files, before it reads them.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def begin_reading(
 def note_chosen_files(
     wrapped: Callable[..., Any], instance: object, *args: Any, **kwargs: Any
 ) -> Any:
-    """Note the files that a loader has chosen: its result, or the second part of it."""
+    """Note the files that a loader has chosen: the result of its method, or the second part."""
     chosen = wrapped(*args, **kwargs)
     _note_files(chosen[1] if isinstance(chosen, tuple) else chosen)
     return chosen
@@ -55,7 +56,7 @@ def note_chosen_files(
 def note_given_files(
     wrapped: Callable[..., Any], instance: object, paths: list[str], *args: Any, **kwargs: Any
 ) -> Any:
-    """Note the files that a loader is given, and reads when what it returns is iterated over."""
+    """Note the files that a loader is given. It reads them when its result is iterated over."""
     _note_files(paths)
     return wrapped(paths, *args, **kwargs)
 
@@ -64,7 +65,8 @@ def _note_files(paths: list[str]) -> None:
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
-    if config is None or config.kv_transfer_config is not None:  # Else no connector will ask.
+    # An engine without a connector does not need the files.
+    if config is None or config.kv_transfer_config is not None:
         loaded_models.note_files(paths)
 
 
@@ -75,7 +77,7 @@ _FILES = Patch(
     feature="connector",
     wrapper=note_chosen_files,
     why="KV in a shared tier is known by the content of the weights. Files may be replaced once "
-    "they are loaded, and nobody but the loader knows which ones it reads, nor when.",
+    "they are loaded, and only the loader knows which ones it reads, and when.",
     retire_when="upstream tells connectors what the weights in memory are",
     relies_on=(
         f"{_LOADERS}.default_loader:DefaultModelLoader._get_weights_iterator",
@@ -115,9 +117,9 @@ PATCHES = (
         target=f"{_LOADERS}.default_loader:DefaultModelLoader.get_all_weights",
         feature="connector",
         wrapper=begin_reading,
-        why="Weights are read again for a model that need not be the one that was loaded last: a "
-        "draft, or the model of another engine of the process, may have been. KV of the new "
-        "weights must not get the old ones' name in a shared tier.",
+        why="Weights may be read again for a model that was not loaded last. A draft, or the model "
+        "of another engine of the process, may have been loaded after it. KV of the new weights "
+        "must not get the name of the old ones in a shared tier.",
         retire_when="upstream tells connectors what the weights in memory are",
         relies_on=("vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights",),
     ),

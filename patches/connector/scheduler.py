@@ -2,11 +2,11 @@
 """``vllm/v1/core/sched/scheduler.py``: a scheduler and its KvextConnector get to know each other.
 
 The connector reads block tables and holds references to blocks. vLLM hands it the block pool, but
-not the tables. And an engine without requests has to go on with its steps while pages are being
-stored: only steps notice that a store has ended.
+not the tables. An engine without requests has to go on with its steps while pages are being stored,
+because only steps notice that a store has ended.
 
-Only a scheduler that has the connector is changed, in its own methods. Its ``schedule`` is vLLM's
-but for steps with holes: see ``step_parts``.
+Only methods of a scheduler with the connector are replaced. Its ``schedule`` is vLLM's own, except
+in steps with holes: see ``step_parts``.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ logger = logging.getLogger("vllm.ascend_kvext.connector")
 
 
 def connect(wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
-    """Tell the connector of a new scheduler what it works for, and the log what can hit.
+    """Show a new scheduler to its connector, and log which prompts can hit.
 
-    A load that fails is named by its request: upstream frees its blocks, and asks again.
+    vLLM >= 0.30 is told of failed loads by request. It frees the request's blocks, and asks again.
     """
     wrapped(*args, **kwargs)
     log_least_prompt(scheduler.kv_cache_manager.coordinator)
     connector = connector_of(scheduler)
     if connector is not None:
         if scheduler.connector is connector:
-            # Upstream keeps the blocks of requests that are gone from loads that do not wait for
-            # the steps in flight, and cannot be reset meanwhile. Ours wait: see ``compute_fence``.
+            # Upstream frees blocks late, because loads of other connectors do not wait for steps
+            # in flight. It cannot be reset meanwhile. Our loads wait, see ``compute_fence``.
             scheduler.defer_block_free = False
         _bind(scheduler, connector, ConnectedScheduler)
 
@@ -62,7 +62,10 @@ def connect(wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kw
 def connect_by_blocks(
     wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any
 ) -> None:
-    """The same where a load that fails is named by blocks, and no connector is asked for work."""
+    """As `connect`, for vLLM < 0.30, which is told of failed loads by block.
+
+    It does not ask connectors whether they have work.
+    """
     wrapped(*args, **kwargs)
     log_least_prompt(scheduler.kv_cache_manager.coordinator)
     connector = connector_of(scheduler)
@@ -86,7 +89,7 @@ def connector_of(scheduler: Scheduler) -> KvextConnector | None:
 
 
 def kvext_connector_in(connector: Any) -> KvextConnector | None:
-    """A connector, or the one of a MultiConnector, that is a KvextConnector."""
+    """The KvextConnector that ``connector`` is, or that a MultiConnector has; None if none."""
     for each in (connector, *getattr(connector, "_connectors", ())):
         if type(each).__name__ == "KvextConnector" and hasattr(each, "bind_scheduler"):
             return each
@@ -94,16 +97,16 @@ def kvext_connector_in(connector: Any) -> KvextConnector | None:
 
 
 def side_of(scheduler: Scheduler) -> ConnectorScheduler | None:
-    """The scheduler side of its KvextConnector; None before the workers are known."""
+    """The scheduler side of a scheduler's KvextConnector; None before the workers are known."""
     connector = connector_of(scheduler)
     return None if connector is None else connector.scheduler_side
 
 
 class ConnectedScheduler:
-    """A scheduler with a KvextConnector: it gets methods of this object in place of its own.
+    """A scheduler with a KvextConnector. Methods of this object replace those of the scheduler.
 
     Attributes:
-        steps: What is done around its ``schedule``.
+        steps: The parts that are called around its ``schedule``.
     """
 
     counts_every_admission = False
@@ -121,7 +124,7 @@ class ConnectedScheduler:
         ]
         if scheduler.need_mamba_block_aligned_split:
             methods.append(self._mamba_block_aligned_split)
-        # Where new pages are not zeroed before workers can store what was in them.
+        # Workers can store a preempted request only if its pages are not zeroed before.
         if not (scheduler.use_v2_model_runner and scheduler.needs_kv_cache_zeroing):
             methods.append(self._preempt_request)
         else:
@@ -139,7 +142,7 @@ class ConnectedScheduler:
             extend(self)
 
     def _methods_of_line(self) -> tuple[Callable[..., Any], ...]:
-        """Methods that are replaced for this vLLM only."""
+        """The methods that are replaced for this line of vLLM only."""
         if self.scheduler.needs_kv_cache_zeroing:
             return (self._get_new_block_ids_to_zero,)
         return ()
@@ -147,10 +150,11 @@ class ConnectedScheduler:
     def _get_new_block_ids_to_zero(
         self, wrapped: Callable[[], list[int] | None]
     ) -> list[int] | None:
-        """Have workers zero the pages that are about to be loaded: a load may fill parts of them.
+        """Let workers zero the pages that are about to be loaded, and those of holes.
 
-        Upstream leaves them out, for loads that do not wait for what was enqueued before them. It
-        does not know of those that only holes have.
+        A load may fill only parts of its pages. Upstream leaves such pages out, because loads of
+        other connectors do not wait for kernels that were enqueued before. It does not know pages
+        that only holes have.
         """
         self.scheduler._skip_zero_block_ids -= self.side.pages_to_load()
         return [*(wrapped() or ()), *self.side.references.new_ids] or None
@@ -158,10 +162,10 @@ class ConnectedScheduler:
     def get_num_common_prefix_blocks(
         self, wrapped: Callable[[str], list[int]], running_request_id: str
     ) -> list[int]:
-        """Blocks with which all running requests begin, for cascade attention.
+        """The number of blocks with which all running requests begin, for cascade attention.
 
-        Upstream compares references with the number of requests: those of the connector, and rows
-        that are not requests, make that wrong.
+        Upstream compares references with the number of requests. The connector's references, and
+        rows that are not requests, make this comparison wrong.
         """
         counts = wrapped(running_request_id)
         if self.side.row_ids or self.side.references.num_references:
@@ -187,14 +191,14 @@ class ConnectedScheduler:
         finally:
             self._is_resetting = False
             if reset_connector:
-                # Upstream may have raised before it came to that.
+                # Upstream may have raised before it reset the connector.
                 self.side.reset_cache()
 
     def _restart_loaded_requests(self) -> None:
         """Take the blocks of requests that have loaded and do not run yet.
 
-        Upstream preempts what runs, and fails over what does not. A load that is under way still
-        writes: there it fails.
+        Upstream preempts running requests, and fails if others hold blocks. A load under way still
+        writes to its blocks, so upstream still fails then.
         """
         from vllm.v1.request import RequestStatus
 
@@ -209,7 +213,9 @@ class ConnectedScheduler:
                 continue
             scheduler.kv_cache_manager.free(request)
             request.num_computed_tokens = 0
-            request.status = waits[request.num_preemptions > 0]
+            request.status = (
+                RequestStatus.PREEMPTED if request.num_preemptions > 0 else RequestStatus.WAITING
+            )
             loaded.discard(request_id)
             scheduler.failed_recving_kv_req_ids.discard(request_id)
             scheduler._inflight_prefills.discard(request)
@@ -217,11 +223,11 @@ class ConnectedScheduler:
     def _update_waiting_for_remote_kv(
         self, wrapped: Callable[[Request], None], request: Request
     ) -> None:
-        """A load has ended. If it failed, another may begin, which takes blocks anew.
+        """A load has ended. If it failed, another load may begin, which takes new blocks.
 
-        vLLM goes on behind what the device had, where there was something. And vLLM 0.23.0 admits a
-        load beside what all prefills in flight still need, and leaves a request whose load failed
-        among them: its next load would wait for itself.
+        If the device had tokens of the request, vLLM would go on behind these without a new lookup.
+        vLLM 0.23.0 admits a load only if there is room for all that prefills in flight still need,
+        too. It leaves a request whose load failed among these. Its next load would wait for itself.
         """
         has_failed = request.request_id in self.scheduler.failed_recving_kv_req_ids
         if has_failed and self.side.is_looked_up_again(request.request_id):
@@ -233,7 +239,7 @@ class ConnectedScheduler:
     def _update_request_as_session(
         self, wrapped: Callable[[Request, Any], None], session: Request, update: Any
     ) -> None:
-        """Continue a session, whose last token upstream drops, but not from the hashes."""
+        """Continue a session. Upstream drops its last token, but not the hash with this token."""
         hash_block_size = self.scheduler.kv_cache_manager.block_pool.hash_block_size
         del session.block_hashes[session.num_computed_tokens // hash_block_size :]
         wrapped(session, update)
@@ -262,13 +268,13 @@ class ConnectedScheduler:
         self, wrapped: Callable[..., None], request: Request, *args: Any, **kwargs: Any
     ) -> None:
         """Store what a request has computed, before its blocks are freed."""
-        if not self._is_resetting:  # Its pages may be gone before a step can read them.
+        if not self._is_resetting:  # A reset may take the pages before a step can read them.
             self.side.preempt(request)
         wrapped(request, *args, **kwargs)
 
 
 class KeptGoingScheduler(ConnectedScheduler):
-    """One that asks no connector whether it has work."""
+    """A scheduler of vLLM < 0.30, which does not ask connectors whether they have work."""
 
     counts_every_admission = True
 
@@ -281,7 +287,7 @@ class KeptGoingScheduler(ConnectedScheduler):
 
 
 def _require_recovery(scheduler: Scheduler) -> None:
-    """Refuse, with a ConnectorError, a model of which a load that fails would end the engine."""
+    """Refuse a model for which a failed load would end the engine, with a ConnectorError."""
     if not is_all_full_attention(scheduler.kv_cache_config) and not is_recovering(scheduler):
         raise ConnectorError(
             "KvextConnector: this model is not all full attention in one KV cache group, so a "
@@ -297,7 +303,8 @@ def _view_of(
     on_extra_work: Callable[[], object],
     on_new_holes: Callable[[NewHoles], object],
 ) -> SchedulerView:
-    manager, config = scheduler.kv_cache_manager, scheduler.vllm_config
+    manager = scheduler.kv_cache_manager
+    config = scheduler.vllm_config
     return SchedulerView(
         requests=scheduler.requests,
         managers=manager.coordinator.single_type_managers,
@@ -330,7 +337,7 @@ def _view_of(
 def _cached_blocks(
     manager: KVCacheManager, request: Request, group: int, first_page: int, end_page: int
 ) -> list[KVCacheBlock] | None:
-    """Blocks of the local prefix cache with some pages of a request; None if it lacks one."""
+    """The blocks of the local prefix cache that hold some pages; None if one is missing."""
     from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
 
     hashes: Sequence[Any] = request.block_hashes
@@ -350,7 +357,7 @@ def _cached_blocks(
 _replaced = InstanceMethods()
 
 ON_CONNECTED: list[Callable[[ConnectedScheduler], object]] = []
-"""Called with each scheduler that knows its connector: for features that stand above this one."""
+"""Functions that are called with each new `ConnectedScheduler`. Features above this add them."""
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _ASCEND_BALANCE = "vllm_ascend.patch.platform.patch_balance_schedule:BalanceScheduler"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/core/sched/scheduler.py``: what is done around ``schedule``, in steps that need it.
+"""``vllm/v1/core/sched/scheduler.py``: parts around ``schedule``, in steps that need them.
 
 Most engines plan almost all of their steps with vLLM's own function. A scheduler gets another one
-when a request has to wait for something that vLLM does not plan, and loses it after the step in
-which the last such request has gone on::
+when a request begins to wait for something that vLLM does not plan. It gets vLLM's own back after
+the step in which the last such request goes on::
 
     a hole is born ──> put_on ──> steps with rows of holes ──> no part has work ──> vLLM's own
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class StepPart(Protocol):
-    """One thing that some steps of a scheduler do besides what vLLM plans."""
+    """Something that some steps of a scheduler do besides what vLLM plans."""
 
     @property
     def has_work(self) -> bool:
@@ -35,7 +35,7 @@ class StepPart(Protocol):
 
 
 class StepParts:
-    """The parts around the ``schedule`` of one scheduler, which it has only while one has work."""
+    """The parts around the ``schedule`` of one scheduler, which are there while one has work."""
 
     def __init__(self, scheduler: Scheduler, methods: InstanceMethods) -> None:
         self._scheduler = scheduler
@@ -48,9 +48,9 @@ class StepParts:
         self._parts.append(part)
 
     def put_on(self) -> None:
-        """Have the parts plan all steps from the next one on, until none of them has work.
+        """Let the parts plan all steps from the next one on, until none of them has work.
 
-        May be called while a step is being planned: that step is planned as it began.
+        The method may be called while a step is being planned. It does not change this step.
         """
         if self._take_off is None:
             self._take_off = self._methods.replace(self._scheduler, self.schedule)
@@ -58,7 +58,7 @@ class StepParts:
     def schedule(
         self, wrapped: Callable[..., SchedulerOutput], *args: Any, **kwargs: Any
     ) -> SchedulerOutput:
-        """Plan a step with all parts, and be there no longer if none of them has work."""
+        """Plan a step with all parts. If none has work then, put vLLM's own function back."""
         for part in reversed(self._parts):
             wrapped = partial(part.schedule, wrapped)
         output = wrapped(*args, **kwargs)

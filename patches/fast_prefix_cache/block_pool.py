@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/core/block_pool.py``: one tight loop for each thing that is done to many blocks."""
+"""``vllm/v1/core/block_pool.py``: one tight loop for each operation on many blocks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class FastPool:
     """Methods of one block pool.
 
-    Blocks of the groups ``whole_group_ids`` are cached from the first to the last. Upstream caches
-    those of other groups.
+    Args:
+        whole_group_ids: Groups whose blocks are cached from the first to the last. Upstream caches
+            the blocks of other groups.
     """
 
     def __init__(self, pool: BlockPool, whole_group_ids: Collection[int]) -> None:
@@ -31,7 +32,7 @@ class FastPool:
     def get_new_blocks(
         self, wrapped: Callable[[int], list[KVCacheBlock]], num_blocks: int
     ) -> list[KVCacheBlock]:
-        """Allocate blocks; only those that are cached cost more than a few assignments."""
+        """Allocate blocks. Only cached ones cost more than a few assignments."""
         pool = self._pool
         queue = pool.free_block_queue
         is_watched = pool.metrics_collector or getattr(pool, "_reuse_watchers", None)
@@ -41,7 +42,7 @@ class FastPool:
         cache = pool.cached_block_hash_to_block._cache
         evict = pool._maybe_evict_cached_block
         is_silent = not pool.enable_kv_cache_events
-        with_more_keys = getattr(pool, "cached_block_hashes_by_block", ())  # since vLLM 0.30
+        with_more_keys = getattr(pool, "cached_block_hashes_by_block", ())  # Since vLLM 0.30.
         for block in blocks:
             assert not block.ref_cnt
             block.ref_cnt = 1
@@ -77,7 +78,7 @@ class FastPool:
             hashes = request.block_hashes
             cache_run(pool, hashes, blocks, run, block_size, kv_cache_group_id)
             return
-        # Upstream slices a request's hashes from each block on to the prompt's end.
+        # Upstream slices a request's hashes up to the prompt's end for each block.
         num_hashes = num_full_blocks * block_size // pool.hash_block_size
         wrapped(
             RequestUpTo(request, num_hashes),
@@ -109,12 +110,12 @@ def cache_run(
     block_tokens: int,
     group_id: int,
 ) -> None:
-    """Cache a run of a request's blocks; nulls are left out. Emits no events."""
+    """Cache a run of a request's blocks without its nulls. The function emits no events."""
     keys = group_keys(pool, group_id, block_tokens)
     assert len(hashes) >= run.stop * keys.hashes_per_block
     table = pool.cached_block_hash_to_block
     cache = table._cache
-    has_lengths = hasattr(pool.null_block, "_block_hash_num_tokens")  # since vLLM 0.30
+    has_lengths = hasattr(pool.null_block, "_block_hash_num_tokens")  # Since vLLM 0.30.
     num_tokens = run.start * block_tokens
     for block, key in zip(blocks[run.start : run.stop], keys.of(hashes, run), strict=True):
         num_tokens += block_tokens
@@ -131,7 +132,7 @@ def cache_run(
 
 
 def free_by_use(pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
-    """Free cached blocks to the back of the queue, all others to its front, each in their order."""
+    """Free cached blocks to the back of the queue, and all others to its front, each in order."""
     uncached = [block for block in blocks if block._block_hash is None]
     if uncached:
         blocks = [block for block in blocks if block._block_hash is not None]
@@ -154,8 +155,8 @@ RELIES_ON = (
     "vllm.v1.core.kv_cache_utils:make_block_hash_with_group_id",
     "vllm.v1.core.kv_cache_utils:BlockHashListWithBlockSize._get_value_at",
 )
-"""What is replaced, and what it is equal to.
+"""The functions that are replaced, and those whose results the replacements must equal.
 
-Upstream calls a method for every block that it allocates, and makes keys for every block up to the
+Upstream calls a method for every block that it allocates. It makes keys for every block up to the
 prompt's end.
 """

@@ -46,7 +46,7 @@ def describe_lookup(coordinator: KVCacheCoordinator) -> Lookup | None:
     from vllm.v1.core import kv_cache_coordinator as upstreams
 
     finder = defining_class(type(coordinator), "find_longest_cache_hit")
-    # Those of vLLM-Ascend find what upstream's do since 0.30.
+    # Since 0.30, coordinators of vLLM-Ascend find what upstream's do.
     is_known = is_ascend(coordinator) and hasattr(coordinator, "get_replay_boundaries")
     is_known |= finder in (
         upstreams.HybridKVCacheCoordinator,
@@ -69,7 +69,7 @@ def describe_lookup(coordinator: KVCacheCoordinator) -> Lookup | None:
 
 
 def _describe_group(coordinator: KVCacheCoordinator, group: LookupGroup) -> LookupGroups | None:
-    """Groups that share a spec; None if they are looked up in a way that is not known here."""
+    """The description of groups that share a spec; None if their lookup is not known here."""
     from vllm.v1.core import single_type_kv_cache_manager as managers
 
     # A subclass may look up in another way.
@@ -78,7 +78,8 @@ def _describe_group(coordinator: KVCacheCoordinator, group: LookupGroup) -> Look
         GroupKind.WINDOW: managers.SlidingWindowManager,
         GroupKind.STATE: managers.MambaManager,
     }
-    kind, unit_tokens = kind_of(group.spec), hit_unit_tokens(coordinator)
+    kind = kind_of(group.spec)
+    unit_tokens = hit_unit_tokens(coordinator)
     block_tokens = tokens_per_block(coordinator, group.manager)
     if known.get(kind) is not type(group.manager) or unit_tokens % block_tokens:
         return None
@@ -111,8 +112,10 @@ RELIES_ON = (
     f"{_MANAGERS}:SlidingWindowManager.find_longest_cache_hit",
     f"{_MANAGERS}:MambaManager.find_longest_cache_hit",
 )
-"""What is replaced, and what it is equal to: upstream calls functions for every block of the
-prompt, in every group."""
+"""The functions that are replaced, and those whose results the replacements must equal.
+
+Upstream calls functions for every block of the prompt, in every group.
+"""
 
 ASCEND = (
     "vllm_ascend.patch.platform.patch_mamba_manager:AscendMambaManager.find_longest_cache_hit",
@@ -122,4 +125,4 @@ ASCEND_SINCE_0_30 = (
     f"{_ASCEND_COORDINATOR}.find_longest_cache_hit",
     f"{_ASCEND_COORDINATOR}.verify_and_split_kv_cache_groups",
 )
-"""The lookup of vLLM-Ascend 0.23 is left alone."""
+"""The functions of vLLM-Ascend. The lookup of vLLM-Ascend 0.23 is not replaced."""

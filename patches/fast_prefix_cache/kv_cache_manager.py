@@ -41,7 +41,7 @@ class FastSteps:
         *others: Any,
         **admission: Any,
     ) -> KVCacheBlocks | None:
-        """Do nothing in a step in which nothing changes."""
+        """Allocate blocks for a step. If nothing changes in the step, do nothing."""
         steps = self._steps
         # Upstream's scheduler names no other argument for a running request.
         if not (num_new_computed_tokens or others or admission):
@@ -55,7 +55,7 @@ class FastSteps:
                 num_tokens = request.num_computed_tokens + num_new_tokens
                 slot_tokens = num_tokens + num_lookahead_tokens
                 if slot_tokens < limits.until_tokens or (
-                    # With drafts, more tokens need a slot than can be cached, or leave a window.
+                    # With drafts, more tokens need slots than are cached, or move windows on.
                     slot_tokens < limits.next_slot_tokens
                     and request.num_computed_tokens < limits.next_skip_tokens
                     and min(num_tokens, request.num_tokens) < limits.next_cache_tokens
@@ -91,7 +91,10 @@ class FastSteps:
     def cache_blocks(
         self, wrapped: Callable[..., None], request: Request, num_computed_tokens: int
     ) -> None:
-        """Return where nothing is due: an asynchronous scheduler caches at a step's end, too."""
+        """Cache blocks, and return at once if nothing is due.
+
+        An asynchronous scheduler calls this also at the end of a step.
+        """
         limits = RequestState.of(request).limits
         steps = self._steps
         if limits is None or steps.tables.get(request.request_id) is not limits.table:
@@ -107,12 +110,12 @@ def describe_steps(manager: KVCacheManager, rule: CachingRule | None) -> Steps |
     """The steps of running requests on a block manager; None if some group's are not known here.
 
     Args:
-        rule: What decides instead of upstream when something is cached, if anything does.
+        rule: Decides instead of upstream when something is cached; None if upstream decides.
     """
     coordinator = manager.coordinator
     group_managers = coordinator.single_type_managers
     is_known = is_ascend(coordinator) or type(coordinator).__module__ == _COORDINATOR
-    # With an MTP drafter of several modules the last tokens are computed again (vLLM 0.30).
+    # An MTP drafter of several modules computes the last tokens again (vLLM 0.30).
     is_replayed = getattr(coordinator, "num_reprefillable_tokens", 0)
     if not is_known or is_replayed or has_partial_hits(coordinator):
         return None
@@ -125,8 +128,8 @@ def describe_steps(manager: KVCacheManager, rule: CachingRule | None) -> Steps |
         block_manager=manager,
         groups=known,
         tables=group_managers[0].req_to_blocks,
-        # vLLM-Ascend 0.23.0 has put a function around upstream's. And upstream moves states
-        # between the blocks of a table when it allocates.
+        # vLLM-Ascend 0.23.0 wraps upstream's function. And upstream moves states between the
+        # blocks of a table when it allocates.
         does_partial_steps=not (hasattr(manager.allocate_slots, "__wrapped__") or has_states),
         rule=rule,
     )
@@ -149,7 +152,7 @@ def _group(coordinator: KVCacheCoordinator, manager: SingleTypeKVCacheManager) -
         draft_blocks = manager.num_speculative_blocks
         window_tokens = 2
         if not hasattr(coordinator, "get_replay_boundaries"):
-            window_tokens += draft_blocks  # vLLM 0.23 waits for one draft token per block
+            window_tokens += draft_blocks  # vLLM 0.23 waits for one draft token per block.
     limits = GroupLimits(
         block_tokens=block_tokens,
         window_tokens=window_tokens,
@@ -162,7 +165,7 @@ def _group(coordinator: KVCacheCoordinator, manager: SingleTypeKVCacheManager) -
 
 
 def _is_state(manager: SingleTypeKVCacheManager) -> bool:
-    """Whether it is upstream's manager of states: vllm-ascend puts one of its own in its place."""
+    """Whether a manager is upstream's manager of states. vllm-ascend may replace this class."""
     from vllm.v1.core import single_type_kv_cache_manager as managers
 
     kind = type(manager)
@@ -195,10 +198,11 @@ RELIES_ON = (
     f"{_GROUP_MANAGER}.allocate_new_blocks",
     "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.get_num_skipped_tokens",
 )
-"""What is replaced, and what it is equal to.
+"""The functions that are replaced, and those whose results the replacements must equal.
 
-Upstream passes over all groups four times in every step of every request, although in most steps of
-a decode nothing changes; with asynchronous scheduling it passes over them once more at its end.
+Upstream passes over all groups four times in every step of every request, although nothing changes
+in most steps of a decode. With asynchronous scheduling, it passes over them once more at the end of
+a step.
 """
 
 ASCEND = (f"{_LIFETIME}:_patched_allocate_slots", f"{_LIFETIME}:_patched_remove_skipped_blocks")

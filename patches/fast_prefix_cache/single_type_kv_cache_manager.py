@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 def methods_of_group(
     manager: SingleTypeKVCacheManager, is_retained: bool
 ) -> Iterator[Callable[..., Any]]:
-    """The methods that take the place of those of one manager.
+    """The methods that replace methods of one manager.
 
-    Each of them is equal to one function of upstream, and takes the place of no other.
+    Each of them does what one function of upstream does, and replaces no other function.
 
     Args:
-        is_retained: Whether retention decides what is cached: it does not ask upstream's managers.
+        is_retained: Whether retention decides what is cached. It does not ask upstream's managers.
     """
     from vllm.v1.core import single_type_kv_cache_manager as upstreams
 
@@ -33,7 +33,7 @@ def methods_of_group(
     if rule is not None and _has(manager, "cache_blocks", upstreams.SingleTypeKVCacheManager):
         yield FastTails(manager, rule).cache_blocks
     window = FastWindow(manager)
-    # Since vLLM 0.30 a window has no function of its own to free a request's blocks.
+    # Since vLLM 0.30, a window has no function of its own to free a request's blocks.
     if _has(manager, "free", upstreams.SlidingWindowManager):
         yield window.free
     if not _leaves_blocks(manager):
@@ -51,7 +51,7 @@ def _has(manager: SingleTypeKVCacheManager, method: str, owner: type) -> bool:
 
 
 def _leaves_blocks(manager: SingleTypeKVCacheManager) -> bool:
-    """Whether blocks of a running request are given up."""
+    """Whether a manager frees blocks of a running request."""
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
     methods = ("get_num_skipped_tokens", "remove_skipped_blocks")
@@ -69,13 +69,14 @@ def is_cached_whole(manager: SingleTypeKVCacheManager) -> bool:
 
 
 def tail_rule(manager: SingleTypeKVCacheManager) -> TailRule | None:
-    """The rule by which a sliding window leaves blocks out; None where it is not known."""
+    """The rule by which a sliding window leaves blocks out; None if the rule is not known."""
     from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
     if not _has(manager, "reachable_block_mask", SlidingWindowManager):
         return None
-    unit_tokens, block_tokens = manager.scheduler_block_size, manager.kv_cache_spec.block_size
-    unit_tokens = getattr(manager, "cache_hit_alignment_tokens", unit_tokens)  # since vLLM 0.30
+    block_tokens = manager.kv_cache_spec.block_size
+    unit_tokens = manager.scheduler_block_size
+    unit_tokens = getattr(manager, "cache_hit_alignment_tokens", unit_tokens)  # Since vLLM 0.30.
     if unit_tokens is None or unit_tokens % block_tokens or block_tokens != manager.block_size:
         return None
     ahead_blocks = int(manager.use_eagle)
@@ -87,7 +88,7 @@ def tail_rule(manager: SingleTypeKVCacheManager) -> TailRule | None:
 
 
 class FastTails:
-    """What the manager of one sliding window caches."""
+    """The method by which the manager of one sliding window caches blocks."""
 
     def __init__(self, manager: SingleTypeKVCacheManager, rule: TailRule) -> None:
         self._manager = manager
@@ -123,7 +124,7 @@ class FastTails:
 
 
 class FastWindow:
-    """What the manager of one group frees."""
+    """The methods by which the manager of one group frees blocks."""
 
     def __init__(self, manager: SingleTypeKVCacheManager) -> None:
         self._manager = manager
@@ -131,7 +132,7 @@ class FastWindow:
     def remove_skipped_blocks(
         self, wrapped: Callable[..., None], request_id: str, total_computed_tokens: int
     ) -> None:
-        """Free the blocks that leave a window; compare one block where none does."""
+        """Free the blocks that leave a window. If none does, compare only one block."""
         manager = self._manager
         skipped_tokens = manager.get_num_skipped_tokens(total_computed_tokens)
         if skipped_tokens <= 0:
@@ -141,8 +142,7 @@ class FastWindow:
         if not stop or blocks[stop - 1] is manager._null_block:
             return
         if hasattr(wrapped, "__wrapped__"):
-            # vllm-ascend 0.23.0 has windows wait for the steps in flight: fewer tokens, or the
-            # same.
+            # vllm-ascend 0.23.0 lets windows wait for steps in flight, so it may free fewer.
             wrapped(request_id, total_computed_tokens)
             return
         _free_up_to(manager, blocks, 0, stop, partial(free_by_use, manager.block_pool))
@@ -157,9 +157,9 @@ class FastWindow:
         _free_up_to(manager, blocks, first_block, stop, manager.block_pool.free_blocks)
 
     def free(self, wrapped: Callable[..., None], request_id: str) -> None:
-        """Free a request's blocks without a look at the nulls before its window."""
+        """Free a request's blocks without a look at each null before its window."""
         manager = self._manager
-        # Upstream counts down a reference for each of them.
+        # Upstream counts down a reference for each null.
         if num_nulls := drop_nulls(manager, request_id):
             manager._null_block.ref_cnt -= num_nulls
         blocks = manager.req_to_blocks.pop(request_id, None)
@@ -176,7 +176,8 @@ def _free_up_to(
     free: Callable[[list[KVCacheBlock]], None],
 ) -> None:
     """Put nulls in the place of blocks before ``stop``, back to ``first`` or a null."""
-    null, start = manager._null_block, stop
+    null = manager._null_block
+    start = stop
     while start > first and blocks[start - 1] is not null:
         start -= 1
     if leaving := blocks[start:stop][::-1]:
@@ -196,8 +197,8 @@ RELIES_ON = (
 """Upstream computes a flag for every block of a chunk to find the few that it caches."""
 
 RELIES_ON_BEFORE_0_30 = (f"{_BASE}.remove_skipped_blocks", f"{_WINDOW}.free")
-"""Upstream compares all fields of each block that leaves a window, frees empty lists where none
-does, and counts down a reference for each null block of a long request."""
+"""Upstream compares all fields of each block that leaves a window, and frees empty lists if none
+does. For each null block of a long request it counts down a reference."""
 
 RELIES_ON_SINCE_0_30 = (f"{_BASE}._remove_blocks_in_range",)
 """Upstream compares all fields of each block that leaves a window."""

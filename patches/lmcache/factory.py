@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/distributed/kv_transfer/kv_connector/factory.py``: what LMCache's connector is given.
+"""``vllm/distributed/kv_transfer/kv_connector/factory.py``: the configs of LMCache's connector.
 
 LMCache's connector takes the name of its objects, and the tokens of its blocks, from the two
-configs that vLLM hands it. It gets copies that differ in these. vLLM gets a class whose objects are
-made in this way, so that it does not matter what makes them: the factory, or `MultiConnector`.
+configs that vLLM hands it. Here it gets copies with another name and other tokens. vLLM gets a
+class that makes its objects in this way. So this works for the factory and for `MultiConnector`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 NAME = "LMCacheMPConnector"
 LMCACHE_RELEASE = "0.5.6"
-"""The release whose connector was read; what is given to another one may not arrive."""
+"""The release whose connector was read. A connector of another release may ignore the copies."""
 
 logger = logging.getLogger("vllm.ascend_kvext.lmcache")
 
@@ -37,16 +37,16 @@ logger = logging.getLogger("vllm.ascend_kvext.lmcache")
 def get_connector_class(
     wrapped: Callable[..., Any], factory: type, *args: Any, **kwargs: Any
 ) -> Any:
-    """The class of a connector; of LMCache's, also below `MultiConnector`, `_prepared_class`."""
+    """The class of a connector. For LMCache's connector, the result of `_prepared_class`."""
     connector_class = wrapped(*args, **kwargs)
     if connector_class.__name__ != NAME or hasattr(connector_class, "_kvext_is_prepared"):
         return connector_class
     return _prepared_class(connector_class)
 
 
-@functools.cache  # vLLM compares classes.
+@functools.cache  # vLLM compares classes, so there is one class per class of LMCache.
 def _prepared_class(connector_class: Any) -> Any:
-    """LMCache's class, with objects that are made of copies of the configs."""
+    """A subclass of LMCache's class that hands it copies of the configs."""
 
     class PreparedConnector(connector_class):  # type: ignore[misc]
         _kvext_is_prepared = True
@@ -83,7 +83,7 @@ def require_release(version: str | None) -> None:
 
 def require_name(found: str, name: str) -> None:
     """Raise `LMCacheError` if LMCache does not name its objects as it was told."""
-    # LMCache adds to the name with decode context parallelism.
+    # With decode context parallelism, LMCache adds something to the name.
     if not found.startswith(name):
         raise LMCacheError(f"LMCache to name its objects {name!r}", repr(found), _REMEDY)
 
@@ -127,17 +127,17 @@ PATCHES = (
         target=f"{_FACTORY}.get_connector_class",
         feature="lmcache",
         wrapper=get_connector_class,
-        why="LMCache keys objects by the model's name, and engines with other KV cache groups read "
-        "each other's; it takes the rows of vLLM-Ascend's compressed blocks for tokens; and below "
-        "vLLM 0.23's MultiConnector it stores blocks under the tokens of others.",
+        why="LMCache keys objects by the model's name, so engines with different KV cache groups "
+        "read each other's objects. It takes the rows of vLLM-Ascend's compressed blocks for "
+        "tokens. And below vLLM 0.23's MultiConnector, it stores blocks under wrong tokens.",
         retire_when="LMCache's keys have the layout, and vLLM 0.23 is not supported any more",
         relies_on=(
-            # Both sides get a config, and the scheduler's has the first spec of a bundle.
+            # Both sides get a config. The scheduler's config has only the first spec of a bundle.
             "vllm.v1.core.kv_cache_utils:generate_scheduler_kv_cache_config",
             "vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized",
-            # Makes an object of the class that it asks for. `MultiConnector` does the same; it is
-            # not read here, because its module imports prometheus_client before vLLM has set that
-            # up.
+            # This function asks for a class, and makes an object of it. `MultiConnector` does the
+            # same. It is not named here, because its module imports prometheus_client before vLLM
+            # has set that up.
             f"{_FACTORY}.create_connector",
         ),
     ),

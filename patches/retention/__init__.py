@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Retention: which blocks stay in the prefix cache. One module per upstream module."""
+"""Retention decides which blocks stay in the prefix cache. One module per upstream module."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/core/block_pool.py``: what is cached in one call, and where freed blocks go."""
+"""``vllm/v1/core/block_pool.py``: the runs that are cached, and the places of freed blocks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RetainedPool:
         # A state must not be hit in the step that computes it.
         new_this_step.update(block._block_hash for _, block in states)
         if getattr(manager, "mamba_cache_mode", "") == "align":
-            # Since vLLM 0.30 connectors are told where it lies: in the table it does not stay.
+            # Since vLLM 0.30, connectors are told of the state's block, which leaves the table.
             offers = getattr(manager, "_pending_boundary_state_offloads", [])
             offers += [
                 (
@@ -60,7 +60,7 @@ class RetainedPool:
 
 
 class RetainingPool:
-    """Methods of one block pool whose cached blocks retention keeps the books of."""
+    """Methods of one block pool whose cached blocks retention keeps track of."""
 
     def __init__(self, block_pool: BlockPool, retained: RetainedCache) -> None:
         self._block_pool = block_pool
@@ -79,8 +79,8 @@ class RetainingPool:
     ) -> None:
         """Call upstream once per run of blocks, so that each event describes the blocks it names.
 
-        Upstream emits one event for a range with holes: its token ids then cover blocks that its
-        hashes leave out (vLLM issue 44451).
+        Upstream emits one event for a range with holes. The token ids of this event cover blocks
+        that its hashes leave out (vLLM issue 44451).
         """
         hashes_per_block = block_size // self._block_pool.hash_block_size
         holes = [block.is_null for block in blocks[num_cached_blocks:num_full_blocks]]
@@ -100,10 +100,10 @@ class RetainingPool:
     def get_new_blocks(
         self, wrapped: Callable[[int], list[KVCacheBlock]], num_blocks: int
     ) -> list[KVCacheBlock]:
-        """Have the least useful checkpoints give way to what is allocated.
+        """Let the least useful checkpoints give way to the blocks that are allocated.
 
-        Upstream evicts block by block, in the order in which they were freed: a checkpoint goes
-        before the full-attention blocks that it unlocks, which nothing can hit then.
+        Upstream evicts block by block, in the order in which they were freed. A checkpoint goes
+        before the full-attention blocks that it unlocks, and then nothing can hit these.
         """
         self._retained.make_room(num_blocks)
         return wrapped(num_blocks)
@@ -111,14 +111,14 @@ class RetainingPool:
     def free_blocks(
         self, wrapped: Callable[..., None], ordered_blocks: Iterable[KVCacheBlock]
     ) -> None:
-        """Free what no checkpoint needs to where it is reallocated before what one does.
+        """Free blocks so that those that no checkpoint needs are reallocated first.
 
-        Upstream puts blocks without a hash to the front of the queue.
+        Upstream itself puts blocks without a hash to the front of the queue.
         """
         self._free_by_use(ordered_blocks, wrapped, wrapped)
 
     def reset_prefix_cache(self, wrapped: Callable[[], bool]) -> bool:
-        """With the cache, forget its checkpoints."""
+        """Reset the cache, and forget its checkpoints."""
         is_reset = wrapped()
         if is_reset:
             self._retained.clear()
@@ -143,7 +143,7 @@ class RetainingPool:
 
 
 class RetainingPoolBefore030(RetainingPool):
-    """The same before vLLM 0.30, where blocks are freed in the order in which they are named."""
+    """As `RetainingPool`, before vLLM 0.30, which frees blocks in the order of its argument."""
 
     def free_blocks(
         self,
@@ -153,8 +153,8 @@ class RetainingPoolBefore030(RetainingPool):
     ) -> None:
         """Free cached blocks to the back of the queue, all others to its front.
 
-        Blocks without a hash can never be hit; behind cached ones in the queue they push those
-        out.
+        Blocks without a hash can never be hit. If they stood behind cached ones in the queue, the
+        cached ones would be reallocated first.
         """
         self._free_by_use(ordered_blocks, wrapped, partial(wrapped, prepend=True))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/core/kv_cache_coordinator.py``: which blocks of which group are cached."""
+"""``vllm/v1/core/kv_cache_coordinator.py``: retention decides which blocks are cached."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class RetainingCoordinator:
-    """Methods of one coordinator whose blocks retention has cached, and freed."""
+    """Methods of one coordinator. Retention decides which of its blocks are cached and freed."""
 
     def __init__(self, coordinator: KVCacheCoordinator, retention: CheckpointRetention) -> None:
         self._retention = retention
-        # Of the last tokens, an MTP drafter of several modules computes its KV again (vLLM 0.30).
+        # An MTP drafter of several modules computes KV of the last tokens again (vLLM 0.30).
         self._reprefillable_tokens: int = getattr(coordinator, "num_reprefillable_tokens", 0)
 
     def cache_blocks(
@@ -40,17 +40,17 @@ class RetainingCoordinator:
         processed_computed_tokens: int,
         num_prompt_tokens: int | None = None,
     ) -> None:
-        """Free what has left a window, after saving what is needed later; no draft is counted.
+        """Free what has left a window, after saving what is needed later.
 
-        With EAGLE a boundary opens only after the first blocks of its tail have left the window.
-        They must not be reallocated before.
+        The number of tokens counts no drafts. With EAGLE, a boundary opens only after the first
+        blocks of its tail have left the window. They must not be reallocated before.
         """
         self._retention.before_skip(request_id, processed_computed_tokens, is_settled=True)
         wrapped(request_id, processed_computed_tokens, num_prompt_tokens)
 
 
 class RetainingCoordinatorBefore030(RetainingCoordinator):
-    """The same before vLLM 0.30, where windows move past draft tokens in flight (vLLM #47728)."""
+    """The same for vLLM < 0.30, where windows move past draft tokens in flight (vLLM #47728)."""
 
     def remove_skipped_blocks(  # type: ignore[override]
         self, wrapped: Callable[..., None], request_id: str, total_computed_tokens: int
@@ -68,7 +68,7 @@ class RetainingCoordinatorBefore030(RetainingCoordinator):
 def accept_any_interval(
     wrapped: Callable[..., None], instance: None, *args: Any, **kwargs: Any
 ) -> None:
-    """Leave it to retention to check the interval, against the unit of the lookup."""
+    """Check nothing: retention checks the interval against the unit of the lookup."""
 
 
 _MODULE = "vllm.v1.core.kv_cache_coordinator"

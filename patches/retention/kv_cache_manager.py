@@ -28,23 +28,23 @@ class RetainingManager:
     def free(self, wrapped: Callable[[Request], Any], request: Request) -> Any:
         """Settle what a finished or preempted request leaves in the prefix cache.
 
-        Upstream's replay boundary is that of the prompt: a request that is preempted while
-        decoding, or extended by a next turn, resumes far behind what it computed.
+        Upstream's replay boundary is that of the prompt. A request that is preempted while
+        decoding, or extended by a next turn, would resume long before the end of what it computed.
         """
         self._retention.release(request)
         return wrapped(request)
 
     def pop_blocks_for_free(self, wrapped: Callable[[Request], Any], request: Request) -> Any:
-        """Settle it where blocks are freed later: steps in flight write them (since vLLM 0.30)."""
+        """As `free`, if blocks are freed later because steps in flight write them (vLLM 0.30)."""
         return self.free(wrapped, request)
 
 
 def retaining_methods(
     manager: KVCacheManager, retention: CheckpointRetention
 ) -> Iterator[tuple[object, Callable[..., Any]]]:
-    """What takes the place of methods of a manager, and of what it is made of, with their owners.
+    """The methods for a manager and the objects it is made of, each with the object that gets it.
 
-    Each has the name of the method whose place it takes.
+    Each has the name of the method that it replaces.
     """
     coordinator = manager.coordinator
     pool = coordinator.block_pool

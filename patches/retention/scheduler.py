@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/core/sched/scheduler.py``: statistics of retention, and steps that leave states.
 
-Only a scheduler whose blocks are retained is changed, in its own methods.
+Only methods of a scheduler whose blocks are retained are replaced.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def follow_retention(
     wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any
 ) -> None:
-    """Have a new scheduler report what retention counts, and end steps where it asks for it."""
+    """Let a new scheduler report the counters of retention, and end steps where it asks for it."""
     wrapped(*args, **kwargs)
     retention = CoordinatorState.of(scheduler.kv_cache_manager.coordinator).retention
     if retention is not None:
@@ -44,7 +44,7 @@ class RetainingScheduler:
     def make_stats(
         self, wrapped: Callable[..., SchedulerStats | None], *args: Any, **kwargs: Any
     ) -> SchedulerStats | None:
-        """Send along what retention has counted since the last step."""
+        """Add to the statistics what retention has counted since the last step."""
         stats = wrapped(*args, **kwargs)
         if stats is not None:
             report = self._retention.stats.take()

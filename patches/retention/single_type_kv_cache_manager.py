@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/core/single_type_kv_cache_manager.py``: null blocks are not freed.
 
-Upstream hands every null block of a long sliding-window request to ``free_blocks``, which counts
-down the null block's references and costs time in the scheduler. vLLM 0.33 skips them there.
+Upstream hands every null block of a long sliding-window request to ``free_blocks``. This counts
+down the null block's references, and costs time in the scheduler. vLLM 0.33 skips null blocks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RetainingGroup:
     def free(self, wrapped: Callable[[str], None], request_id: str) -> None:
         """Take the null blocks out of a request's block table before it is freed.
 
-        Since vLLM 0.30 `pop_blocks_for_free` is what frees blocks, too.
+        Since vLLM 0.30, upstream's ``free`` calls `pop_blocks_for_free`, which does this then.
         """
         drop_nulls(self._manager, request_id)
         wrapped(request_id)

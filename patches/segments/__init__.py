@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments of KvextConnector: what they need of a scheduler beside what all loads and stores need.
+"""Segments of KvextConnector: the changes of a scheduler that only segments need.
 
 Nothing is changed in an engine whose connector reuses no segments.
 """

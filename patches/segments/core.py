@@ -2,8 +2,8 @@
 """``vllm/v1/engine/core.py``: learning ends before a reset, and before a shutdown.
 
 A reset of the prefix cache makes steps until transfers have ended, and is refused while requests
-hold blocks. An engine that shuts down makes steps for as long as there are requests. Requests that
-learn segments are among them, and each step may begin further ones.
+hold blocks. An engine that shuts down makes steps as long as there are requests. In both cases,
+requests that learn segments count, and each step may begin further ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def hold_learning(
 
 
 def stop_learning_at_shutdown(wrapped: Callable[..., bool], core: EngineCoreProc) -> bool:
-    """Compute nothing for host memory that ends with this process."""
+    """Compute no segments for host memory that ends with this process."""
     learning = _learning_of(core.scheduler)
     if learning is not None and not core.is_running():
         cancel_learning(core.scheduler, learning)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/core/sched/scheduler.py``: requests of our own, which compute segments to be stored.
 
-A scheduler takes them for requests of a client. They begin only while no request of a client waits
-to be admitted, and are taken back as soon as one does that they might keep waiting. No client gets
-what they answer.
+To a scheduler, they look like requests of a client. They begin only while no request of a client
+waits to be admitted. They are aborted as soon as a client's request may have to wait for them. No
+client gets their answers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from vllm_ascend_kvext.segments.scheduler.segments_side import SegmentsSide
 
 _LAST_PRIORITY = 1 << 62
-"""Where scheduling is by priority: admitted last, and preempted first."""
+"""With scheduling by priority, a request of this priority is admitted last, and preempted first."""
 
 
 class LearnedRequests:
-    """The requests by which one scheduler learns segments: a `StepPart`."""
+    """The `StepPart` for the requests by which one scheduler learns segments."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class LearnedRequests:
         self._holes = holes
         self._segments = segments
         self._learning = learning
-        self._ids: set[str] = set()  # of those whose answer has not come
-        self._new: list[Request] = []  # in the step that is being scheduled
+        self._ids: set[str] = set()  # The ids of requests whose answer has not come.
+        self._new: list[Request] = []  # The requests that begin in the step being scheduled.
 
     @property
     def has_work(self) -> bool:
@@ -54,20 +54,22 @@ class LearnedRequests:
     def schedule(
         self, wrapped: Callable[..., SchedulerOutput], *args: Any, **kwargs: Any
     ) -> SchedulerOutput:
-        """Schedule a step in which segments are computed by what other requests leave."""
+        """Schedule a step that computes segments with the tokens that other requests leave."""
         self._begin_step()
         output = wrapped(*args, **kwargs)
         self._end_step(output.num_scheduled_tokens)
         return output
 
     def _begin_step(self) -> None:
-        """Queue what is to be computed in the step that is about to be scheduled.
+        """Queue the segments that are to be computed in the step that is about to be scheduled.
 
         Nothing is queued while another request waits.
         """
-        scheduler, learning = self._scheduler, self._learning
+        scheduler = self._scheduler
+        learning = self._learning
         if learning.request_ids:
-            # Behind all others: the first ones get tokens, the last one is preempted for blocks.
+            # Own requests go behind all others. The first requests get tokens first, and the last
+            # one is preempted if blocks are short.
             scheduler.running.sort(key=lambda request: request.request_id in self._ids)
         if not learning.has_queue:
             return
@@ -89,10 +91,11 @@ class LearnedRequests:
             self._segments.stores.has_to_wait(request)
 
     def _end_step(self, num_scheduled_tokens: Mapping[str, int]) -> None:
-        """A step has been scheduled: take back what others have to wait for."""
+        """A step has been scheduled. Abort own requests if others have to wait for them."""
         from vllm.v1.request import RequestStatus
 
-        scheduler, learning = self._scheduler, self._learning
+        scheduler = self._scheduler
+        learning = self._learning
         new, self._new = self._new, []
         if not learning.request_ids:
             return
@@ -109,7 +112,7 @@ class LearnedRequests:
                 scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def drop_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Take what is answered to nobody out of the outputs of a step, by client."""
+        """Take the answers of own requests out of the outputs of a step, which are by client."""
         if not self._ids:
             return
         for client, of_client in list(outputs.items()):
@@ -123,14 +126,17 @@ class LearnedRequests:
 
 
 def cancel_learning(scheduler: Scheduler, learning: SegmentLearning) -> None:
-    """Take back all requests of our own."""
+    """Abort all requests of our own."""
     from vllm.v1.request import RequestStatus
 
     scheduler.finish_requests(learning.request_ids, RequestStatus.FINISHED_ABORTED)
 
 
 def _request_of(wanted: WantedSegment) -> Request:
-    """What a client would send, but for the sink: a segment may begin like it."""
+    """The request that a client would send, but with the sink in front.
+
+    The sink is always put there, because the segment itself may begin with the same tokens.
+    """
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
@@ -150,7 +156,7 @@ def _others_wait(scheduler: Scheduler, own_ids: set[str]) -> bool:
     from vllm.v1.request import RequestStatus
 
     if scheduler.finished_recving_kv_req_ids:
-        return True  # Upstream looks at what has been loaded only while tokens are left.
+        return True  # Upstream looks at requests that have loaded only while tokens are left.
     waits = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
     return any(
         request.status in waits and request.request_id not in own_ids
@@ -159,9 +165,10 @@ def _others_wait(scheduler: Scheduler, own_ids: set[str]) -> bool:
 
 
 def _forget_query(scheduler: Scheduler, request: Request, cached_tokens: int) -> None:
-    """Upstream takes every request that is admitted for one that asks the connector for hits.
+    """Take an own request out of the statistics of queries to the connector.
 
-    For what lies behind ``cached_tokens``, which the device has.
+    Upstream counts every admitted request as a query for the tokens behind ``cached_tokens``, which
+    the device has.
     """
     stats: Any = scheduler.connector_prefix_cache_stats
     if stats is not None:

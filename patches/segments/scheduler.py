@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/core/sched/scheduler.py``: requests have segments, and some store or learn one.
 
-Only a scheduler whose connector reuses segments is changed, in its own methods. Its ``schedule`` is
-another one only while segments are queued or computed that the engine learns.
+Only methods of a scheduler whose connector reuses segments are replaced. Its ``schedule`` is
+replaced only while segments that the engine learns are queued or computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def extend_schedulers() -> Callable[[], None]:
-    """Have each scheduler that gets to know its connector get what segments need."""
+    """Extend each new `ConnectedScheduler` by what segments need."""
     ON_CONNECTED.append(_extend)
 
     def forget() -> None:
@@ -37,13 +37,13 @@ def _extend(connected: ConnectedScheduler) -> None:
     segments = segments_of(connected.side)
     if segments is None:
         return
-    SegmentedScheduler(connected, segments)  # Its methods are the scheduler's now.
+    SegmentedScheduler(connected, segments)  # The scheduler keeps its methods, and so the object.
     if segments.learning is not None:
         LearningScheduler(connected, segments, segments.learning)
 
 
 class SegmentedScheduler:
-    """A scheduler whose requests have segments: it gets methods of this object."""
+    """A scheduler whose requests have segments. Methods of this object replace its own."""
 
     def __init__(self, connected: ConnectedScheduler, segments: SegmentsSide) -> None:
         self._scheduler = connected.scheduler
@@ -52,15 +52,16 @@ class SegmentedScheduler:
         _replaced.replace(connected.scheduler.kv_cache_manager.coordinator, self.cache_blocks)
 
     def add_request(self, wrapped: Callable[[Request], None], request: Request) -> None:
-        """Take note of a request's segments. The sink is put before one that is to be stored."""
-        if request.request_id not in self._scheduler.requests:  # Not the update of a session.
+        """Take note of a request's segments. A segment that is to be stored gets its sink here."""
+        # A known id means that the request updates a session.
+        if request.request_id not in self._scheduler.requests:
             self._segments.add_request(request)
         wrapped(request)
 
     def cache_blocks(
         self, wrapped: Callable[[Request, int], None], request: Request, num_computed_tokens: int
     ) -> None:
-        """Cache blocks of a request that are for all requests."""
+        """Cache the blocks of a request, but only those that other requests may use."""
         visible_tokens = self._segments.visible_tokens(request.request_id)
         if visible_tokens is not None:
             num_computed_tokens = min(num_computed_tokens, visible_tokens)
@@ -68,9 +69,9 @@ class SegmentedScheduler:
 
 
 class LearningScheduler:
-    """A scheduler with requests of its own, which learn segments: it gets methods of this object.
+    """A scheduler with own requests that learn segments. Methods of this object replace its own.
 
-    What it does around ``schedule`` is `LearnedRequests`.
+    `LearnedRequests` is its part around ``schedule``.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class LearningScheduler:
     def update_from_output(
         self, wrapped: Callable[..., Any], scheduler_output: Any, from_model: Any
     ) -> Any:
-        """Note the output of a step. No client is told of requests of our own."""
+        """Take the output of a step. No client is told of requests of our own."""
         outputs = wrapped(scheduler_output, from_model)
         self._learned.drop_outputs(outputs)
         return outputs

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An extension of the connector: one option, and a part on each side. The connector knows none.
+"""An extension of the connector: one option, and a part on each side.
 
-Rooms above the connector register theirs by name, see ``extension_registry``. So the connector can
-be read, changed and run without them.
+The connector itself knows no extension. Packages above it register theirs by name, see
+``extension_registry``. So the connector can be read, changed and run without them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class ConnectorExtension(ABC):
     """An extension that the configuration of one connector asks for.
 
     Args:
-        value: That of its key in ``kv_connector_extra_config``.
-        options: The other keys.
+        value: The value of its key in ``kv_connector_extra_config``.
+        options: The options of the other keys.
 
     Raises:
         SettingsError: If the value is wrong, or does not suit the other keys.
 
     Attributes:
-        key: In ``kv_connector_extra_config``.
-        former_keys: What stands in place of keys of earlier releases, by these.
-        metrics: Of all that it counts.
+        key: Its key in ``kv_connector_extra_config``.
+        former_keys: What has replaced the keys of earlier releases, by former key.
+        metrics: The metrics of all its counters.
     """
 
     key: ClassVar[str]
@@ -62,16 +62,17 @@ class ConnectorExtension(ABC):
         workers: Sequence[WorkerLayout],
         on_used: Callable[[Entry], None],
     ) -> SchedulerExtension | None:
-        """Its part of a scheduler side; None, with the reason in the log, if there can be none.
+        """Make its part of a scheduler side; None if there can be none. The log has the reason.
 
         Args:
-            workers: By rank.
-            on_used: To be called with an entry of its own that is used; for a shared tier.
+            workers: The layouts of the workers, by rank.
+            on_used: The extension calls it with each entry of its own that is used. A shared tier
+                is told so.
         """
 
     @abstractmethod
     def worker_side(self, vllm_config: Any) -> WorkerExtension:
-        """Its part of a worker side.
+        """Make its part of a worker side.
 
         Args:
             vllm_config: vLLM's ``VllmConfig``, as the worker has it.

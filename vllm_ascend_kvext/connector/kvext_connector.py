@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's face of the connector. Translates, and decides nothing.
+"""The connector as vLLM calls it. The class translates, and decides nothing.
 
     --kv-transfer-config '{"kv_connector": "KvextConnector", "kv_role": "kv_both"}'
 
@@ -52,28 +52,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
 _ENDS_OF_TURNS = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
-"""Names of ``RequestStatus``. After an error or an abort, nobody knows what pages hold."""
+"""Names of ``RequestStatus``. After an error or an abort, the content of the pages is unknown."""
 
 _IDLE_WAIT_S = 0.001
-"""A step that computes nothing waits so long for a transfer, rather than spin."""
+"""The longest time that a step without a forward waits for a transfer, so that no loop spins."""
 
 
 @dataclass(slots=True)
 class KvextMetadata(KVConnectorMetadata):  # type: ignore[misc]  # mypy does not follow vLLM's imports
-    """To the workers, in every step."""
+    """The message to the workers, in every step."""
 
     jobs: ConnectorMetadata
 
 
 @dataclass(slots=True)
 class KvextWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the workers."""
+    """The message from the workers after a step."""
 
     results: WorkerOutput
 
     @property
     def failed_recving(self) -> frozenset[str]:
-        """Requests whose load failed: what the repair ``failed-loads`` looks for."""
+        """Requests whose load failed. The repair ``failed-loads`` reads this attribute."""
         return frozenset(self.results.failed_loads)
 
     def aggregate(self, other: KvextWorkerMetadata) -> KvextWorkerMetadata:
@@ -83,7 +83,7 @@ class KvextWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class KvextHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From each worker to the scheduler side, once."""
+    """The message from each worker to the scheduler side, once."""
 
     worker: WorkerLayout
 
@@ -97,7 +97,9 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """
 
     forgets_failed_loads = True  # See the repair ``failed-loads``.
-    requires_kv_delivery = False  # Nobody waits for a store: what is preempted may be answered.
+    requires_kv_delivery = (
+        False  # No client waits for a store: a preempted request may be answered.
+    )
 
     def __init__(
         self,
@@ -148,11 +150,13 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_scheduler(
         self, view: SchedulerView, on_ready: Callable[[ConnectorScheduler], object]
     ) -> None:
-        """The scheduler is there; called by ``patches.connector``.
+        """Take note of the scheduler. ``patches.connector`` calls this method.
 
-        ``on_ready`` is called once the workers have said what their pages look like.
+        Args:
+            on_ready: Called when the workers have said what their pages look like.
         """
-        self._view, self._on_ready = view, on_ready
+        self._view = view
+        self._on_ready = on_ready
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
@@ -212,8 +216,8 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         has_gets = jobs.secondary is not None and jobs.secondary.has_gets
         if jobs.loads or jobs.extras is not None or has_gets:
-            # vLLM >= 0.30 calls `start_load_kv` after the forward unless the step needs it before:
-            # loads are to go on beside the forward, and an extension may look into it.
+            # By default vLLM >= 0.30 calls `start_load_kv` after the forward. But loads run beside
+            # the forward, and an extension may look into it.
             scheduler_output.has_sync_kv_loads = True
         return KvextMetadata(jobs)
 
@@ -225,7 +229,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         finished = connector_output.finished_recving or frozenset()
         with_holes = self.scheduler_side.update_connector_output(results, finished)
         if with_holes:
-            # They go on when their holes are computed: see ``patches.connector``.
+            # These requests go on when their holes are computed, see ``patches.connector``.
             connector_output.finished_recving = set(finished) - with_holes
 
     def request_finished(
@@ -236,16 +240,16 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        del block_ids  # Block tables are read where they are: with the blocks, not their ids only.
+        del block_ids  # The scheduler side reads the block tables, which have more than ids.
         if self.scheduler_side is None:
             return False, None
         is_end_of_turn = request.status.name in _ENDS_OF_TURNS
         params = self.scheduler_side.request_finished(request, is_end_of_turn)
-        # What is stored is referenced: the rest need not wait for it.
+        # Stores hold references to their blocks, so vLLM may free the request's blocks now.
         return False, params
 
     def has_pending_push_work(self) -> bool:
-        """Whether steps are needed although no request waits for any; asked by vLLM >= 0.30."""
+        """Whether steps are needed although no request waits for any. vLLM >= 0.30 asks."""
         return self.scheduler_side is not None and self.scheduler_side.has_work
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -271,12 +275,12 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.begin_step(_jobs_of(self._get_connector_metadata()))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a request that loads is not computed before it has loaded."""
+        """Do nothing: a request that loads is not computed before it has loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing to save: pages are stored when all layers are done."""
+        """Do nothing: pages are stored when all layers are done."""
 
     def wait_for_save(self) -> None:
         self._worker.end_of_forward()
@@ -292,7 +296,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None, set(self._ended.loads) or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """The same as vLLM >= 0.30 asks it: a load that failed is named by its request."""
+        """As `get_finished`, for vLLM >= 0.30, which wants the requests whose load failed."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
         self._names_blocks = False
@@ -304,8 +308,8 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        # Otherwise vLLM cannot tell from where such a request can go on: it is named instead, for
-        # the repair ``failed-loads``.
+        # Block ids tell vLLM where a request can go on only if all groups are full attention.
+        # For other models, `failed_recving` names the request, for the repair ``failed-loads``.
         if self._ended is None or not self._names_blocks:
             return set()
         return set(self._ended.failed_pages)
@@ -326,7 +330,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self.worker_side is None:
             report = None if self.scheduler_side is None else self.scheduler_side.take_report()
             return KvextStats(report) if report else None
-        # What is counted is counted by the scheduler side. vLLM asks it if a worker has sent any.
+        # The scheduler side counts everything. vLLM asks it only if a worker has sent statistics.
         return KvextStats() if _jobs_of(self._get_connector_metadata()).wants_stats else None
 
     @classmethod

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tier behind host memory, as a connector makes its two sides. The connector knows none itself.
+"""A tier behind host memory, which makes a part of each side of a connector.
 
-A room above the connector registers one by name, see ``extension_registry``. It is imported only
-where the option ``shared_tier`` asks for it.
+The connector itself knows no such tier. A package above it registers one by name, see
+``extension_registry``. The tier is imported only if the option ``shared_tier`` asks for it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class SecondaryTier(ABC):
         cost: TransferCost,
         events: TierEvents,
     ) -> SecondaryTierScheduler:
-        """Its part of a scheduler side.
+        """Make its part of a scheduler side.
 
         Args:
-            workers: By rank.
+            workers: The layouts of the workers, by rank.
 
         Raises:
             SettingsError: If the tier of the options cannot be used.
@@ -54,7 +54,7 @@ class SecondaryTier(ABC):
 
     @abstractmethod
     def worker_side(self, kv_cache_config: Any) -> SecondaryTierWorker:
-        """Its part of a worker side.
+        """Make its part of a worker side.
 
         Args:
             kv_cache_config: vLLM's ``KVCacheConfig``, as the worker has it.
@@ -62,7 +62,7 @@ class SecondaryTier(ABC):
 
 
 def secondary_tier_of(vllm_config: Any, options: ConnectorOptions) -> SecondaryTier | None:
-    """The secondary tier that the options ask for; None if they ask for none.
+    """Make the secondary tier that the options ask for; None if they ask for none.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``, as the process has it.

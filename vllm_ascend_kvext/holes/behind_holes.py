@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a prompt can be loaded from the host tier if holes between are computed.
+"""Plans how much of a prompt can be loaded from the host tier if holes between are computed.
 
-Block hashes are chained: a block behind a hole that has the right hash holds what this prompt
-needs. So only the holes are computed.
+Block hashes are chained. So a block behind a hole that has the right hash holds what this prompt
+needs, and only the holes are computed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def plan_behind_holes(
 ) -> LoadPlan | None:
     """A plan that goes on behind what is missing; None if that is not worth it.
 
-    Where the model has windows or states, a hole is computed from the last boundary at which tails
-    are stored: what the device has of them is not looked at.
+    If the model has windows or states, a hole is computed from the last boundary at which tails are
+    stored. Windows and states that the device has are not looked at.
 
     Args:
         min_run_tokens: A shorter run behind a hole is computed.
@@ -63,24 +63,24 @@ def plan_spans(
     starts: Sequence[int] | None = None,
     min_run_tokens: int = 0,
 ) -> tuple[TokenRange, ...]:
-    """What of a prompt is computed, ascending; the last span ends with the prompt.
+    """The spans of a prompt that are computed, ascending. The last span ends with the prompt.
 
-    A computed span reads what lies before it: all rows of full attention, and, where the model has
-    windows or states, those of its first token. So it begins only where these are cached, or where
-    the span before it ends, and a hole may begin earlier than what is missing::
+    A computed span reads what lies before it: all rows of full attention, and the windows and
+    states of its first token if the model has some. So a span begins only where windows and states
+    are cached, or where the span before it ends. A hole may begin earlier than what is missing::
 
         rows               [cached    ][hole ][cached        ][hole ][cached   ]
         windows            ^0                      ^                          ^
         computed           [=================]     [================]         [=]
 
-    Each span begins as late as it can. Never computes more than a prompt that stops at the first
-    missing token does.
+    Each span begins as late as it can. The spans never have more tokens than the rest of a prompt
+    from its first missing token on.
 
     Args:
-        rows: Tokens whose rows are cached in all groups of full attention; not the last token,
-            whose output is wanted. Ascending runs.
-        starts: Tokens, ascending, at which windows and states are cached; the first token needs
-            none. None if the model has no windows or states: a span then begins anywhere.
+        rows: Ascending runs of tokens whose rows are cached in all groups of full attention. The
+            last token, whose output is wanted, is not in them.
+        starts: Tokens, ascending, at which windows and states are cached. The first token needs
+            none. None if the model has no windows or states; a span then begins anywhere.
         min_run_tokens: A cached run behind a hole that is shorter is computed with the hole.
     """
     computed: list[TokenRange] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests may have holes: to a worker, the row of a hole is a plain text request."""
+"""Which requests may have holes. To a worker, the row of a hole is a plain text request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HoleRefusal(enum.Enum):
 
 
 def why_no_holes(request: Any) -> HoleRefusal | None:
-    """Why a row that has nothing but token ids cannot compute a part of a request."""
+    """Why a row with only token ids cannot compute a part of a request; None if it can."""
     if request.pooling_params is not None or request.sampling_params is None:
         return HoleRefusal.POOLING
     if request.lora_request is not None:

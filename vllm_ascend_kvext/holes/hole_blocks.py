@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks in which holes of models with windows are computed.
 
-A request that is parked has the blocks of its windows only before the place where it goes on. What
-a hole reads and writes of windows lies in blocks of its own. Other requests do not have these
-blocks, and they are not cached. They begin with what is loaded, the tails at the hole's first
-token, and move on with the rows that compute it::
+A request that is parked has the blocks of its windows only before the place where it goes on. So a
+hole reads and writes its windows in blocks of its own. No other request has these blocks, and they
+are not cached. The blocks begin with the loaded tails at the hole's first token. They move on with
+the rows that compute the hole::
 
     tokens           ........[ tails ][ hole ......................]........[ tails ]
     begin            null     T  T                                            R  R
     first row        null     T  T    n  n  n                                 R  R
     second row       null               n  n  n  n                            R  R
 
-``T`` is loaded, ``n`` is new, ``R`` is the request's. What a row leaves is freed before the next
-step is planned, as upstream frees what leaves a window.
+``T`` is loaded, ``n`` is new, and ``R`` belongs to the request. The blocks that a row leaves are
+freed before the next step is planned, as upstream frees blocks that leave a window.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_ascend_kvext.token_range import TokenRange
 
 
 class Blocks(Protocol):
-    """Where blocks come from, and go to."""
+    """The source of blocks, to which they also return."""
 
     def allocate(self, num_blocks: int) -> Iterator[Any] | None: ...
 
@@ -42,7 +42,7 @@ class WindowTable:
 
     Attributes:
         first_page: Pages before this part are null.
-        own_ids: Ids of the request's own blocks behind them.
+        own_ids: The ids of the request's own blocks behind ``blocks``.
     """
 
     first_page: int
@@ -64,7 +64,7 @@ class WindowTable:
 
 
 WindowTables = dict[int, WindowTable]
-"""By KV cache group with windows."""
+"""The tables of one hole, by KV cache group with windows."""
 
 
 class RowTables(ABC):
@@ -80,23 +80,26 @@ class RowTables(ABC):
 
     @abstractmethod
     def leave(self, end_tokens: int, is_end_of_hole: bool) -> None:
-        """A row up to there is in the step that is being planned: what it leaves goes after it."""
+        """A row up to ``end_tokens`` is in the step that is being planned.
+
+        The blocks that it leaves are released after this step.
+        """
 
     @abstractmethod
     def release(self) -> None:
-        """Let go of all blocks. The request has no holes any more, and no load fills the blocks."""
+        """Release all blocks. The request has no holes any more, and no load fills the blocks."""
 
 
 class HoleBlocks:
     """Makes the tables of requests with holes of one engine.
 
     Args:
-        window_pages: First and end page that going on from a token reads, by KV cache group with
-            windows.
-        tokens_per_page: By KV cache group.
+        window_pages: Called with a token. Returns the first and the end page that computing from
+            this token on reads, by KV cache group with windows.
+        tokens_per_page: The tokens of a page, by KV cache group.
 
     Attributes:
-        has_windows: Whether the model has some.
+        has_windows: Whether the model has windows.
     """
 
     def __init__(
@@ -134,21 +137,21 @@ class HoleBlocks:
         return HoleTables(self, by_hole)
 
     def release_after_step(self, blocks: Iterable[Any]) -> None:
-        """Let go of blocks that the step which is being planned reads for the last time."""
+        """Release blocks that the step which is being planned reads for the last time."""
         self._leaving += blocks
 
     def end_step(self) -> None:
-        """The latest step has been handed to the workers: what it left can be used by the next."""
+        """The latest step has been handed to the workers. Release the blocks that it left."""
         leaving, self._leaving = self._leaving, []
         self.blocks.release(leaving)
 
 
 class HoleTables(RowTables):
-    """The tables of one request, hole by hole; of a model without windows, they are empty.
+    """The tables of one request, hole by hole. They are empty for a model without windows.
 
     Attributes:
-        by_hole: Of the holes that are not computed yet: where the tails at their beginning are
-            loaded.
+        by_hole: The tables of the holes that are not computed yet. The tails at the beginning of
+            each hole are loaded into them.
     """
 
     def __init__(self, hole_blocks: HoleBlocks, by_hole: list[WindowTables]) -> None:

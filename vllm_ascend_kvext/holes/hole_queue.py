@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holes of requests that wait, parked, until these are computed.
+"""The holes of requests that wait, parked, until the holes are computed.
 
-A request with holes has its blocks, and what is stored is being loaded into them. Its holes are
-computed by rows of a step that are not its own: the request itself begins behind the last hole, as
-if all of it had been loaded. A hole reads all that lies before it. So only a hole at which the
-device's own rows end is computed beside the load, and not if it reads windows that are loaded; and
-a hole that does not fit into a step is the last one in it.
+A request with holes has its blocks, and what is stored is being loaded into them. Separate rows of
+steps compute the holes. The request itself begins behind its last hole, as if all before it had
+been loaded. A hole reads all that lies before it. So only a hole at which the device's own rows end
+is computed beside the load, and only if it reads no windows that are being loaded. A hole that does
+not fit into a step is the last one of its request in this step.
 
-An extension may have a `Preview` computed first. All its rows are thrown away, and what is learnt
-from it makes further holes::
+An extension may have a `Preview` computed first. All rows of the preview are thrown away. What is
+learnt from it decides on the further holes::
 
     park ── load ends ──> the preview's holes, its row ──> end_preview: all holes ──> end_step
 """
@@ -39,11 +39,11 @@ class HoleRow:
     Attributes:
         row_id: The id of the row, which no request and no other row has.
         window_ids: Block ids from the first page on, by KV cache group with windows. All other
-            groups have those of the request.
-        behind_ids: Block ids behind these, by KV cache group; for a preview.
-        has_last_tokens: Whether its tokens are as many of the request's last ones, at the places
-            from ``run`` on.
-        is_kept: Whether it is not computed again.
+            groups have the block ids of the request.
+        behind_ids: Further block ids behind these, by KV cache group; for a preview.
+        has_last_tokens: Whether its tokens are the last tokens of the request, computed at the
+            positions of ``run``.
+        is_kept: Whether its rows are kept, and not computed again.
     """
 
     request_id: str
@@ -63,11 +63,11 @@ class HoleRow:
 
 
 class NewHoles(NamedTuple):
-    """Holes of a request which the scheduler's statistics do not know yet.
+    """Holes of a request that the scheduler's statistics do not know yet.
 
     Attributes:
-        is_planned: Whether the load leaves them out. If not, the load has failed to bring them, or
-            has brought them in vain.
+        is_planned: Whether the load leaves them out by plan. If not, the load has failed to bring
+            them, or has brought them in vain.
     """
 
     request_id: str
@@ -99,9 +99,9 @@ class Preview(ABC):
 
         Args:
             new_row_id: Makes the row's id.
-            window_ids_of: ``HoleRow.window_ids`` of a run; None if there are no blocks for it.
-            max_tokens: What is left of the step.
-            max_row_tokens: Tokens of one row.
+            window_ids_of: Gives ``HoleRow.window_ids`` for a run; None if there are no blocks.
+            max_tokens: The tokens that are left of the step.
+            max_row_tokens: The most tokens of one row.
         """
 
     @abstractmethod
@@ -115,10 +115,11 @@ class Preview(ABC):
 
 @dataclass(slots=True)
 class _Parked:
-    """A request with holes, ascending; before its preview, these are what the preview needs.
+    """A request with holes.
 
     Attributes:
-        after_tokens: Up to here, the device has all rows.
+        holes: Its holes, ascending. Before the end of its preview, only those that this needs.
+        after_tokens: The device has all rows up to here.
     """
 
     holes: list[TokenRange]
@@ -129,13 +130,13 @@ class _Parked:
 
 @dataclass
 class HoleQueue:
-    """The holes of one engine's requests, those that were parked first in front.
+    """The holes of one engine's requests, in the order in which the requests were parked.
 
     Attributes:
-        blocks: For what holes read and write of windows.
-        on_parked: Called when a request begins to wait: steps have to compute its holes.
-        lacks_room: Whether a hole or a preview that could be computed had no room in the latest
-            step.
+        blocks: The blocks for windows of holes.
+        on_parked: Called when a request begins to wait, because steps have to compute its holes.
+        lacks_room: Whether the latest step had no room for a hole or a preview that could be
+            computed.
     """
 
     blocks: HoleBlocks
@@ -148,7 +149,7 @@ class HoleQueue:
     _num_rows: int = 0
 
     def __len__(self) -> int:
-        """Requests that wait, or are filled and not yet taken."""
+        """The number of requests that wait, or that `end_step` has not returned yet."""
         return len(self._parked) + len(self._filled)
 
     def begin(
@@ -157,8 +158,9 @@ class HoleQueue:
         """A request has got blocks, and its load begins.
 
         Returns:
-            By hole, and by KV cache group with windows: where the tails at its beginning are to be
-            loaded. Nothing if there are no blocks for them: the load has to fail then.
+            The tables into which the tails at the beginning of each hole are to be loaded, by hole,
+            and by KV cache group with windows. Nothing if there are no blocks for them; the load
+            has to fail then.
         """
         tables = self.blocks.begin([hole.first_tokens for hole in holes])
         if tables is None:
@@ -175,21 +177,23 @@ class HoleQueue:
         reads_loaded_windows: bool,
         preview: Preview | None = None,
     ) -> None:
-        """A request has got blocks, those in ``tables`` among them, and its load begins.
+        """A request has got its blocks, including those in ``tables``, and its load begins.
 
         Args:
-            holes: What is computed, or what a preview needs.
-            after_tokens: Up to here, the device has all rows.
-            reads_loaded_windows: Whether a hole there reads windows that the load brings.
+            holes: The holes that are computed, or that a preview needs.
+            after_tokens: The device has all rows up to here.
+            reads_loaded_windows: Whether a hole at ``after_tokens`` reads windows that the load
+                brings.
         """
         if after_tokens and self.blocks.has_windows and reads_loaded_windows:
             after_tokens = _NOWHERE
         self._park(request_id, _Parked(list(holes), after_tokens, preview=preview), tables)
 
     def add(self, request_id: str, holes: Sequence[TokenRange]) -> None:
-        """The load of a request, which has ended, has left something out; call before its end.
+        """Add holes for what the load of a request has left out. Call it before `note_load_ended`.
 
-        Only where a model has no windows, whose blocks were given when the load began.
+        Only models without windows may use this, because the blocks of windows are allocated when
+        the load begins.
         """
         assert not self.blocks.has_windows
         parked = self._parked.get(request_id)
@@ -204,7 +208,11 @@ class HoleQueue:
         self.on_parked()
 
     def note_load_ended(self, request_id: str) -> bool:
-        """A load has ended, well if it was not dropped before; whether its request has holes."""
+        """A load has ended. If it failed, the request was dropped before.
+
+        Returns:
+            Whether the request has holes.
+        """
         parked = self._parked.get(request_id)
         if parked is None:
             self._release(request_id)
@@ -213,9 +221,10 @@ class HoleQueue:
         return True
 
     def drop(self, request_id: str) -> None:
-        """A request has ended, or its load has failed. If it waits for nothing else, it is filled.
+        """A request has ended, or its load has failed.
 
-        What it has in the latest step is computed for nothing.
+        If its load has ended, the next `end_step` returns it. Its rows in the latest step are
+        computed for nothing.
         """
         parked = self._parked.pop(request_id, None)
         if parked is not None and parked.is_loaded:
@@ -223,7 +232,11 @@ class HoleQueue:
             self._release(request_id)
 
     def restart(self, request_id: str) -> bool:
-        """Forget a request whose blocks are taken; False, and it stays, while it is loaded."""
+        """Forget a request whose blocks are taken. While its load runs, it stays.
+
+        Returns:
+            Whether the request was forgotten.
+        """
         parked = self._parked.get(request_id)
         if parked is None or not parked.is_loaded:
             return False
@@ -233,7 +246,11 @@ class HoleQueue:
         return True
 
     def end_step(self) -> list[str]:
-        """The latest step was handed to the workers; returns requests that have all KV then."""
+        """The latest step was handed to the workers.
+
+        Returns:
+            The requests that have all their KV after this step.
+        """
         self.blocks.end_step()
         for request_id, parked in list(self._parked.items()):
             if parked.preview is not None and parked.preview.is_begun:
@@ -252,7 +269,7 @@ class HoleQueue:
         max_row_tokens: int,
         other_ids: Collection[str] = (),
     ) -> list[HoleRow]:
-        """What the next step computes.
+        """The rows that the next step computes.
 
         Args:
             other_ids: Ids that no row may have.
@@ -270,13 +287,13 @@ class HoleQueue:
                 end_tokens = hole.first_tokens + num_tokens
                 run = TokenRange(hole.first_tokens, end_tokens)
                 window_ids = self._window_ids(request_id, run)
-                # Where requests are waiting, free blocks are few in each step: better a short row.
+                # While requests wait, a step has few free blocks. A short row is better than none.
                 while window_ids is None and run.num_tokens > 1:
                     end_tokens = run.first_tokens + run.num_tokens // 2
                     run = TokenRange(run.first_tokens, end_tokens)
                     window_ids = self._window_ids(request_id, run)
                 if window_ids is None:
-                    return rows  # Later requests do not take what this one waits for.
+                    return rows  # Later requests do not take the blocks that this one waits for.
                 max_tokens -= run.num_tokens
                 row_id = self._new_row_id(request_id, other_ids)
                 is_kept = parked.preview is None
@@ -309,12 +326,16 @@ class HoleQueue:
         return rows
 
     def preview_of(self, request_id: str) -> Preview | None:
-        """The preview that a request waits for; None if it waits for none, or not any more."""
+        """The preview that a request waits for; None if it does not wait for one."""
         parked = self._parked.get(request_id)
         return None if parked is None else parked.preview
 
     def end_preview(self, request_id: str, holes: Sequence[TokenRange]) -> None:
-        """The preview of a request has been looked at, or is given up; these are its holes."""
+        """The preview of a request has been looked at, or is given up.
+
+        Args:
+            holes: The holes of the request.
+        """
         parked = self._parked[request_id]
         parked.holes = list(holes)
         parked.preview = None
@@ -327,7 +348,7 @@ class HoleQueue:
         self._new_holes.append(NewHoles(request_id, num_tokens, is_planned))
 
     def take_new_holes(self) -> list[NewHoles]:
-        """What was noted since the last call."""
+        """The holes that were noted since the last call."""
         new, self._new_holes = self._new_holes, []
         return new
 
@@ -339,7 +360,7 @@ class HoleQueue:
                 return row_id
 
     def _window_ids(self, request_id: str, run: TokenRange) -> Mapping[int, Sequence[int]] | None:
-        """None if there are no blocks."""
+        """``HoleRow.window_ids`` of a run; None if there are no blocks."""
         tables = self._tables[request_id].extend(run)
         if tables is None:
             return None

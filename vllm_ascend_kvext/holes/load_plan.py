@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From where the KV of a prompt comes: on the device, loaded, or computed.
+"""A plan of where the KV of a prompt comes from: the device, a load, or computing.
 
-A plan is made once, when the prompt is looked up, and handed on: to the pins, to the room of the
-pool, to the workers, to what waits for its holes. Its spans ascend without a gap::
+A plan is made once, when the prompt is looked up. It then decides which entries are pinned, how
+many blocks are needed, what workers load, and which holes are computed. Its spans ascend without a
+gap::
 
     tokens      0 ── after_tokens ──────────────────────────────── boundary_tokens ── end
     spans       (device) [loaded  ][computed][loaded    ][computed][loaded        ] (computed)
 
 Tails are loaded where computing begins: at the boundary, and at the holes of models with windows.
-Knows nothing of why a span is what it is.
+The module does not know why a span is loaded or computed.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Span(NamedTuple):
     Attributes:
         entry: The entry whose rows are loaded; None if they are only computed.
         entry_tokens: Tokens of the entry's prefix before the first of these rows.
-        is_computed: Whether the rows are computed. With an entry, they are loaded all the same, to
-            be looked at before that.
-        is_exact: Whether rows of another prefix are as if they were computed in this prompt.
+        is_computed: Whether the rows are computed. If the span also has an entry, its rows are
+            loaded before, to be looked at.
+        is_exact: Whether rows of another prefix equal those that this prompt would compute.
     """
 
     first_tokens: int
@@ -52,8 +53,9 @@ class LoadPlan:
     """The plan of one prompt. All of it is exact; an extension may have plans of a subclass.
 
     Attributes:
-        spans: From ``after_tokens`` to ``boundary_tokens``. Empty if the model has no rows.
-        tails: By the boundary at which they are loaded.
+        spans: The spans from ``after_tokens`` to ``boundary_tokens``. Empty if the model has no
+            rows.
+        tails: The tails that are loaded, by boundary.
     """
 
     prefix: Prefix
@@ -64,12 +66,12 @@ class LoadPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens from the device's to the boundary."""
+        """The tokens between those on the device and the boundary."""
         return self.boundary_tokens - self.after_tokens
 
     @property
     def exact_tokens(self) -> int:
-        """Rows from here on are those of other prefixes, or computed behind such rows."""
+        """Rows from here on belong to other prefixes, or are computed behind such rows."""
         return self.boundary_tokens
 
     @property
@@ -79,7 +81,7 @@ class LoadPlan:
 
     @property
     def num_window_blocks(self) -> int:
-        """Blocks for windows that the request needs until it goes on, and not for itself."""
+        """The further blocks for windows that an extension's plan needs before the request runs."""
         return 0
 
     @cached_property
@@ -90,7 +92,7 @@ class LoadPlan:
 
     @cached_property
     def holes(self) -> tuple[TokenRange, ...]:
-        """What is computed before the boundary, ascending, in as few runs as possible."""
+        """The runs of tokens computed before the boundary, ascending, as few as possible."""
         return union(
             TokenRange(span.first_tokens, span.end_tokens)
             for span in self.spans
@@ -148,7 +150,10 @@ def with_holes(first_tokens: int, loaded: Iterable[Span], end_tokens: int) -> It
 
 
 def spans_within(spans: Iterable[Span], ranges: Sequence[TokenRange]) -> Iterator[Span]:
-    """What of loaded spans lies in some ranges. Both ascend, and are disjoint; may be thousands."""
+    """The parts of loaded spans that lie in some ranges.
+
+    Spans and ranges ascend, and are disjoint. There may be thousands of them.
+    """
     num_behind = 0  # Ranges that end before what is looked at.
     for span in spans:
         while num_behind < len(ranges) and ranges[num_behind].end_tokens <= span.first_tokens:

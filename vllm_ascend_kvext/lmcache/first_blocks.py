@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The blocks that a request begins with, for LMCache's connector below `MultiConnector`.
 
-vLLM 0.23's `MultiConnector` tells a connector of a request's blocks only if that one loads the
-request (``update_state_after_alloc``); vLLM 0.30's tells all connectors. LMCache 0.5.6 counts on
-being told. Otherwise it takes the blocks of the next step for those of the first tokens, and stores
-them under these.
+vLLM 0.23's `MultiConnector` tells only the connector that loads a request of the request's blocks
+(``update_state_after_alloc``). vLLM 0.30's tells all connectors. LMCache 0.5.6 relies on this.
+Otherwise it takes the blocks of the next step for those of the first tokens, and stores them under
+the first tokens.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 def tell_first_blocks(request_trackers: Mapping[str, Any], scheduler_output: Any) -> None:
     """Let LMCache's trackers know the blocks of every request that begins in a step.
 
-    Call it before LMCache plans the step. What vLLM schedules has all blocks of a request that
-    begins, or that goes on after a preemption.
+    Call it before LMCache plans the step. The output of vLLM's scheduler has all blocks of each
+    request that begins, or that goes on after a preemption.
     """
     for request_id, group_block_ids in _beginning(scheduler_output):
         tracker = request_trackers.get(request_id)

@@ -2,11 +2,11 @@
 """The name under which an engine's objects lie in LMCache: the model, and the layout of its KV.
 
 LMCache 0.5.6 keys an object by the hash of its tokens, the model's name, the rank and a salt
-(``ObjectKey`` in ``lmcache/v1/distributed/api.py``). Engines that lay out the same model otherwise
-have the same keys, and read each other's objects.
+(``ObjectKey`` in ``lmcache/v1/distributed/api.py``). Engines that lay out the same model in
+different ways have the same keys, and read each other's objects.
 
-The scheduler's side looks up what the workers have stored. So the layout fingerprint is made of
-what both sides know before there is a tensor: the config, and the specs of the groups.
+The scheduler's side looks up what the workers have stored. So the layout fingerprint uses only what
+both sides know before tensors exist: the config, and the specs of the groups.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_ascend_kvext.errors import LMCacheError
 from vllm_ascend_kvext.groups.specs import scheduler_spec
 
 FORMAT = 1
-"""Raise it when the same description comes to mean other bytes."""
+"""The version of descriptions. Raise it when the same description comes to mean other bytes."""
 
 _MARK = "##kvext-"
 """LMCache marks its own addition to a model's name with ``##``, too."""
@@ -48,13 +48,16 @@ def config_fingerprint(
     """SHA-256 as 64 hexadecimal digits; equal for the scheduler and all workers of an engine.
 
     Args:
-        versions: Of packages that may lay tensors of equal specs out otherwise in other releases.
-        instruction_set: For which CPU kernels order a page; empty on devices.
+        versions: The versions of packages whose releases may lay out tensors of equal specs in
+            different ways.
+        instruction_set: The CPU's instruction set, on which kernels base the order of a page; empty
+            on devices.
 
     Raises:
         LMCacheError: If a spec has a value of an unknown type.
     """
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
     num_stages = int(parallel.pipeline_parallel_size)
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     skipped_layers = getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None) or ()
@@ -71,10 +74,10 @@ def config_fingerprint(
         "device_type": str(vllm_config.device_config.device_type),
         "instruction_set": instruction_set,
         "conv_state_layout": environ.get(_CONV_STATE_LAYOUT_VARIABLE, ""),
-        # Specs say how wide a number is. A worker's cache_dtype may name its format more closely
-        # than the scheduler's. So only that counts which the user has chosen and specs do not tell.
+        # Specs say how wide a number is. A worker's cache_dtype may name the format more precisely
+        # than the scheduler's. So the description has only what the user has chosen and specs lack.
         "is_e5m2": "e5m2" in cache_dtype,
-        # With several stages specs are left out below, and with them the width.
+        # With several stages, specs and so the width are left out below.
         "is_8_bit": num_stages > 1 and "8" in cache_dtype,
         "unquantised_layers": sorted(map(str, skipped_layers)),
         "model": {
@@ -94,10 +97,10 @@ def config_fingerprint(
 
 
 def _describe_group(group: Any, num_stages: int) -> dict[str, Any]:
-    """What all stages know alike of a group.
+    """The facts of a group that all stages know alike.
 
-    The scheduler has the layers of the first stage. Where specs of a group differ, each stage has
-    another first layer, and with it another spec.
+    The scheduler has the layers of the first stage. If specs of a group differ, each stage has
+    another first layer, and so another spec.
     """
     if num_stages > 1:
         return {"block_size": int(group.kv_cache_spec.block_size)}
@@ -107,7 +110,7 @@ def _describe_group(group: Any, num_stages: int) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it, alike in every process."""
+    """A value in a form for JSON that is the same in every process."""
     if isinstance(value, enum.Enum):
         return value.name
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks counted in tokens, as LMCache takes ``block_size`` of every spec.
+"""Counts the ``block_size`` of every spec in tokens, as LMCache reads it.
 
-Compressed groups of vLLM-Ascend 0.23 count rows: a block of theirs stands for ``block_size *
-compress_ratio`` tokens (see `vllm_ascend_kvext.groups.spec_attributes`). LMCache 0.5.6 reads
-``block_size`` (``get_tokens_per_block`` in ``lmcache/integration/vllm/kv_cache_groups.py``), and
-would pair a stretch of tokens with the wrong pages, or find too few of them to store anything.
+Compressed groups of vLLM-Ascend 0.23 count rows. One of their blocks stands for ``block_size *
+compress_ratio`` tokens (see `vllm_ascend_kvext.groups.spec_attributes`). LMCache 0.5.6 takes
+``block_size`` for tokens (``get_tokens_per_block`` in
+``lmcache/integration/vllm/kv_cache_groups.py``). It would pair tokens with the wrong pages, or find
+too few tokens to store anything.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from vllm_ascend_kvext.groups.spec_attributes import tokens_per_page_of
 from vllm_ascend_kvext.groups.specs import scheduler_spec
 
 _OF_A_PAGE = ("page_size_bytes", "real_page_size_bytes", "storage_block_size")
-"""What a spec derives from ``block_size``; LMCache compares it with the tensors."""
+"""The attributes that a spec derives from ``block_size``. LMCache compares them with tensors."""
 
 
 def counted_in_tokens(kv_cache_config: Any) -> Any:
-    """A config whose specs have tokens per block in ``block_size``; itself where all do.
+    """A config whose specs have tokens per block in ``block_size``; the same if all do already.
 
-    Everything else is as it was: the config, groups and specs that are handed in stay untouched.
+    The config, groups and specs that are handed in stay untouched.
 
     Raises:
         GroupError: If ``block_size`` contradicts the size of a page.
@@ -66,5 +67,5 @@ def _spec_in_tokens(spec: Any) -> Any:
 
 @functools.cache
 def _in_tokens(spec_type: Any, of_a_page: tuple[tuple[str, Any], ...]) -> type:
-    """A spec's class with the sizes of a page as they were; LMCache tells specs by class names."""
+    """A subclass with the former sizes of a page. It keeps the class name, which LMCache reads."""
     return type(spec_type.__name__, (spec_type,), dict(of_a_page))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How groups agree on one hit: each accepts a length, or offers a shorter one, until none does.
+"""The rule by which groups agree on one hit.
 
-The rule of vLLM's ``HybridKVCacheCoordinator.find_longest_cache_hit``. What one group finds is the
-caller's to say: blocks in a table (`prefix_cache.lookup`), or all there could be (`geometry`).
+Each group accepts a length, or offers a shorter one, until all groups accept. vLLM's
+``HybridKVCacheCoordinator.find_longest_cache_hit`` has the same rule. The caller says what one
+group finds: blocks in a table (`prefix_cache.lookup`), or all that there could be (`geometry`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from vllm_ascend_kvext.groups.model import GroupKind
 
 
 class SearchedGroup(Protocol):
-    """What the rule has to know of a group; see `LookupGroups` and `GroupGeometry`."""
+    """The attributes of a group that the rule reads; see `LookupGroups` and `GroupGeometry`."""
 
     @property
     def kind(self) -> GroupKind: ...
@@ -27,15 +28,19 @@ class SearchedGroup(Protocol):
 
 
 Find = Callable[[int, int, bool], int]
-"""``(index, max_tokens, drops_block) -> tokens``: what group ``index`` finds in ``max_tokens``
-tokens, without the last block if that only looks ahead."""
+"""``(index, max_tokens, drops_block) -> tokens``: the tokens that group ``index`` finds.
+
+The search is within ``max_tokens`` tokens. With ``drops_block`` the last block only looks ahead,
+and does not count.
+"""
 
 
 def common_hit_tokens(groups: Sequence[SearchedGroup], max_tokens: int, find: Find) -> int:
     """The longest hit of all groups together, up to ``max_tokens``.
 
-    A group that looks ahead drops a block once per length, and again when another group has
-    shortened that. One group alone, or one after a group that reads everything, is asked once.
+    A group that looks ahead drops a block once per length, and once more when another group has
+    shortened the length. Each group is asked only once if there is one group, or if there are two
+    and the first one reads everything.
     """
     looks_ahead = any(group.use_eagle for group in groups)
     is_asked_once = len(groups) == 1 or (len(groups) == 2 and groups[0].kind is GroupKind.FULL)

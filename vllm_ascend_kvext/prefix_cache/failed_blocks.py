@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a failed load reaches: which requests have read it, which blocks hold what came of it."""
+"""How far a failed load reaches: the requests that have read its blocks, and all wrong blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 class Holder:
     """The block ids of one request, of all groups, from one admission on.
 
-    ``hit`` are those that it found in the prefix cache, ``own`` those that it loads or computes.
+    Attributes:
+        hit: The blocks that it found in the prefix cache.
+        own: The blocks that it loads or computes.
     """
 
     request_id: str

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keys under which a group's blocks are cached, made of a request's hashes.
 
-A request is hashed once, at the smallest block size of all groups; the key of a larger block is all
-hashes that it spans, one after the other, or since vLLM 0.30 the last of them.
+A request is hashed once, at the smallest block size of all groups. Before vLLM 0.30, the key of a
+larger block is all hashes that it spans, one after the other. Since then it is the last of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ GROUP_ID_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class GroupKeys:
-    """Of one group: the last ``hashes_in_key`` hashes of a block, all or one, and the group id."""
+    """The keys of one group.
+
+    A key has the last ``hashes_in_key`` hashes of a block, which are all hashes or one, and the
+    group id as its suffix.
+    """
 
     hashes_per_block: int
     suffix: bytes
@@ -23,7 +27,7 @@ class GroupKeys:
 
     @classmethod
     def of_group(cls, group_id: int, hashes_per_block: int, hashes_in_key: int = 0) -> GroupKeys:
-        """Without ``hashes_in_key``, all make the key."""
+        """The keys of a group. With ``hashes_in_key`` 0, all hashes of a block make its key."""
         suffix = group_id.to_bytes(GROUP_ID_BYTES, "big")
         return cls(hashes_per_block, suffix, hashes_in_key or hashes_per_block)
 
@@ -40,7 +44,7 @@ class GroupKeys:
         return b"".join(hashes[stop - self.hashes_per_block : stop]) + self.suffix
 
     def of(self, hashes: Sequence[bytes], blocks: range) -> list[bytes]:
-        """The keys of several blocks, in their order; there has to be a hash for each."""
+        """The keys of several blocks, in their order. The hashes must reach to the last one."""
         suffix = self.suffix
         per_block = self.hashes_per_block
         if self.hashes_in_key == 1:

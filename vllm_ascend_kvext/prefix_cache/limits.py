@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Up to which number of tokens a step of a running request changes no block of it.
+"""The number of tokens up to which a step of a running request changes none of its blocks.
 
-Knows lengths only. A limit is the smallest number of tokens at which something happens: a block
-more is needed (with 3 blocks of 10 tokens, at 31), leaves the window, or is cached.
+The module knows lengths only. A limit is the smallest number of tokens at which something happens:
+the request needs one more block (with 3 blocks of 10 tokens, at 31 tokens), or one more block
+leaves the window, or one more block is cached.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ class GroupLimits:
 
     Attributes:
         block_tokens: Tokens per block.
-        window_tokens: The sliding window; 0 where nothing is ever skipped. A state is read where
-            the last computed token left it, which is where a window of 2 tokens reads.
-        unit_tokens: Blocks are cached up to multiples of it; 1 for every block that is full.
+        window_tokens: The sliding window; 0 if nothing is ever skipped. A group of states reads the
+            block of the last computed token, as a window of 2 tokens does.
+        unit_tokens: Blocks are cached up to multiples of it; 1 if every full block is cached.
         use_eagle: Whether the block past such a multiple is cached with it.
-        row_tokens: Tokens that share one row of a block; more than 1 in compressed groups, which
-            hold a row only once all its tokens are there.
-        draft_blocks: Blocks held beyond those of the tokens: states behind draft tokens.
+        row_tokens: Tokens that share one row of a block. Compressed groups have more than 1, and
+            hold a row only when all its tokens are there.
+        draft_blocks: Blocks held beyond those of the tokens, for states behind draft tokens.
     """
 
     block_tokens: int
@@ -35,7 +36,7 @@ class GroupLimits:
     draft_blocks: int = 0
 
     def num_blocks(self, slot_tokens: int) -> int:
-        """How many blocks so many tokens need."""
+        """The number of blocks that ``slot_tokens`` tokens need."""
         full_rows_tokens = slot_tokens // self.row_tokens * self.row_tokens
         return -(-full_rows_tokens // self.block_tokens) + self.draft_blocks
 
@@ -44,7 +45,7 @@ class GroupLimits:
         return (num_blocks - self.draft_blocks) * self.block_tokens + self.row_tokens
 
     def num_skipped_blocks(self, computed_tokens: int) -> int:
-        """How many blocks lie before the window, if there is one, of the next token."""
+        """The number of blocks before the next token's window. Only for groups with a window."""
         return max(0, computed_tokens - self.window_tokens + 1) // self.block_tokens
 
     def next_skip_tokens(self, num_skipped_blocks: int) -> int:
@@ -62,10 +63,10 @@ class GroupLimits:
 
 @dataclass(slots=True)
 class RequestLimits:
-    """Where the next thing happens to a running request, per group and at all, in tokens.
+    """The numbers of tokens at which the next thing happens to a running request.
 
-    Every number is a lower bound. It holds for as long as the request has the block table for
-    which it was computed: a table is given up when a request is freed, by whomever.
+    Lists have one number per group. Every number is a lower bound. It holds as long as the request
+    has the same block table, because every code that frees a request drops its table.
     """
 
     table: object
@@ -77,7 +78,7 @@ class RequestLimits:
     until_tokens: int = 0
 
     def update(self) -> None:
-        """Take in what was changed for single groups."""
+        """Update the limits of all groups after those of single groups have changed."""
         self.next_slot_tokens = min(self.slot_tokens)
         self.next_skip_tokens = min(self.skip_tokens)
         self.until_tokens = min(

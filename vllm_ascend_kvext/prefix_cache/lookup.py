@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The longest hit of all groups together: what vLLM's coordinators find, in fewer probes.
 
-Every group accepts a length or offers a shorter one; the hit is the longest length that all of
-them accept. Knows no pool and no request: a table, hashes, and what the groups are like.
+Every group accepts a length or offers a shorter one. The hit is the longest length that all of them
+accept. The module knows no pool and no request, only a table, hashes and descriptions of groups.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from vllm_ascend_kvext.prefix_cache.search import (
 )
 
 Hit = tuple[Any, ...]
-"""Blocks per group id, the tokens of the hit, and since vLLM 0.30 how many more a group has."""
+"""The blocks by group id, and the tokens of the hit. Since vLLM 0.30 also the number of tokens by
+which the longest hit of a single group is longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class LookupGroups:
         unit_blocks: A hit is a multiple of this many blocks.
         window_blocks: Blocks that a window reaches back.
         use_eagle: Whether one block past the hit has to be cached too (EAGLE, MTP).
-        margin_tokens: How far past a length it may be searched for.
-        keys: Keys of each group, in the order of ``group_ids``.
+        margin_tokens: How far past a length the lookup may search.
+        keys: The keys of each group, in the order of ``group_ids``.
     """
 
     kind: GroupKind
@@ -81,12 +82,13 @@ class LookupGroups:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """All groups of a model, in upstream's order: those that read everything come first.
+    """All groups of a model, in upstream's order: groups that read everything come first.
 
     Attributes:
-        num_groups: Group ids, those included whose blocks are never cached.
+        num_groups: The number of group ids, including groups whose blocks are never cached.
         null: Stands for blocks that the hit does not need.
-        finds_junctions: Whether what some group has beyond the hit is counted (since vLLM 0.30).
+        finds_junctions: Whether the tokens that some group has beyond the hit are counted, as vLLM
+            does since 0.30.
     """
 
     groups: Sequence[LookupGroups]
@@ -111,7 +113,7 @@ class Lookup:
             return found_tokens
 
         hit_tokens = common_hit_tokens(groups, max_tokens, find)
-        # Before vLLM 0.30 upstream leaves all groups but the first too long.
+        # Before vLLM 0.30, upstream cuts only the first group to the hit.
         for group in groups if self.finds_junctions else groups[:1]:
             if group.kind is GroupKind.FULL:
                 for group_id in group.group_ids:

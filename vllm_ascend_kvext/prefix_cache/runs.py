@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks of a range stock vLLM caches, as runs instead of one flag per block.
+"""The blocks of a range that stock vLLM caches, as runs instead of one flag per block.
 
-Knows lengths, and the hashes of a request. This is upstream's rule, boundary for boundary,
-including the boundaries that nothing can hit; `vllm_ascend_kvext.retention` has this project's own.
+The module knows lengths, and the hashes of a request. It has upstream's rule, boundary for
+boundary, including boundaries that nothing can hit. `vllm_ascend_kvext.retention` has this
+project's own rule.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TailRule:
-    """Where stock vLLM keeps the tails of a sliding-window group, without an interval.
+    """Where stock vLLM keeps the tails of a sliding-window group if no interval is set.
 
     A tail of ``need_blocks`` blocks ends ``ahead_blocks`` (0 or 1) past every ``unit_blocks``.
     """
@@ -51,8 +52,8 @@ def runs_between(holes: list[bool]) -> list[range]:
 class _HashesUpTo:
     """The first ``length`` hashes of a request, without copying them.
 
-    Upstream slices "from here to the end" for every range it caches; on a long prompt that slice
-    costs more than everything else.
+    Upstream slices "from here to the end" for every range that it caches. On a long prompt, this
+    slice costs more than everything else.
     """
 
     __slots__ = ("_hashes", "_length")
@@ -72,7 +73,7 @@ class _HashesUpTo:
 
 
 class RequestUpTo:
-    """A request whose block hashes end where a run ends; everything else is the request's."""
+    """A request whose block hashes end where a run ends. All other attributes are the request's."""
 
     __slots__ = ("_request", "block_hashes")
 

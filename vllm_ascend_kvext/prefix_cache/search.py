@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The longest hit of one group: what vLLM's ``find_longest_cache_hit`` finds, with fewer probes.
 
-A table maps the key of a cached block to that block, or to a dictionary of blocks with the same
-content; any of them may be used, and like upstream the first one is. Knows tables and keys, not
-requests.
+A table maps the key of a cached block to the block, or to a dictionary of blocks with the same
+content. Any of these could be used; like upstream, the search takes the first one. The module knows
+tables and keys, but no requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def first_blocks(values: list[Any]) -> list[Any]:
 def blocks_at(
     get: Get, keys: Sequence[GroupKeys], hashes: Sequence[bytes], blocks: range
 ) -> list[list[Any]]:
-    """The cached blocks at these indices, per group; all of them have to be cached."""
+    """The blocks at these indices, per group. All of them must be cached."""
     return [first_blocks(list(map(get, group.of(hashes, blocks)))) for group in keys]
 
 
@@ -69,7 +69,7 @@ def _leading_values(
 
 
 def _first_missing(values: list[Any], start: int = 0) -> int | None:
-    # Not list.index: comparing two of vLLM's blocks compares all their fields.
+    # list.index would be slow, because it compares all fields of vLLM's blocks.
     part = values[start:] if start else values
     if all(part):
         return None
@@ -87,11 +87,11 @@ def window_end(
 ) -> int:
     """Where the longest hit of a sliding-window group ends, the block that looks ahead included.
 
-    An end is good if the ``need_blocks`` blocks before it, or all of them where there are fewer,
-    are cached in all groups, and if the boundary ``ahead_blocks`` before it is a multiple of
-    ``unit_blocks``. Of a window that is not cached the leftmost missing block is looked for: no
-    window that holds it needs to be looked at. So a group that has lost its blocks costs one probe
-    per window.
+    An end is good if two conditions hold. The ``need_blocks`` blocks before it, or all blocks if
+    there are fewer, are cached in all groups. And the boundary ``ahead_blocks`` before it is a
+    multiple of ``unit_blocks``. If a window is not cached, its leftmost missing block is searched.
+    No other window with this block is looked at. So a group that has lost its blocks costs one
+    probe per window.
 
     Returns:
         The largest good end up to ``max_blocks``; 0 if there is none.
@@ -153,8 +153,8 @@ def _leftmost_missing(
 def window_hit_blocks(end: int, need_blocks: int, unit_blocks: int, ahead_blocks: int) -> int:
     """The blocks of a hit that ends at ``end``, after upstream has dropped what it drops.
 
-    A hit that starts at the first token and is shorter than a window loses its last block on top
-    of the alignment, so with a block that looks ahead it loses a whole unit.
+    A hit that starts at the first token and is shorter than a window is aligned first, and then
+    loses its last block. So with a block that looks ahead, it loses a whole unit.
     """
     if end >= need_blocks:
         return end - ahead_blocks

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of running requests: nothing is done in those in which nothing changes.
+"""Steps of running requests. If nothing changes in a step, nothing is done for it.
 
 Most steps of a decode need no block, free none and cache none. Each request carries the number of
-tokens up to which that holds.
+tokens up to which this holds.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from vllm_ascend_kvext.upstream_types import GroupManager
 
 
 class CachingRule(Protocol):
-    """Says instead of upstream when a step of a running request caches something."""
+    """Decides instead of upstream when a step of a running request caches something."""
 
     def quiet_until_tokens(self, request: Any) -> int:
         """The smallest number of tokens at which something is cached; 0 if it is not known."""
 
     def note_quiet_step(self, request: Any, num_computed_tokens: int) -> None:
-        """A step below that number was scheduled: caching was not called for it."""
+        """A step below that number was scheduled, and caching was not called for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepGroup:
-    """One group of a block manager; ``null`` is in its tables where no block is held."""
+    """One group of a block manager. Its tables have ``null`` where no block is held."""
 
     manager: GroupManager
     limits: GroupLimits
@@ -36,7 +36,7 @@ class StepGroup:
 
 @dataclass(slots=True)
 class StepCounts:
-    """In how many steps nothing was done, only what changed, and everything, by upstream."""
+    """The number of steps in which nothing was done, only what changed, or all by upstream."""
 
     quiet: int = 0
     partial: int = 0
@@ -49,10 +49,11 @@ class Steps:
 
     Attributes:
         block_manager: ``vllm.v1.core.kv_cache_manager.KVCacheManager``.
-        groups: All its groups; none if there is one whose steps are not known here.
-        does_partial_steps: Whether `take_partial_step` does all that there is to a step: not where
-            vLLM-Ascend 0.23.0 puts a function around upstream's, and not where states move.
-        rule: What decides instead of upstream when something is cached, if anything does.
+        groups: All its groups.
+        tables: The block tables of its first group, by request.
+        does_partial_steps: Whether `take_partial_step` does all that a step needs. It does not if
+            vLLM-Ascend 0.23.0 wraps upstream's function, or if states move.
+        rule: Decides instead of upstream when something is cached; None if upstream decides.
     """
 
     block_manager: Any
@@ -65,9 +66,9 @@ class Steps:
     def take_partial_step(
         self, request: Any, limits: RequestLimits, num_new_tokens: int, lookahead_tokens: int
     ) -> Any:
-        """Do what changes, in the groups in which it does.
+        """Do only what changes, and only in the groups in which it changes.
 
-        In upstream's order: all groups free, all groups allocate or none, all groups cache.
+        The order is upstream's: all groups free, then all groups allocate or none, then all cache.
 
         Returns:
             The new blocks; None if there are too few free ones.
@@ -95,7 +96,7 @@ class Steps:
         return new_blocks
 
     def limits_of(self, request: Any) -> RequestLimits | None:
-        """Where the next thing happens to a request whose step has been allocated."""
+        """The limits of a request whose step has been allocated; None if it has no blocks."""
         request_id = request.request_id
         table = self.tables.get(request_id)
         if table is None:
@@ -166,7 +167,10 @@ class Steps:
 
 
 def _landed_tokens(request: Any, computed_tokens: int) -> int:
-    """Without what steps in flight compute: since vLLM 0.30 windows and states wait for them."""
+    """The computed tokens without those of steps in flight.
+
+    Since vLLM 0.30, windows and states wait for these steps.
+    """
     return max(0, computed_tokens - getattr(request, "num_in_flight_tokens", 0))
 
 
@@ -177,5 +181,5 @@ def _next_skip_tokens(group: StepGroup, request_id: str, computed_tokens: int) -
     blocks = group.manager.req_to_blocks[request_id]
     num_skipped = min(limits.num_skipped_blocks(computed_tokens), len(blocks))
     if num_skipped and blocks[num_skipped - 1] is not group.null:
-        return 0  # it waits for drafts or steps in flight
+        return 0  # The block waits for drafts or steps in flight.
     return limits.next_skip_tokens(num_skipped)

@@ -10,9 +10,9 @@ checkpoints. Where blocks run short, those that no checkpoint needs are realloca
       needed            ■■■                  ■■■      ■■■    tails of checkpoints; the rest of the
                                                              window is surplus once it is freed
 
-Which boundaries these are is decided here, when a request is admitted. The compiled module
+This module chooses these boundaries when a request is admitted. The compiled module
 (``csrc/retention``) answers at every step which runs of blocks are to be cached, and which blocks
-are not worth caching any more. What it answers is done here: it calls nothing of Python's.
+are not worth caching any more. It calls no Python: this module carries the answers out.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ if TYPE_CHECKING:
 class CheckpointRetention:
     """Retention of one coordinator. A call takes time in proportion to the request's blocks.
 
-    A hit reads a tail only of ``sparse_groups``, sliding windows and states. ``full_groups`` are
-    cached from the first token up to what the latest boundary needs.
+    Attributes:
+        sparse_groups: Sliding windows and states. A hit reads only a tail of them.
+        full_groups: Groups that are cached from the first token up to what the latest boundary
+            needs.
     """
 
     policy: RetentionPolicy
@@ -48,17 +50,20 @@ class CheckpointRetention:
     cache_state: RetainedCache = field(init=False)
     _stats: RetentionStats = field(init=False, default_factory=RetentionStats)
     _request_states: dict[str, RetainedRequest] = field(init=False, default_factory=dict)
-    # What the request asked for at which the scheduler looked just before its admission.
+    # The demand of the request that the scheduler looked at last, before its admission.
     _looked_up: tuple[Request, Demand] | None = field(init=False, default=None)
     _new_request_state: type[RetainedRequest] = field(init=False)
     _groups: tuple[ManagedGroup, ...] = field(init=False)
-    _caches_itself: list[bool] = field(init=False)  # By place in `_groups`: its manager alone may.
-    _asks_managers: bool = field(init=False)  # Some manager alone knows how its window moves on.
+    # By place in `_groups`: whether only the group's own manager may cache it.
+    _caches_itself: list[bool] = field(init=False)
+    # Whether some manager is the only one that knows how its window moves on.
+    _asks_managers: bool = field(init=False)
 
     def __post_init__(self) -> None:
         block_pool = self.pool.block_pool
         queue = block_pool.free_block_queue
-        sparse, full = self.sparse_groups, self.full_groups
+        sparse = self.sparse_groups
+        full = self.full_groups
         # Upstream's own code emits events, and keeps books of the states that it caches.
         has_events = block_pool.enable_kv_cache_events
         kinds = self.policy.geometry.groups
@@ -94,11 +99,11 @@ class CheckpointRetention:
     def cache(self, request: Request, num_computed_tokens: int) -> None:
         """Cache what a lookup can reach, and keep what is planned, once tokens are scheduled.
 
-        Where caching raises, the step stays unsettled, and the next call caches what is missing.
+        If caching raises, the step stays unsettled, and the next call caches what is missing.
 
         Args:
-            num_computed_tokens: As upstream counts them: those being scheduled are included,
-                draft tokens are not.
+            num_computed_tokens: The tokens as upstream counts them. Tokens that are being scheduled
+                are included. Draft tokens are not.
         """
         state = self._request_states.get(request.request_id)
         if state is None or not state.holds_blocks:
@@ -110,12 +115,12 @@ class CheckpointRetention:
             state.end_step(key_table)
 
     def quiet_until_tokens(self, request: Request) -> int:
-        """The tokens to cache up to which `cache` only takes note of them."""
+        """The number of tokens below which `cache` only notes the number; 0 if it is not known."""
         state = self._request_states.get(request.request_id)
         return state.next_event_tokens if state and state.holds_blocks else 0
 
     def note_quiet_step(self, request: Request, num_computed_tokens: int) -> None:
-        """What `cache` does below `quiet_until_tokens`."""
+        """Do what `cache` does below `quiet_until_tokens`."""
         cached_tokens = min(num_computed_tokens, request.num_tokens)
         self._request_states[request.request_id].cached_tokens = cached_tokens
 
@@ -125,11 +130,11 @@ class CheckpointRetention:
         """Hold blocks that are about to leave the windows of a request and are needed later.
 
         Args:
-            is_settled: Whether tokens of steps in flight are left out of the count already.
+            is_settled: Whether the count already leaves out tokens of steps in flight.
 
         Returns:
             The computed tokens up to which windows may move on. Draft tokens that are still in
-            flight do not count: where they are rejected, the request needs the window before them
+            flight do not count. If they are rejected, the request needs the window before them
             (vLLM #47728).
         """
         state = self._request_states.get(request_id)
@@ -150,7 +155,7 @@ class CheckpointRetention:
 
         Returns:
             The nearest boundary past ``computed_tokens`` that was asked for, or at which the same
-            prompt resumes; None where there is none, or states play no part.
+            prompt resumes. None if there is none, or if no states are kept.
         """
         if not (self.policy.geometry.has_states and self.policy.is_adaptive):
             return None
@@ -191,7 +196,7 @@ class CheckpointRetention:
 
     @property
     def _key_table(self) -> Any:
-        """Keys to cached blocks."""
+        """The table of cached blocks, by key."""
         return self.pool.block_pool.cached_block_hash_to_block
 
     def _cache_runs(
@@ -209,7 +214,8 @@ class CheckpointRetention:
         if state is None:
             state = self._new_request_state(self.cache_state, request)
             self._request_states[request.request_id] = state
-        policy, num_prompt_tokens = self.policy, request.num_prompt_tokens
+        policy = self.policy
+        num_prompt_tokens = request.num_prompt_tokens
         hit_tokens = state.admit(self._key_table)
         replay_tokens = policy.replay_boundary_tokens(num_prompt_tokens)
         plan: dict[int, Reason] = {replay_tokens: Reason(Origin.PROMPT)}
@@ -236,7 +242,8 @@ class CheckpointRetention:
         """Boundaries past the hit at which prefill steps end to leave a state, ascending.
 
         Upstream ends a step at the last multiple of a block in a prompt. In a prompt of whole
-        blocks this is its end; the same prompt resumes a block before it, where no state would be.
+        blocks, this is the prompt's end. The same prompt resumes one block earlier, where no state
+        would be.
         """
         replay_tokens = self.policy.replay_boundary_tokens(request.num_prompt_tokens)
         stops_tokens = {*demand.stops_tokens, replay_tokens}
@@ -253,9 +260,10 @@ class CheckpointRetention:
 
 
 def _junction(request: Request, policy: RetentionPolicy, hit_tokens: int) -> Plan:
-    """Where upstream itself saw requests part, which it keeps since vLLM 0.30.
+    """The boundary at which upstream saw requests part, which it keeps since vLLM 0.30.
 
-    A group that looks ahead may not reach it: then what can be reached before it counts, too.
+    A group that looks ahead may not reach this boundary. So the last one that it can reach counts,
+    too.
     """
     geometry = policy.geometry
     seen_tokens = getattr(request, "shared_prefix_boundary", 0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which boundaries a request, or earlier ones, have asked for, and what a request lost.
+"""The boundaries that a request, or earlier ones, have asked for, and the tokens that it lost.
 
-Pure functions of lengths; change nothing but the counters of `RetentionStats`.
+The functions know lengths only. They change nothing but the counters of `RetentionStats`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class SharedTokens(NamedTuple):
-    """How many tokens of a prompt were computed before, as far as full attention tells.
+    """The tokens of a prompt that were computed before, as far as full attention shows.
 
-    Groups with large blocks tell it less exactly than others.
+    The number lies between ``fewest`` and ``most``. Groups with large blocks show it less exactly.
     """
 
     fewest: int
@@ -31,7 +31,7 @@ class SharedTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request asks for at its admission: ``boundaries`` past its hit, each with a reason."""
+    """The demand of a request at its admission: ``boundaries`` past its hit, each with a reason."""
 
     hit_tokens: int
     shared: SharedTokens
@@ -52,11 +52,11 @@ def find_demand(
     shared_lengths: Sequence[tuple[int, int]],
     evicted_tokens: int,
 ) -> Demand:
-    """What a request asks for.
+    """Find the demand of a request.
 
     Args:
-        shared_lengths: Per full-attention group, up to which token the prompt is cached, and
-            the tokens of a block.
+        shared_lengths: For each full-attention group, the number of tokens up to which the prompt
+            is cached, and the tokens of a block.
         evicted_tokens: The longest boundary of the prompt whose checkpoint was evicted; 0 if none.
     """
     shared = _shared_tokens(hit_tokens, shared_lengths)
@@ -78,21 +78,23 @@ def _shared_tokens(hit_tokens: int, lengths: Sequence[tuple[int, int]]) -> Share
         return SharedTokens(hit_tokens, hit_tokens)
     fewest = max(tokens for tokens, _ in lengths)
     most = min(tokens + block_tokens - 1 for tokens, block_tokens in lengths)
-    if most < fewest:  # a group has lost some of its blocks
+    if most < fewest:  # A group has lost some of its blocks.
         fewest = min(tokens for tokens, _ in lengths)
     return SharedTokens(max(fewest, hit_tokens), max(most, hit_tokens))
 
 
 def count_losses(demand: Demand, geometry: HitGeometry, stats: RetentionStats) -> None:
-    """Report what a request lost: tokens that were computed before and are not hit."""
+    """Count what a request lost: tokens that were computed before and are not hit."""
     above_tokens = demand.hit_tokens
     causes = {Origin.WANTED: LossCause.EVICTED, Origin.JUNCTION: LossCause.NEVER_KEPT}
     for tokens, reason in sorted(demand.boundaries.items()):
         if reason.origin in causes:
             stats.lost_tokens[causes[reason.origin]] += tokens - above_tokens
             above_tokens = tokens
-        stats.junctions_pinned += reason.origin is Origin.JUNCTION
-        stats.hints_pinned += reason.origin is Origin.HINT
+        if reason.origin is Origin.JUNCTION:
+            stats.junctions_pinned += 1
+        if reason.origin is Origin.HINT:
+            stats.hints_pinned += 1
     computed_tokens = demand.shared.fewest
     aligned_tokens = computed_tokens // geometry.unit_tokens * geometry.unit_tokens
     if aligned_tokens > above_tokens:

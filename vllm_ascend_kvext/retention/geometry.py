@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prefix-cache lookup can hit, and which blocks it reads to do so, where all is cached.
+"""What a prefix-cache lookup can hit if everything is cached, and which blocks it reads for a hit.
 
-A *boundary* is a token count at which a lookup can end; the *tail* of a boundary is the run of
-blocks that a sliding-window group has to have cached for it; a group that *looks ahead* (EAGLE,
-MTP) must match one block past the boundary, which the lookup then drops. Knows no blocks and no
-requests.
+A *boundary* is a number of tokens at which a lookup can end. The *tail* of a boundary is the run of
+blocks that a sliding-window group must have cached for it. A group that *looks ahead* (EAGLE, MTP)
+must match one block past the boundary, which the lookup then drops. The module knows no blocks and
+no requests.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ class GroupGeometry:
     """One group as the lookup sees it. Groups of equal spec are looked up, and listed, as one.
 
     Attributes:
-        kind: Which blocks a hit reads. A lookup is known for `FULL`, `WINDOW` and `STATE` (which
-            never looks ahead); any other group is left to upstream, which caches all its blocks.
-        block_tokens: Tokens that one block covers: on Ascend, rows times compress ratio.
-        window_tokens: Sliding window; 0 unless ``kind`` is ``WINDOW``.
+        kind: Decides which blocks a hit reads. The lookups of `FULL`, `WINDOW` and `STATE` are
+            known. `STATE` never looks ahead. Upstream handles all other groups, and caches all
+            their blocks.
+        block_tokens: The tokens of one block. On Ascend, these are rows times compress ratio.
+        window_tokens: The sliding window; 0 unless ``kind`` is ``WINDOW``.
         use_eagle: Whether it is an EAGLE/MTP group.
         margin_tokens: How far past the candidate the coordinator lets a group that looks ahead
             search. Upstream passes ``spec.block_size``, which on Ascend counts rows.
-        num_groups: How many KV cache groups have this spec.
+        num_groups: The number of KV cache groups with this spec.
     """
 
     kind: GroupKind
@@ -66,8 +67,8 @@ class GroupGeometry:
             return 0
         boundary = _floor((num_blocks - 1) * self.block_tokens, unit_tokens)
         if self.is_clipped(boundary, unit_tokens):
-            # Fewer blocks than a window match only as a prefix of the prompt; aligning that
-            # prefix and then dropping a block costs one unit more.
+            # Fewer blocks than a window match only as a prefix of the prompt. The lookup aligns
+            # this prefix and then drops a block, which costs one unit more.
             return max(0, boundary - unit_tokens)
         return boundary
 
@@ -86,8 +87,8 @@ class GroupGeometry:
     def is_clipped(self, boundary_tokens: int, unit_tokens: int) -> bool:
         """Whether the window plus look-ahead would start before the first token.
 
-        Upstream matches such a window as a prefix of the prompt, and aligns it once more. Where
-        hits are aligned to the group's own blocks this changes nothing.
+        Upstream matches such a window as a prefix of the prompt, and aligns it once more. This
+        changes nothing if hits are aligned to the group's own blocks.
         """
         return (
             self.kind is GroupKind.WINDOW
@@ -105,9 +106,10 @@ class HitGeometry:
 
     Attributes:
         step_tokens: Hits change at multiples of it.
-        steady_tokens: A boundary. From here on no window is clipped by the start of the prompt, so
-            that everything repeats with a period of one unit.
-        lag_tokens: What a lookup has to look at past a boundary at or behind ``steady_tokens``.
+        steady_tokens: The boundary from which on the start of the prompt clips no window. So
+            everything repeats with a period of one unit.
+        lag_tokens: The tokens that a lookup has to look at past a boundary at or behind
+            ``steady_tokens``.
     """
 
     def __init__(self, groups: tuple[GroupGeometry, ...], unit_tokens: int) -> None:
@@ -151,14 +153,14 @@ class HitGeometry:
         return self.reachable_tokens(self.opens_at_tokens(boundary_tokens)) == boundary_tokens
 
     def tails(self, boundary_tokens: int) -> tuple[range, ...]:
-        """Per group the blocks that it has to have cached for a hit; empty if it is not sparse."""
+        """Per group, the blocks that must be cached for a hit; empty if the group is not sparse."""
         tails = [range(0)] * len(self.groups)
         if boundary_tokens <= 0:
             return tuple(tails)
         for index, group in self._sparse_groups:
             tails[index] = group.tail(boundary_tokens, self.unit_tokens)
         if any(group.is_clipped(boundary_tokens, self.unit_tokens) for group in self._groups_ahead):
-            # While a clipped window loses a unit, the other groups have to accept more at first.
+            # A clipped window loses a unit, so the other groups have to accept more at first.
             read = self._lookup(self.opens_at_tokens(boundary_tokens))[1]
             for index, group in enumerate(self.groups):
                 end_block = read[index] // group.block_tokens
@@ -167,9 +169,9 @@ class HitGeometry:
         return tuple(tails)
 
     def full_tokens(self, boundary_tokens: int) -> tuple[int, ...]:
-        """How far each group has to be cached for a hit at a boundary; 0 for those not ``FULL``.
+        """The tokens up to which each group must be cached for a hit; 0 for those not ``FULL``.
 
-        More than the boundary where the group, or one that is looked up after it, looks ahead.
+        The number exceeds the boundary if the group, or one that is looked up later, looks ahead.
         """
         if boundary_tokens <= 0:
             return (0,) * len(self.groups)
@@ -214,7 +216,9 @@ class HitGeometry:
         for index, group in enumerate(self.groups):
             if group.kind is not GroupKind.FULL:
                 continue
-            needed = boundary_tokens + group.use_eagle * group.block_tokens
+            needed = boundary_tokens
+            if group.use_eagle:
+                needed += group.block_tokens
             if needed < cached[index]:
                 trial = (*cached[:index], needed, *cached[index + 1 :])
                 if self._look_up(opening, trial)[0] == boundary_tokens:
@@ -239,7 +243,7 @@ class HitGeometry:
             drop = drops_block and group.kind in (GroupKind.FULL, GroupKind.WINDOW)
             found_tokens = group.longest_hit_tokens(max_tokens, self.unit_tokens, drop)
             if len(read) == index:
-                read.append(found_tokens + drop * group.block_tokens)
+                read.append(found_tokens + (group.block_tokens if drop else 0))
             return found_tokens
 
         return common_hit_tokens(self.groups, limit_tokens, find), tuple(read)

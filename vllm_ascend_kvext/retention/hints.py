@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Boundaries that a request names itself.
 
-A client that knows its prompts, for example where the system prompt ends, says so with
-``SamplingParams(extra_args={"kvext_checkpoint_tokens": [1200]})``, over HTTP with
+A client may know its prompts, for example where the system prompt ends. It says so with
+``SamplingParams(extra_args={"kvext_checkpoint_tokens": [1200]})``, or over HTTP with
 ``"vllm_xargs": {"kvext_checkpoint_tokens": "[1200]"}``. The first request then leaves a checkpoint
-there, and the second resumes from it.
+there, and the second one resumes from it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def hinted_boundaries(request: Request, geometry: HitGeometry) -> list[int]:
 
 
 def report_unusable_hints(request: Request, geometry: HitGeometry) -> None:
-    """Log what leaves no checkpoint within a request's prompt: a hint never fails a request.
+    """Log the hints of a request that leave no checkpoint. A hint never fails a request.
 
-    Once per request, whoever asks: retention and connector read the same hints, and each of ``n``
-    answers has them.
+    The message comes once per request, although retention and connector both read the hints, and
+    although each of ``n`` answers has them.
     """
     usable, hints = _split(request, geometry)
     if len(usable) < len(hints) and not RequestState.of(request).has_reported_hints:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What retention manages: upstream's groups and pool."""
+"""Upstream's groups and pool, as retention manages them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ class ManagedGroup:
     """A KV cache group of upstream's. ``csrc/retention/bindings.cpp`` reads it by these names.
 
     Attributes:
-        geometry_index: Its place in ``HitGeometry.groups``.
+        geometry_index: The index of its geometry in ``HitGeometry.groups``.
         is_upstreams: Whether upstream's own code caches its blocks and moves its window on.
-        hashes_in_key: How many of the hashes that a block spans make its key: the last ones.
+        hashes_in_key: The number of hashes that make the key of a block: the last ones that it
+            spans.
     """
 
     manager: GroupManager
@@ -34,7 +35,7 @@ class Pool(Protocol):
     def block_pool(self) -> BlockPool: ...
 
     def cache(self, request: Request, group: ManagedGroup, run: range) -> None:
-        """Cache a run of a request's blocks, all full and none cached yet, and report it."""
+        """Cache a run of a request's blocks, and emit its events. All are full, and none cached."""
 
     def discard(self, blocks: list[Any]) -> None:
-        """Uncache blocks; those that are free become the next ones to be reallocated."""
+        """Uncache blocks. Free ones among them become the next to be reallocated."""

@@ -25,9 +25,11 @@ _UNASKED = frozenset({Origin.LADDER, Origin.GRID, Origin.CHUNK})
 """The origins of boundaries that no request asked for."""
 
 _END_STEPS = STEPS_END_AT | {Origin.PROMPT, Origin.LADDER}
-"""The origins of boundaries at which a prefill step must end to leave a state. By itself vLLM ends
-steps elsewhere: at the last block of a prompt, even if the block ends with the prompt, or one block
-earlier with EAGLE and MTP."""
+"""The origins of boundaries at which a prefill step must end to leave a state.
+
+By itself vLLM ends steps at other places: at the end of a prompt's last whole block, even if this
+is the end of the prompt, or one block earlier with EAGLE and MTP.
+"""
 
 _CHUNK = Reason(Origin.CHUNK)
 
@@ -49,7 +51,7 @@ _TRY_EVERY = 32
 
 
 class PagedGroup(Protocol):
-    """What is needed of one group of the layout; see ``layout.model.LayoutGroup``."""
+    """The attributes of a group that the planner reads; see ``layout.model.LayoutGroup``."""
 
     @property
     def kind(self) -> GroupKind: ...
@@ -65,13 +67,13 @@ class OffloadBoundaries:
     """Plans boundaries, multiples of the layout's unit, and learns which reasons pay.
 
     Args:
-        groups: Those of the layout.
-        unit_tokens: Hits in host memory are multiples of it.
+        groups: The groups of the layout.
+        unit_tokens: Hits in host memory are multiples of this number.
         interval_tokens: ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; 0 if unset.
     """
 
     end_of_turn = Reason(Origin.LATEST)
-    """Of the boundary at which an answer ends."""
+    """The reason of the boundary at which an answer ends."""
 
     def __init__(
         self, groups: Sequence[PagedGroup], unit_tokens: int, interval_tokens: int = 0

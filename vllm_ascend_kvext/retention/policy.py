@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which boundaries are worth keeping.
 
-Functions of lengths alone. The policy knows no blocks: `HitGeometry` turns a boundary into blocks,
+The policy knows lengths, and no blocks. `HitGeometry` turns a boundary into blocks.
 `CheckpointRetention` caches them. The compiled `RetainedCache` decides which of them give way when
 blocks run short.
 """
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from vllm_ascend_kvext._native import Geometry
 
 GRID_SHARE = 4
-"""Blocks of full attention per block that the tails of the automatic grid take."""
+"""The tails of the automatic grid take one block per this many blocks of full attention."""
 
 Plan = Mapping[int, Reason]
-"""Boundaries of one request, in tokens, whose tails are to outlive it."""
+"""The boundaries of one request, in tokens, whose tails are to outlive it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """What `VLLM_PREFIX_CACHE_RETENTION_INTERVAL` and `VLLM_ASCEND_KVEXT_RETENTION` mean.
+    """The meaning of `VLLM_PREFIX_CACHE_RETENTION_INTERVAL` and `VLLM_ASCEND_KVEXT_RETENTION`.
 
     Attributes:
-        interval_tokens: A multiple of ``geometry.unit_tokens``, each of whose multiples is kept; 0
-            for none.
+        interval_tokens: Every multiple of this number is kept. It is a multiple of
+            ``geometry.unit_tokens``; 0 if no interval is set.
         is_adaptive: Whether boundaries are also kept for what requests ask for.
         ladder_budget: Blocks that the rungs of a prompt may take, per full-attention block of it.
         grid_tokens: The distance of checkpoints that no request asked for; 0 if there are none.
@@ -73,7 +73,8 @@ class RetentionPolicy:
         """The boundaries of a request that are known when it is admitted.
 
         Args:
-            demand: Boundaries that it, or other requests, have asked for; they go first.
+            demand: Boundaries that it, or other requests, have asked for. They replace the reasons
+                of equal boundaries.
             is_worth_trying: Whether a boundary that no request asked for may turn out useful.
         """
         plan = {self.replay_boundary_tokens(num_prompt_tokens): Reason(Origin.PROMPT)}
@@ -108,18 +109,18 @@ class RetentionPolicy:
         full_blocks = geometry.num_blocks_per_unit
         tail_blocks = geometry.num_tail_blocks
         if not full_blocks or not tail_blocks or geometry.has_states:
-            return 0  # a state exists only where a prefill step happens to end
+            return 0  # A state exists only where a prefill step happens to end.
         grid_units = GRID_SHARE * tail_blocks / full_blocks
         return geometry.unit_tokens << max(0, math.ceil(math.log2(grid_units)))
 
     def _describe(self) -> dict[str, Any]:
         """The tables, for ``csrc/retention/geometry.h``; lengths are in tokens.
 
-        From ``steady_tokens`` on everything repeats with a period of one unit. Up to there,
-        ``hit_by_step`` has the longest hit of a lookup that may look at so many steps, and
-        ``opening_by_unit`` the fewest tokens with which a lookup reaches so many units. A group has
-        by unit the first and last block, exclusive, that a hit reads (``tails``), and how far it
-        has to be cached (``full_tokens``).
+        From ``steady_tokens`` on, everything repeats with a period of one unit. The tables end
+        there. ``hit_by_step[n]`` is the longest hit of a lookup that may look at ``n`` steps.
+        ``opening_by_unit[n]`` is the smallest number of tokens with which a lookup reaches ``n``
+        units. A group has two tables by unit: the first block and the end block that a hit reads
+        (``tails``), and the tokens up to which it must be cached (``full_tokens``).
         """
         geometry = self.geometry
         num_steps = (geometry.steady_tokens + geometry.lag_tokens) // geometry.step_tokens + 1
@@ -156,14 +157,14 @@ def ladder_boundaries(
 ) -> Iterator[tuple[int, int]]:
     """Boundaries at growing distances before the end of a prompt, nearest first.
 
-    A client that edits the last message, strips the reasoning from an answer or asks another
-    question about the same document shares all but the end of a prompt. Boundaries at distances
-    that double lose at most as many tokens as the part that differs.
+    A client may edit the last message, strip the reasoning from an answer, or ask another question
+    about the same document. Such prompts share all but their end. Boundaries at distances that
+    double lose at most as many tokens as the part that differs has.
 
     Args:
         top_tokens: The replay boundary of the prompt, whose tails are kept anyway.
-        after_tokens: What the request hit: below it nothing is computed.
-        budget_blocks: Blocks that the tails of all rungs may take besides those of the top.
+        after_tokens: The tokens that the request hit. Nothing is computed below.
+        budget_blocks: The blocks that the tails of all rungs may take besides those of the top.
 
     Yields:
         The rung, counted from 0, and its boundary in tokens.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a checkpoint is kept. How useful it turns out, ``csrc/retention/use_rates.h`` knows."""
+"""Why a checkpoint is kept. ``csrc/retention/use_rates.h`` learns how useful it turns out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Origin(enum.IntEnum):
-    """What suggested a boundary. The values are those of ``csrc/retention/use_rates.h``."""
+    """The source of a boundary. The values are those of ``csrc/retention/use_rates.h``."""
 
     GRID = 0
     """A multiple of the retention interval."""
@@ -17,38 +17,39 @@ class Origin(enum.IntEnum):
     """The replay boundary: where the same prompt resumes."""
 
     LATEST = 2
-    """The last boundary a request computed: where its next turn resumes."""
+    """The last boundary that a request computed: where its next turn resumes."""
 
     LADDER = 3
-    """Some distance before the end of a prompt."""
+    """A boundary at some distance before the end of a prompt."""
 
     CHUNK = 4
-    """Where a prefill step ended, and left a state."""
+    """The boundary where a prefill step ended, and left a state."""
 
     JUNCTION = 5
-    """Where full attention still hit and the sparse groups did not."""
+    """The boundary up to which full attention hit, and the sparse groups did not."""
 
     WANTED = 6
     """A boundary that an earlier request had computed and that is gone."""
 
     HINT = 7
-    """Named by the request."""
+    """A boundary that the request names."""
 
     OVERLAP = 8
-    """Complete because of blocks that are kept for other boundaries."""
+    """A boundary whose tails are complete because blocks are kept for other boundaries."""
 
     USE = 9
-    """Resumed from before, whatever it was kept for at first."""
+    """A boundary that a request has resumed from, for whatever reason it was kept at first."""
 
 
 STEPS_END_AT = frozenset({Origin.JUNCTION, Origin.WANTED, Origin.HINT})
-"""Worth a prefill step of their own where a state exists only at the end of a step."""
+"""The origins that are worth a prefill step if a state exists only at the end of a step."""
 
 
 class Reason(NamedTuple):
-    """What checkpoints are judged by until they are of use.
+    """Why a checkpoint is kept. Checkpoints are judged by their reason until they are used.
 
-    ``step`` is the rung of a ladder, or 1 for a LATEST boundary that is the replay boundary, too.
+    ``step`` is the rung of a ladder. For a LATEST boundary, 1 means that it is also the replay
+    boundary.
     """
 
     origin: Origin

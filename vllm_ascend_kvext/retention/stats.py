@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What retention counts, and reports; see ``counted``. Knows not how a report travels."""
+"""The counters that retention reports; see ``counted``.
+
+The module does not know how a report travels.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ class LossCause(enum.Enum):
     """Why tokens that an earlier request had computed were computed once more."""
 
     NEVER_KEPT = "never_kept"
-    """Their boundary's blocks were let go when the window moved on, or with their request."""
+    """Their boundary's blocks were freed when the window moved on, or with their request."""
 
     EVICTED = "evicted"
     """Their boundary was kept, and its blocks have been reallocated since."""
@@ -30,7 +33,7 @@ class LossCause(enum.Enum):
 
 @dataclass(slots=True)
 class RetentionStats(Reporting):
-    """The counters of one engine. Whoever counts adds to the attributes; they never go down."""
+    """The counters of one engine. Retention adds to the attributes. They never go down."""
 
     checkpoints: Annotated[int, Counted("Checkpoints in the prefix cache.", is_gauge=True)] = 0
     checkpoints_kept: Annotated[int, Counted("Checkpoints put into the prefix cache.")] = 0

@@ -29,7 +29,7 @@ Call = Callable[[], object]
 SEAL_BYTES = 16
 
 _QUIET_S = 10.0
-"""After an error was logged, the tier logs no other error for this time."""
+"""The tier logs no other error for this time after it has logged one."""
 
 MAX_HANG_S = 5.0
 """A call that takes longer counts as hanging. The tier does not wait for its end."""
@@ -276,7 +276,7 @@ class TierThread:
             return bool(self._left_behind)
 
     def is_left_behind(self) -> bool:
-        """Whether the calling thread was left behind."""
+        """Whether the calling thread is one that was left behind."""
         with self._changed:
             return threading.current_thread() in self._left_behind
 

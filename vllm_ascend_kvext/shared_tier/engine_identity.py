@@ -52,7 +52,7 @@ def identity_of(
     """The identity of an engine whose workers have registered their pages.
 
     Args:
-        workers: By rank.
+        workers: The identities of the workers, by rank.
 
     Raises:
         SettingsError: If its block hashes differ from process to process, or if its weights cannot
@@ -97,7 +97,7 @@ def identity_of(
         "media": _values(media, _OF_MEDIA),
         "attention backend": str(getattr(attention, "backend", None)),
         "loading": [_values(each, _OF_LOADING) for each in _loads(vllm_config)],
-        "weights": [list(each.weights) for each in workers],  # Each rank reports its own weights.
+        "weights": [list(each.weights) for each in workers],  # Each rank has its own weights.
         "model configuration": [_configuration(each) for each in models],
         "tensor parallel size": len(workers),
     }
@@ -145,8 +145,8 @@ def _hash_canary(name: str) -> list[str]:
 
     function = get_hash_fn_by_name(name)
     canaries = set()
-    # With a random seed, the two hashes differ. The engine itself calls init_none_hash again after
-    # its scheduler was made.
+    # With a random seed, the two hashes differ. These calls do no harm, because the engine itself
+    # calls init_none_hash again after its scheduler was made.
     for _ in range(2):
         kv_cache_utils.init_none_hash(function)
         canaries.add(kv_cache_utils.hash_block_tokens(function, None, tuple(range(16))).hex())

@@ -71,16 +71,16 @@ _LEFT_SHARE = 7 / 8
 """Files are removed until the rest takes at most this share of the capacity."""
 
 _COUNTED_EVERY = 64
-"""The folder is measured again after puts of the capacity divided by this number."""
+"""The folder is measured again when puts have written the capacity divided by this number."""
 
 _MAX_ENGINE_FILE_BYTES = 16 << 20
 """A larger file is no identity of an engine."""
 
 _ABSENT = (FileNotFoundError, NotADirectoryError)
-"""The errors of an object that does not exist."""
+"""The errors of a call for an object that does not exist."""
 
 _NO_LINK = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL)
-"""The errors of a note that does not exist. EINVAL means that its file is no link."""
+"""The errors of a call for a note that does not exist. EINVAL means that its file is no link."""
 
 _UNFINISHED_S = 600.0
 """An unfinished file of this age belongs to a writer that was killed."""

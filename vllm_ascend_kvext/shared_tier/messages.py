@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two sides of the shared tier tell each other; plain data that can be pickled."""
+"""The messages between the two sides of the shared tier: plain data that can be pickled."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vllm_ascend_kvext.shared_tier.backend import SharedObject, UsedObjects
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """What decides, on one worker, what bytes of its KV mean.
+    """The facts of one worker that decide what the bytes of its KV mean.
 
     Attributes:
-        device: What decides the order of bytes in pages that only kernels understand.
-        weights: What the weights of its models are known by.
-        refusal: Why they cannot be known; empty if they are.
+        device: The device. It decides the order of bytes in pages that only kernels understand.
+        weights: Digests by which the weights of its models are known.
+        refusal: Why the weights cannot be known; empty if they are.
     """
 
     device: str
@@ -29,9 +29,9 @@ class SharedJobs(NamedTuple):
     """What every worker does from one step on.
 
     Attributes:
-        gets: Objects of the tier that it brings into host memory.
-        puts: Objects in host memory that it puts there.
-        touches: Objects there that were used.
+        gets: Objects of the tier that the worker brings into host memory.
+        puts: Objects in host memory that the worker puts into the tier.
+        touches: Objects of the tier that were used.
     """
 
     gets: tuple[SharedObject, ...] = ()
@@ -48,10 +48,11 @@ class SharedOutput:
     """What workers report beside the ends of their jobs.
 
     Attributes:
-        got_bytes: What has come, summed over workers.
-        failures: Gets, puts and touches that failed on some worker, by kind.
-        has_new_weights: Whether some worker has loaded weights again since it has told of them.
-        absent_objects: By number of a touch: which of its objects some worker has not found.
+        got_bytes: The bytes that have come, summed over workers.
+        failures: The number of gets, puts and touches that failed, by kind, summed over workers.
+        has_new_weights: Whether some worker has loaded weights again since it told of them.
+        absent_objects: The indices of objects of a touch that some worker has not found, by number
+            of the touch.
     """
 
     got_bytes: int = 0

@@ -71,10 +71,10 @@ _MEANINGS = {
     -900: "the master does not answer",
     -901: "the master does not answer",
 }
-"""The meanings of error codes that mean a tier that does not work."""
+"""The meanings of the error codes of a tier that does not work."""
 
 _GIVEN_UP_S = 50.0
-"""A get that takes longer may have been given up. Mooncake gives a transfer up after 60 s, and does
+"""Mooncake may have given up a get that takes longer. It gives up a transfer after 60 s, but does
 not stop it."""
 
 
@@ -93,7 +93,8 @@ class MooncakeTier(SharedTier):
         self._prefix = f"{_ROOT}/r{rank}/"
         for name, value in _VARIABLES.items():
             os.environ.setdefault(name, value)
-        network = os.environ.get("MOONCAKE_PROTOCOL", "tcp"), os.environ.get("MOONCAKE_DEVICE", "")
+        protocol = os.environ.get("MOONCAKE_PROTOCOL", "tcp")
+        network = (protocol, os.environ.get("MOONCAKE_DEVICE", ""))
         master = url.removeprefix("mooncake://")
         host, _, port = master.rpartition(":")
         try:

@@ -26,7 +26,7 @@ _ROWS_NAME = re.compile("R[0-9]{1,12}-[0-9]{1,12}-[0-9a-f]{32}")
 
 
 def namespace_of(identity: Identity) -> str:
-    """The name space of an identity. Other identities have other name spaces."""
+    """The name space of an identity. Different identities have different name spaces."""
     text = json.dumps([FORMAT_VERSION, identity], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -24,10 +24,10 @@ _TAILS_OF_A_BATCH = 64
 
 
 class FoundObject(NamedTuple):
-    """An object with a piece, which is that of a prefix up to ``end_tokens``: where they part.
+    """An object whose piece equals that of a prefix up to ``end_tokens``, where the two part.
 
     Attributes:
-        wanted: The piece as it was asked for, if the prefix is no prompt's.
+        wanted: The piece as it was asked for, if the prefix is not that of a prompt.
     """
 
     name: str
@@ -42,12 +42,14 @@ class Question:
     """The question to the tier for one request.
 
     Attributes:
-        tokens: From what the device has to where the request may resume at most.
-        missing: Chunks in there, as far as the prompt has them, whose rows host memory lacks.
-        tails_tokens: The last boundary at which host memory has tails; 0 if there is none, and the
-            end of ``tokens`` where none are needed.
-        goes_on_behind_holes: Whether rows are of use behind others that nobody has.
-        further: Pieces of other prefixes, which host memory lacks.
+        tokens: The range from the tokens that the device has to the last one at which the request
+            may resume.
+        missing: The chunks in ``tokens`` whose rows host memory lacks. The ends of ``tokens`` may
+            cut the first and the last one.
+        tails_tokens: The last boundary at which host memory has tails; 0 if there is none. If no
+            tails are needed, the end of ``tokens``.
+        goes_on_behind_holes: Whether rows are of use behind rows that are missing.
+        further: Pieces of other prefixes that host memory lacks.
     """
 
     prefix: Prefix
@@ -64,7 +66,10 @@ class Question:
 
 
 def search(question: Question, exist: Exist) -> list[FoundObject]:
-    """What to get, in the order in which it is wanted: rows ascending, tails, then the rest."""
+    """The objects to get, in the order in which they are wanted.
+
+    Rows come first, ascending, then tails, then the rest.
+    """
     rows = _search_rows(question, exist) if question.missing else []
     end_tokens = _rows_end(question, rows)
     tails = _search_tails(question, exist, end_tokens)
@@ -78,8 +83,8 @@ def _search_rows(question: Question, exist: Exist) -> list[FoundObject]:
     geometry = question.geometry
     after_tokens = question.tokens.first_tokens
     found = _ask(question, exist, [chunk.end_tokens for chunk in question.missing])
-    # The tier lacks the end of some chunks. It may have an inner boundary of two of them: of the
-    # first one, where this prompt differs from another, and of the last one of the prompt.
+    # The tier lacks the end of some chunks. It may have an inner boundary of two of these chunks:
+    # the first one, where this prompt may differ from another, and the last one of the prompt.
     lacking = [chunk for chunk in question.missing if chunk.end_tokens not in found]
     for first, end in dict.fromkeys([*lacking[:1], *lacking[-1:]]):
         inner = range(geometry.floor(first) + geometry.unit_tokens, end, geometry.unit_tokens)

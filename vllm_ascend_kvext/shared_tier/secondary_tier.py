@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared tier as a connector's secondary tier: what it makes on each side."""
+"""The shared tier as the secondary tier of a connector. It makes the parts of both sides."""
 
 from __future__ import annotations
 

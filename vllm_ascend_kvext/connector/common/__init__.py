@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both sides of the connector say to each other, and to those who watch them."""
+"""The data that both sides of the connector exchange, and what the connector reports."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler side asks for the boundaries at which tails are stored.
+"""The interface through which the scheduler side learns at which boundaries tails are stored.
 
-The room ``retention`` answers: ``retention.offload_boundaries``. The patch that makes the
-`SchedulerView` brings it. To the connector a reason is a key that it hands back.
+``retention.offload_boundaries`` implements it. The patch that makes the `SchedulerView` passes the
+implementation. The connector does not look into a reason, and only hands it back.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class BoundaryPlanner(Protocol):
         """Boundaries past the hit that are known at admission.
 
         Args:
-            shared_tokens: How many tokens of the prompt another request has computed before.
+            shared_tokens: The first tokens of the prompt that another request has computed before.
         """
 
     def report_hints(self, request: Request) -> None:
-        """Log the hints of a request that is admitted and that leave no checkpoint."""
+        """Log the hints of an admitted request that leave no checkpoint."""
 
     def crossed(
         self, plan: dict[int, Reason], after_tokens: int, upto_tokens: int
@@ -59,10 +59,10 @@ class BoundaryPlanner(Protocol):
         """
 
     def note_tried(self, reason: Reason) -> None:
-        """Tails of a boundary that this suggested are going to be stored, or there is no room."""
+        """Count tails of this reason that are to be stored, whether or not there is room."""
 
     def note_hit(self, reason: Reason) -> None:
-        """A request resumed there."""
+        """Count a request that has resumed at a boundary of this reason."""
 
 
 MakeBoundaryPlanner = Callable[[Sequence["LayoutGroup"], int], BoundaryPlanner]

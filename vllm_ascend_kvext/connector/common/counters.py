@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler side of the connector counts, and reports; see ``counted``.
+"""The counters that the scheduler side of the connector reports; see ``counted``.
 
-Knows neither Prometheus nor how a report travels.
+The module knows neither Prometheus nor how a report travels.
 """
 
 from __future__ import annotations
@@ -19,16 +19,21 @@ from vllm_ascend_kvext.store.counters import TierCounters
 _zeros_by_direction = partial(zeros, ("store", "load", "get", "put"))
 _SHARED_RESULTS = ("found", "absent", "late", "given_up", "paused")
 _SHARED_FAILURES = (
-    *("get_absent", "get_broken", "get_unreachable", "get_hung"),
-    *("put_unreachable", "put_busy", "touch_unreachable"),
+    "get_absent",
+    "get_broken",
+    "get_unreachable",
+    "get_hung",
+    "put_unreachable",
+    "put_busy",
+    "touch_unreachable",
 )
 
 
 @dataclass(slots=True)
 class ConnectorCounters(Reporting):
-    """The counters of one engine. The parts of the scheduler side add to them; none goes down.
+    """The counters of one engine. The parts of the scheduler side add to them. None goes down.
 
-    ``tier`` is the very object that the tier counts in.
+    ``tier`` is the object in which the host tier itself counts.
     """
 
     transfer_bytes: Annotated[
@@ -96,7 +101,7 @@ class ConnectorCounters(Reporting):
     ] = 0
 
     def add_traffic(self, traffic: Mapping[Direction, Traffic]) -> None:
-        """Count what workers say they have moved."""
+        """Count what workers report to have moved."""
         for direction, moved in traffic.items():
             self.transfer_bytes[direction] += moved.num_bytes
             self.transfer_seconds[direction] += moved.seconds

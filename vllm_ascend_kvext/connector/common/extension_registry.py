@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of what rooms above the connector add to it, as vLLM's factory has those of connectors.
+"""The names of the classes that packages above the connector add to it.
 
-Such a class is imported when a connector is made that needs it. To register it costs nothing.
+vLLM's factory keeps the names of connectors in the same way. A class is imported only when a
+connector is made that needs it. To register a class costs nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Where a class is."""
+    """The module and the name of a class."""
 
     module: str
     name: str
@@ -21,12 +22,12 @@ _secondary_tiers: list[Place] = []
 
 
 def register_extension(key: str, module: str, name: str) -> None:
-    """Have connectors know an extension. Idempotent.
+    """Make an extension known to connectors. Idempotent.
 
     Args:
-        key: In ``kv_connector_extra_config``.
-        module: That has the class.
-        name: Of the class, a ``connector.extension.ConnectorExtension``.
+        key: The extension's key in ``kv_connector_extra_config``.
+        module: The module that has the class.
+        name: The name of the class, a ``connector.extension.ConnectorExtension``.
     """
     _extensions[key] = Place(module, name)
 
@@ -37,11 +38,11 @@ def registered_extensions() -> list[Place]:
 
 
 def register_secondary_tier(module: str, name: str) -> None:
-    """Have connectors know the secondary tier that the option ``shared_tier`` asks for. Idempotent.
+    """Make the secondary tier that the option ``shared_tier`` asks for known. Idempotent.
 
     Args:
-        module: That has the class.
-        name: Of the class, a ``connector.secondary_tier.SecondaryTier``.
+        module: The module that has the class.
+        name: The name of the class, a ``connector.secondary_tier.SecondaryTier``.
     """
     _secondary_tiers[:] = [Place(module, name)]
 

@@ -115,7 +115,11 @@ class HostLayout:
         return tuple((group.kv_cache_group_id, *_pages_of(group, rows)) for group, rows in kept)
 
     def window_pages(self, boundary_tokens: int) -> dict[int, tuple[int, int]]:
-        """By KV cache group with tails: first and end page that a resume at a boundary reads."""
+        """The pages of windows and states that a resume at a boundary reads.
+
+        Returns:
+            The first and the end page, by KV cache group with tails.
+        """
         found: dict[int, tuple[int, int]] = {}
         for index in self.tail_groups:
             group = self.all_groups[index]

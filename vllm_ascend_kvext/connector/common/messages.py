@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler side and the workers of a connector tell each other.
+"""The messages between the scheduler side and the workers of a connector.
 
-Plain data that can be pickled: with tensor parallelism it crosses processes. Everything is decided
-by the scheduler side, so that all workers do the same.
+Messages are plain data that can be pickled, because with tensor parallelism they cross processes.
+The scheduler side decides everything, so that all workers do the same.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart
 from vllm_ascend_kvext.token_range import TokenRange
 
 Direction = Literal["store", "load", "get", "put"]
-"""Pages to host memory and back; and from a secondary tier to host memory, and back."""
+"""Where bytes are copied.
+
+``store`` copies pages to host memory, and ``load`` copies back. ``get`` copies objects of a
+secondary tier to host memory, and ``put`` copies back.
+"""
 
 
 class ExtraRows(Protocol):
-    """Rows of one entry of host memory that an extension moves, and how; plain data."""
+    """The rows of one entry of host memory that an extension moves, and how; plain data."""
 
     @property
     def first_tokens(self) -> int:
@@ -29,7 +33,7 @@ class ExtraRows(Protocol):
 
     @property
     def end_tokens(self) -> int:
-        """The token behind the last one."""
+        """The token behind the last of them."""
 
     @property
     def offset_bytes(self) -> int:
@@ -63,10 +67,10 @@ class WorkerLayout:
     """What a worker tells the scheduler side once, when its caches are registered.
 
     Attributes:
-        layout: Its pages; addresses in it are of no meaning to others.
-        host_bytes: Size of its arena.
-        extras: What its part of an extension has to say; None without one.
-        secondary: What its part of a secondary tier has to say; None without one.
+        layout: The layout of its pages. The addresses in it mean nothing to other processes.
+        host_bytes: The size of its host memory.
+        extras: What its part of an extension tells; None without an extension.
+        secondary: What its part of a secondary tier tells; None without such a tier.
     """
 
     layout: KVLayout
@@ -77,12 +81,12 @@ class WorkerLayout:
 
 @dataclass(frozen=True, slots=True)
 class StoreJob:
-    """Pages of one request to host memory, in one call.
+    """A copy of one request's pages to host memory, in one call.
 
     Attributes:
-        number: Unique in the engine.
-        block_ids: Parts of the request's block table, one per KV cache group, as far as ``chunks``
-            need them.
+        number: The number of the job, unique in the engine.
+        block_ids: Parts of the request's block table, one per KV cache group. A part has the pages
+            that ``chunks`` need.
         extras: Rows that an extension stores from the same pages.
     """
 
@@ -94,12 +98,12 @@ class StoreJob:
 
 @dataclass(frozen=True, slots=True)
 class HoleTails:
-    """What the first token of a hole reads besides rows, into blocks of its own.
+    """What the first token of a hole reads besides rows. It is loaded into blocks of the hole.
 
     Attributes:
         boundary_tokens: Where the hole begins.
-        block_ids: By KV cache group: blocks for windows and states, which are not in the request's
-            table.
+        block_ids: The hole's blocks for windows and states, by KV cache group. They are not in the
+            request's table.
         groups: Indices in the layout of the groups that are loaded.
     """
 
@@ -111,16 +115,20 @@ class HoleTails:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Host memory to pages of one request, in one call, and one more for each of ``hole_tails``.
+    """A copy from host memory to one request's pages.
+
+    It takes one call, and one more for each of ``hole_tails``.
 
     Attributes:
-        request_id: At most one load of a request is under way.
-        tokens: From the first that is not in the pages to where the request resumes.
+        request_id: The request. At most one load of it is under way.
+        tokens: The range from the first token that is not in the pages to where the request
+            resumes.
         block_ids: Parts of the request's block table, one per KV cache group.
         holes: Tokens in the range whose rows are computed, and not loaded.
-        hole_tails: What those holes read that need windows or states.
-        may_lack: Whether the load ends well without what cannot be read. If not, it fails then.
-        extras: Rows that an extension loads into the same pages; what they cover is in ``holes``.
+        hole_tails: What the holes that need windows or states read.
+        may_lack: Whether the load succeeds without the parts that cannot be read. If not, the whole
+            load fails if one cannot be read.
+        extras: Rows that an extension loads into the same pages. Their tokens are in ``holes``.
     """
 
     request_id: str
@@ -134,7 +142,7 @@ class LoadJob:
 
     @property
     def places(self) -> set[int]:
-        """Where in host memory what it reads begins."""
+        """The offsets in host memory, in bytes, of all that it reads."""
         return {
             *(stored.host_offset_bytes for stored in self.stored),
             *(tails.stored.host_offset_bytes for tails in self.hole_tails),
@@ -147,13 +155,14 @@ class ConnectorMetadata:
     """What the workers do in one step.
 
     Attributes:
-        stores_before: Run to their end before the step overwrites the pages: of preempted requests.
-        loads: Begin with the step.
-        stores: Begin when the step has computed: what they read is written by it, or was before.
+        stores_before: Stores of preempted requests. They end before the step overwrites the pages.
+        loads: Loads that begin with the step.
+        stores: Stores that begin when the step has computed. This step writes what they read, or an
+            earlier step has written it.
         has_forward: Whether the step computes anything.
         wants_stats: Whether workers are to send statistics, even empty ones.
-        extras: For the worker side of an extension; None if there is nothing.
-        secondary: For the worker side of a secondary tier; None if there is nothing.
+        extras: The message to the worker side of an extension; None if there is none.
+        secondary: The jobs for the worker side of a secondary tier; None if there are none.
     """
 
     stores_before: tuple[StoreJob, ...] = ()
@@ -167,7 +176,12 @@ class ConnectorMetadata:
 
 @dataclass(slots=True)
 class Traffic:
-    """What workers moved in one direction, in how many calls; waiting is not in ``seconds``."""
+    """What workers moved in one direction.
+
+    Attributes:
+        seconds: The time of the copies, without the time that they waited.
+        transfers: The number of calls.
+    """
 
     num_bytes: int = 0
     seconds: float = 0.0
@@ -184,13 +198,13 @@ class WorkerOutput:
     """What workers report after a step.
 
     Attributes:
-        jobs_ended: By number: on how many workers a store, or a job of a secondary tier, has
-            ended, well or not.
-        failed_jobs: The numbers of these jobs that failed on some worker.
-        failed_loads: Requests whose load failed on some worker. All loads that have ended are
-            reported to vLLM.
-        unreadable: By request whose load failed, or left something out, on some worker: where in
-            host memory that begins which could not be read.
+        jobs_ended: On how many workers a job has ended, well or not, by number of the job. A job is
+            a store, or a job of a secondary tier.
+        failed_jobs: The numbers of the jobs that failed on some worker.
+        failed_loads: Requests whose load failed on some worker. vLLM itself is told of all loads
+            that have ended.
+        unreadable: The offsets in host memory of what some worker could not read, by request. The
+            load of such a request has failed, or has left these parts out.
         has_forward: Whether the step computed anything.
         extras: What the worker sides of an extension report, joined; None if there is nothing.
         secondary: What the worker sides of a secondary tier report, joined; None if there is

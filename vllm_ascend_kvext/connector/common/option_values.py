@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that keys of ``kv_connector_extra_config`` may have, and how a declaration is parsed.
+"""The values that keys of ``kv_connector_extra_config`` may have, and the parser of declarations.
 
 A key is an annotated field of a dataclass, see ``declared``. Its note is one of the `Values`.
 """
@@ -20,13 +20,13 @@ _FLAGS = {"true": True, "false": False}
 
 
 class Values(NamedTuple):
-    """What a key may have.
+    """The values that a key may have.
 
     Attributes:
-        expected: In words.
-        accepts: Whether a value of the configuration is among them.
-        make: The option's value, from one that is.
-        words: All of them, where they are a few words.
+        expected: The values in words, for messages.
+        accepts: Tells whether a value of the configuration is one of them.
+        make: Makes the option's value from an accepted value.
+        words: The values themselves, if they are a few words; else empty.
     """
 
     expected: str
@@ -65,7 +65,7 @@ NATURAL_NUMBER = Values(
 )
 FLAG = Values(
     "true or false",
-    # Strings come from command lines, where a value is quoted in JSON or it is not.
+    # A value may be a string, because users of command lines also quote truth values in JSON.
     lambda value: isinstance(value, (bool, str)) and str(value).strip().lower() in _FLAGS,
     lambda value: _FLAGS[str(value).strip().lower()],
 )
@@ -78,12 +78,15 @@ def parse_values(
     other_keys: Collection[str] = (),
     former_keys: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Values of declared options, by key, those of keys that are absent or null left out.
+    """Parse the values of declared options.
 
     Args:
         where: The key whose object this configuration is; empty for the outermost one.
-        other_keys: Keys that are known, and parsed by others.
-        former_keys: What stands in place of a key of an earlier release, by that key.
+        other_keys: Further keys that are known. The caller parses them.
+        former_keys: What has replaced the keys of earlier releases, by former key.
+
+    Returns:
+        The values by key. Keys that are absent or null are left out.
 
     Raises:
         SettingsError: If a key is not known, or a value is wrong.

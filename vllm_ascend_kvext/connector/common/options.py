@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every key of ``kv_connector_extra_config``: its default, its values and what they do.
 
-The fields of `ConnectorOptions` are the one declaration, see ``declared``: parsing, error messages
-and the page of settings follow from them. The layout's unit, of which a chunk is a multiple, is
-known once the caches are registered, see `ConnectorOptions.chunk_tokens_of`.
+The fields of `ConnectorOptions` are the only declaration, see ``declared``. Parsing, error messages
+and the page of settings follow from them. A chunk is a multiple of the layout's unit. The unit is
+known only when the caches are registered, see `ConnectorOptions.chunk_tokens_of`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from vllm_ascend_kvext.store.store_policy import StorePolicy
 _GIB = 1 << 30
 _DEFAULT_CHUNK_TOKENS = 1024
 _MAX_GIB = 1 << 30
-# Five digits: a slip such as 0-999999999 is not to take the memory of its numbers.
+# At most five digits, so that a typing error such as 0-999999999 does not fill the memory.
 _CPU_RANGE = re.compile("([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
 
 def _cpu_numbers(value: Any) -> tuple[int, ...]:
-    """The CPUs of a list or a text, ascending; empty if something else is there."""
+    """The CPUs of a list or a text, ascending; empty if the value is neither."""
     if not isinstance(value, str):
         return tuple(sorted(set(value))) if are_natural(value) else ()
     cpus: set[int] = set()
@@ -72,7 +72,7 @@ class ConnectorOptions:
     """The options of one connector; all but the first two are keys of the configuration."""
 
     world_size: int = 1
-    """Workers of the engine, who share the host memory."""
+    """The number of the engine's workers, which share the host memory."""
 
     has_chosen_chunk: bool = False
     """Whether ``chunk_tokens`` is the user's choice."""
@@ -82,27 +82,29 @@ class ConnectorOptions:
     it when the engine starts."""
 
     chunk_tokens: Annotated[int, POSITIVE_INTEGER] = _DEFAULT_CHUNK_TOKENS
-    """Rows of full-attention groups are stored in chunks of so many tokens. A multiple of the
-    model's row unit (128 for DeepSeek-V4), and no more than the longest request, or the default:
-    the engine refuses others when it starts, and names the nearest sizes. The default is rounded up
-    to one. Whatever the chunk, prompts and answers are stored, and hit, up to the last row unit."""
+    """The tokens of a chunk, in which rows of full-attention groups are stored. The number must be
+    a multiple of the model's row unit (128 for DeepSeek-V4). It is at most the longest request, or
+    the default if this is more. The engine refuses other numbers when it starts, and names valid
+    ones.
+    The default is rounded up to a multiple. With any chunk, prompts and answers are stored, and
+    hit, up to the last row unit."""
 
     store_policy: Annotated[StorePolicy, choice(StorePolicy)] = StorePolicy.SECOND_TOUCH
-    """`second_touch`: stored is what ends of prompts and answers and other boundaries need that
-    requests may resume from, and what a second request computes. `all`: everything that is
-    computed. `never`: nothing."""
+    """`second_touch` stores what a request needs to resume at the end of a prompt, at the end of an
+    answer, or at another boundary where requests may resume. It also stores what a second request
+    computes. `all` stores everything that is computed. `never` stores nothing."""
 
     state_policy: Annotated[StatePolicy, choice(StatePolicy)] = StatePolicy.EXACT
     """`exact`: states (Mamba, compressors) are stored and loaded with the rest. `skip`: they are
-    left out. That is lossy: what follows a loaded boundary is computed from other states, and
+    left out. This is lossy: tokens behind a loaded boundary are computed from other states, and
     answers change."""
 
     hole_reuse: Annotated[bool, FLAG] = True
-    """`true`: where a chunk is missing, what is stored behind it is loaded all the same, and the
-    missing tokens alone are computed. `false`: all behind it is computed."""
+    """`true`: if a chunk is missing, what is stored behind it is still loaded, and only the missing
+    tokens are computed. `false`: everything behind the missing chunk is computed."""
 
     load_if_slower: Annotated[bool, FLAG] = False
-    """`true`: loads are made, and preempted requests stored, even where that is estimated to take
+    """`true`: loads are made, and preempted requests are stored, even if this is estimated to take
     longer than computing the same tokens. `false`: such loads are left out, logged and counted."""
 
     copy_cpus: Annotated[tuple[int, ...] | None, _CPUS] = None
@@ -110,17 +112,17 @@ class ConnectorOptions:
     CPUs of the process that the model does not run on."""
 
     shared_tier: Annotated[str | None, _TIER_URL] = None
-    """Where KV is kept that engines share and that outlives them: `file:///path` of a folder, or
+    """The place of KV that engines share and that outlives them: `file:///path` of a folder, or
     `mooncake://host:port` of the master of a Mooncake Store. See `docs/shared_tier.md`. Unset:
-    nowhere."""
+    engines share nothing."""
 
     shared_tier_bytes: Annotated[int | None, POSITIVE_INTEGER] = None
-    """With a folder as `shared_tier`: what it may hold, of all engines together. Unset: half of the
-    file system. The size of a Mooncake Store is that of its own."""
+    """The most bytes that the folder of `shared_tier` may hold, for all engines together. Unset:
+    half of the file system. A Mooncake Store has a size of its own, and this option is refused."""
 
     @property
     def spare_bytes(self) -> int:
-        """What each place in host memory has behind its bytes, for their seal in a shared tier."""
+        """The bytes behind each entry in host memory, for the entry's seal in a shared tier."""
         return ALIGNMENT_BYTES if (self.shared_tier or "").startswith("mooncake:") else 0
 
     @property
@@ -129,16 +131,16 @@ class ConnectorOptions:
         return int(self.host_memory_gib * _GIB) // self.world_size
 
     def chunk_tokens_of(self, unit_tokens: int, max_model_len: int) -> int:
-        """Tokens of a chunk, a multiple of the layout's unit.
+        """The tokens of a chunk, a multiple of the layout's unit.
 
-        The default is rounded up to one, and is taken with any model.
+        The default is rounded up to a multiple, so it suits any model.
 
         Args:
-            max_model_len: Tokens of a request at most: a chunk of more is never whole.
+            max_model_len: The most tokens of a request. A larger chunk is never whole.
 
         Raises:
-            SettingsError: If the user has chosen another, or more; the message names the nearest
-                sizes.
+            SettingsError: If the user's number is no multiple, or is too large. The message names
+                valid sizes.
         """
         most = max(max_model_len, _DEFAULT_CHUNK_TOKENS)
         most += -most % unit_tokens
@@ -178,7 +180,7 @@ def parse_options(
     Args:
         extra_config: ``kv_connector_extra_config``; None if there is none.
         world_size: Workers of the engine.
-        other_keys: See `parse_values`; those of extensions.
+        other_keys: The keys of extensions, see `parse_values`.
         former_keys: See `parse_values`.
 
     Raises:

@@ -16,7 +16,7 @@ STORE_ARGUMENT = "kvext_store"
 """``false`` keeps KV of the request out of host memory and of a shared tier."""
 
 EXPLAIN_ARGUMENT = "kvext_explain"
-"""``true`` has the response say what was reused, and why no more."""
+"""``true`` makes the response say what was reused, and why not more."""
 
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
@@ -37,9 +37,10 @@ DEFAULT_OPTIONS = RequestOptions()
 
 
 def read_options(request: Request) -> RequestOptions:
-    """What a request asks for. A wrong value is logged, and never fails the request.
+    """Read what a request asks for.
 
-    What says neither true nor false of storing is not stored: the client has wanted something.
+    A wrong value is logged, and never fails the request. KV of a request is not stored if its value
+    of ``kvext_store`` is wrong, because the client wanted something other than the default.
     """
     extra_args = getattr(request.sampling_params, "extra_args", None)
     if not extra_args:
@@ -52,7 +53,7 @@ def read_options(request: Request) -> RequestOptions:
 
 
 def _read(request: Request, argument: str, consequence: str) -> bool | None:
-    """None if it is absent, or neither true nor false."""
+    """The truth of an argument; None if it is absent, or neither true nor false."""
     value = read_argument(request.sampling_params.extra_args, argument)
     if value is None:
         return None

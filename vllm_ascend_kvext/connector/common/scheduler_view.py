@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler side needs of vLLM's objects; they have it in every supported version."""
+"""The parts of vLLM's objects that the scheduler side needs. Every supported version has them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from vllm_ascend_kvext.upstream_types import BlockPool, GroupManager
 from vllm_ascend_kvext.upstream_types import Request as Request
 
 CachedBlocks = Callable[[Request, int, int, int], Sequence[Block] | None]
-"""Of a request, a KV cache group, a first and an end page: what the local prefix cache has of them;
-None if it lacks one."""
+"""Returns the blocks of the local prefix cache that hold some pages; None if one is missing.
+
+The arguments are the request, the KV cache group, the first page and the end page.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +25,22 @@ class SchedulerView:
     """The parts of one scheduler.
 
     Attributes:
-        requests: Those that have not ended, by id.
-        managers: By KV cache group: they have the block tables.
-        num_blocks: Blocks of the pool, the null block among them.
+        requests: The requests that have not ended, by id.
+        managers: The managers by KV cache group, which have the block tables.
+        num_blocks: The blocks of the pool, including the null block.
         hash_block_size: Tokens per hash of a request.
         make_boundary_planner: Decides at which boundaries tails are stored.
-        num_steps_in_flight: Planned steps at most of which windows keep what they have left behind.
+        num_steps_in_flight: The most planned steps for which a window keeps the blocks that it has
+            left behind.
         use_eagle: Whether a local hit drops the last block that it finds (EAGLE, MTP).
         num_lookahead_tokens: Draft tokens of a step.
         recomputes_failed_loads: Whether a request whose load fails goes on without it.
         has_other_connectors: Whether other connectors see the same requests.
-        num_data_parallel: Engines that take every step together, of a mixture of experts.
-        cached_blocks: Asks the local prefix cache. What it names may be reallocated.
-        on_extra_work: Called when there begins to be something that steps have to compute, and
-            upstream does not plan: holes, or segments that are learned.
+        num_data_parallel: The number of engines of a mixture of experts that take every step
+            together.
+        cached_blocks: Asks the local prefix cache. The blocks that it names may be reallocated.
+        on_extra_work: Called when work begins that upstream does not plan: holes, or segments that
+            are learned.
         on_new_holes: Called when a step is planned, for each request that has new holes.
     """
 
@@ -67,5 +71,5 @@ class SchedulerView:
     def blocks(
         self, request_id: str, group: int, first_page: int, end_page: int
     ) -> Sequence[Block]:
-        """Blocks of pages of a request, null ones included; fewer if its table is shorter."""
+        """The blocks of some pages of a request, including null blocks; fewer in a short table."""
         return self.managers[group].req_to_blocks.get(request_id, ())[first_page:end_page]

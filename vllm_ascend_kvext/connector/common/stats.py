@@ -72,7 +72,7 @@ class KvextPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """The Prometheus metrics of all engines that one stat logger serves.
 
     Args:
-        further_tables: Those of extensions, whose metrics are all counters.
+        further_tables: The tables of extensions. All their metrics are counters.
     """
 
     def __init__(

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler side of the connector: puts loads, stores, holes and counters together.
 
-It is made when the workers have registered their pages. In a step, vLLM calls
-``get_num_new_matched_tokens`` and ``update_state_after_alloc`` for requests that are admitted,
-``build_connector_meta``, then ``update_connector_output`` with what the workers report, and
-``request_finished`` for requests that have ended.
+It is made when the workers have registered their pages. In a step, vLLM calls::
+
+    get_num_new_matched_tokens    for each request that may be admitted
+    update_state_after_alloc      for each request that is admitted
+    build_connector_meta          once
+    update_connector_output       with the report of the workers
+    request_finished              for each request that has ended
 """
 
 from __future__ import annotations
@@ -56,19 +59,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
 _STATS_EVERY_S = 1.0
-"""How often workers are asked for statistics only so that the scheduler side's travel with them."""
+"""The time between two statistics of the workers, with which those of the scheduler side travel."""
 
 MAX_STEPS_IN_FLIGHT = 64
-"""Beyond it, some have ended without a word: their time is not measured."""
+"""The most steps whose end is awaited. If there are more, some have ended without a report, and
+their time is not measured."""
 
 
 class ConnectorScheduler:
     """The scheduler side of one engine, whose workers have registered their pages.
 
     Args:
-        workers: By rank.
+        workers: The layouts of the workers, by rank.
         clock: Seconds that only grow.
-        extension: What is reused beside exact prefixes; None if nothing is.
+        extension: Reuses something else than exact prefixes; None if nothing does.
         secondary: The tier behind host memory; None if there is none.
 
     Raises:
@@ -78,12 +82,12 @@ class ConnectorScheduler:
 
     Attributes:
         computes_holes: Whether steps may compute rows that are not those of a scheduled request.
-        references: Keeps blocks from being reallocated. Its new ids are those of the step that is
-            being scheduled, for holes.
-        extension: The scheduler side of the extension; one with all defaults if there is none.
-        secondary: That of the secondary tier; one with all defaults if there is none.
+        references: Keeps blocks from being reallocated. Its new ids are the blocks that holes get
+            in the step that is being scheduled.
+        extension: The scheduler side of the extension. Without one, it has all defaults.
+        secondary: The scheduler side of the secondary tier. Without one, it has all defaults.
         holes: Requests that wait for their holes, or for `end_hole_step`.
-        row_ids: Rows of holes in the latest step; the next one tells the workers of their end.
+        row_ids: The rows of holes in the latest step. The next step tells the workers of their end.
     """
 
     def __init__(
@@ -149,11 +153,12 @@ class ConnectorScheduler:
         self._states = RequestOffloadStates()
         self._step_loads: list[LoadJob] = []
         self._swaps: list[StoreJob] = []
-        # When steps that compute something and whose output has not come were planned, and tokens.
+        # Steps that compute something and whose output has not come: when each was planned, and
+        # its tokens.
         self._steps: deque[tuple[float, int]] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
         self._last_output_s = 0.0
         self._next_stats_s = 0.0
-        self._hole_tokens = 0  # Of the step that is being scheduled.
+        self._hole_tokens = 0  # In the step that is being scheduled.
         self._has_news = False
         min_prompt_tokens = self._stores.planner.min_prompt_tokens
         logger.info(
@@ -217,7 +222,7 @@ class ConnectorScheduler:
     def update_state_after_alloc(
         self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int
     ) -> None:
-        """A request has got blocks, those for the tokens that are to be loaded among them."""
+        """A request has got its blocks, including those for tokens that are to be loaded."""
         state = self._states[request.request_id]
         before = state.report
         job = self._loads.begin(request, state, num_external_tokens, block_ids)
@@ -228,7 +233,7 @@ class ConnectorScheduler:
         assert state.under_way is not None
         plan = state.under_way.plan
         self._step_loads.append(job)
-        # The plan's holes are computed. The job's are all that no rows of prompts are loaded for.
+        # The plan's holes are computed. The job's holes are all tokens without loaded prompt rows.
         if plan.holes:
             self.holes.note_new_holes(request.request_id, plan.holes, is_planned=True)
         tails = plan.tails.get(plan.exact_tokens)
@@ -236,7 +241,7 @@ class ConnectorScheduler:
             self._stores.note_hit(tails)
 
     def _complete_report(self, request: Request, state: RequestOffloadState) -> None:
-        """Add what a secondary tier has given for a request, and have the log say what it has."""
+        """Add the tokens that a secondary tier has brought for a request, and log the report."""
         assert state.report is not None
         tier_tokens = self.secondary.got_tokens(state)
         state.report = replace(state.report, tier_tokens=tier_tokens)
@@ -266,7 +271,7 @@ class ConnectorScheduler:
         return self.holes.end_step()
 
     def restart_holes(self, request_id: str) -> bool:
-        """See ``HoleQueue.restart``. What is known of its load does not matter any more."""
+        """See ``HoleQueue.restart``."""
         return self.holes.restart(request_id)
 
     def take_hole_rows(
@@ -287,7 +292,7 @@ class ConnectorScheduler:
         """
         now_s = self._clock()
         num_tokens = sum(num_scheduled_tokens.values()) + self._hole_tokens
-        self._hole_tokens = 0  # The scheduler takes no rows where no request has holes.
+        self._hole_tokens = 0  # `take_hole_rows` is not called if no request has holes.
         self.references.new_ids.clear()
         if num_tokens:
             self._steps.append((now_s, num_tokens))
@@ -325,7 +330,7 @@ class ConnectorScheduler:
         )
 
     def _leave_blocks_for_next_step(self, num_scheduled_tokens: Mapping[str, int]) -> None:
-        """Let go of blocks held for stores where the requests of this step may lack them."""
+        """Release blocks that are held for stores if the requests of this step may lack blocks."""
         left_tokens = self._view.max_num_batched_tokens
         pages = self._tokens_per_page
         # Each request may begin a page of each group.
@@ -351,7 +356,7 @@ class ConnectorScheduler:
                 self._stores.note_step(request, self._states[request_id], num_new_tokens)
 
     def _may_store(self, request: Request) -> bool:
-        """Whether KV of a request may be stored as that of its tokens."""
+        """Whether KV of a request may be stored under the keys of its tokens."""
         is_private = self.extension.is_private(request.request_id)
         return not is_private and self._states.options_of(request).may_store
 
@@ -365,14 +370,14 @@ class ConnectorScheduler:
             finished_recving: Requests whose load has ended on all workers.
 
         Returns:
-            Those of them whose holes are still to be computed.
+            The requests among these whose holes are still to be computed.
         """
         if results is not None:
             self._note_results(results)
         with_holes = set()
         for request_id in finished_recving:
             state = self._states.get(request_id)
-            if state is not None:  # Else it is another connector's.
+            if state is not None:  # A load of another connector has no state.
                 holes = self._loads.end(request_id, state)
                 self._states.drop_ended(request_id)
                 if holes:
@@ -414,7 +419,7 @@ class ConnectorScheduler:
         # While a load is under way, its pages do not hold what the request's count says.
         is_whole = state.under_way is None and self._may_store(request)
         self._stores.finish(request, state, is_end_of_turn and is_whole)
-        params: dict[str, Any] = {**(self.extension.on_request_finished(request) or {})}
+        params: dict[str, Any] = dict(self.extension.on_request_finished(request) or {})
         if state.report is not None and self._states.options_of(request).explains:
             params[PARAMETER] = state.report.params()
         self._states.end(request_id)
@@ -423,44 +428,46 @@ class ConnectorScheduler:
     def preempt(self, request: Request) -> None:
         """A running request is about to be preempted; its blocks are still there."""
         if not self._may_store(request):
-            return  # It is planned anew.
+            return  # The request computes its tokens again.
         state = self._states[request.request_id]
         num_bytes = self._stores.swap_bytes(request)
         if self._cost.pays_out_and_back(num_bytes, request.num_computed_tokens):
             job, is_whole = self._stores.swap_out(request, state)
-            self._swaps += [job] if job is not None else []
-            self.counters.swapped_requests += is_whole
+            if job is not None:
+                self._swaps.append(job)
+            if is_whole:
+                self.counters.swapped_requests += 1
         self._stores.release_held(state.progress)
 
     # Resets and reports.
 
     def release_pages(self) -> None:
-        """Let go of pages that no transfer reads yet: the prefix cache is going to be reset."""
+        """Release pages that no transfer reads yet: the prefix cache is going to be reset."""
         for state in self._states.values():
             self._stores.release_held(state.progress)
         self.extension.release_pages()
 
     def abandon_stores(self) -> None:
-        """Let go of all pages at once: what is being stored is lost."""
+        """Release all pages at once. What is being stored is lost."""
         self.release_pages()
         self._stores.abandon()
         self._jobs.abandon_stores()
 
     def reset_cache(self) -> None:
-        """Forget what is stored; transfers under way end by themselves."""
+        """Forget what is stored. Transfers under way end by themselves."""
         self.tier.clear()
         self._stores.chooser.clear()
         self.extension.reset()
         self.secondary.reset()
 
     def take_report(self) -> Report:
-        """What has been counted since the last report, by the extension, too."""
+        """What has been counted since the last report, including the extension's counters."""
         report = self.counters.take()
         found = self.extension.take_report()
         return {**report, **found}
 
     def _measure_step(self) -> None:
-        """Steps end in the order in which they were planned."""
+        """Measure a step that has ended. Steps end in the order in which they were planned."""
         if not self._steps:
             return
         planned_s, num_tokens = self._steps.popleft()
@@ -484,8 +491,8 @@ def _why_no_holes(view: SchedulerView, layout: HostLayout, states: StatePolicy) 
 
 
 def _warn_if_no_prompt_can_hit(view: SchedulerView, min_prompt_tokens: int) -> None:
-    # With state layers vLLM leaves prefix caching off unless it is asked for. Blocks, and so what
-    # can be hit, are then as long as the longest request.
+    # With state layers, vLLM leaves prefix caching off by default. A block is then as long as the
+    # longest request, and so is the shortest hit.
     if min_prompt_tokens <= view.max_model_len:
         return
     remedy = "Raise --max-model-len, or leave the connector out."

@@ -39,7 +39,7 @@ class LookupRule(enum.Enum):
 
 
 class StepPlan(NamedTuple):
-    """What an extension has the workers do in a step.
+    """The work that an extension gives to the workers in a step.
 
     Attributes:
         stores: Begin when the step has computed.
@@ -54,15 +54,15 @@ class SchedulerExtension:
     """The scheduler side of an extension, for one engine."""
 
     def lookup_rule(self, request: Request) -> LookupRule:
-        """What the connector does for a request that is to be admitted. Asked in every step."""
+        """The rule for a request that is to be admitted. The connector asks in every step."""
         return LookupRule.LOOK_UP
 
     def pieces_to_get(self, request_id: str) -> Sequence[WantedPiece]:
-        """What host memory lacks, and a shared tier may have, for a request."""
+        """The pieces for a request that host memory lacks, and that a shared tier may have."""
         return ()
 
     def restart(self, request_id: str) -> None:
-        """A request has no plan: it is looked up anew, or its load has failed."""
+        """Forget the plan of a request that is looked up anew, or whose load has failed."""
 
     def plan(
         self, request: Request, hit: Hit, has_room: Callable[[LoadPlan], bool]
@@ -76,10 +76,10 @@ class SchedulerExtension:
         return None
 
     def hold(self, request: Request, plan: LoadPlan) -> bool:
-        """Keep until the end of the step what a plan of `plan` needs of the device.
+        """Keep what a plan of `plan` needs of the device, until the end of the step.
 
         Returns:
-            False if it is not there any more: the request is looked up again.
+            False if it is not on the device any more. The request is then looked up again.
         """
         return True
 
@@ -87,12 +87,12 @@ class SchedulerExtension:
         """The load of a request that has got blocks for a plan of `plan`.
 
         Args:
-            block_ids: By KV cache group, from the request's first token on.
+            block_ids: The request's blocks by KV cache group, from its first token on.
         """
         raise NotImplementedError
 
     def is_private(self, request_id: str) -> bool:
-        """Whether KV of a request is for itself only: it is not stored as that of its tokens."""
+        """Whether KV of a request is not stored under the keys of its tokens."""
         return False
 
     def on_step(
@@ -101,19 +101,23 @@ class SchedulerExtension:
         """A step has been scheduled. The requests' computed tokens are not advanced yet.
 
         Args:
-            num_scheduled_tokens: By request that computes in it.
+            num_scheduled_tokens: The tokens of each request that computes in the step.
             preempted_ids: Requests whose blocks are gone.
         """
         return StepPlan()
 
     def on_output(self, extras: Any) -> None:
-        """What the worker sides of the extension report of a step, joined.
+        """Take note of what the worker sides of the extension report of a step, joined.
 
         Called before the jobs of the same report end.
         """
 
     def on_request_finished(self, request: Request) -> Mapping[str, int] | None:
-        """A request has ended; what its response says in ``kv_transfer_params``."""
+        """A request has ended.
+
+        Returns:
+            What its response says in ``kv_transfer_params``.
+        """
         return None
 
     def take_report(self) -> Report:
@@ -121,7 +125,7 @@ class SchedulerExtension:
         return {}
 
     def release_pages(self) -> None:
-        """Let go of pages that no transfer reads yet: the prefix cache is going to be reset."""
+        """Release pages that no transfer reads yet: the prefix cache is going to be reset."""
 
     def reset(self) -> None:
-        """What is stored is forgotten."""
+        """Forget what is stored."""

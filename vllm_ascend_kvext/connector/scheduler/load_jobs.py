@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers are told of a load: which stored rows go to which pages. Knows no tier."""
+"""Plans what workers are told of a load: which stored rows go to which pages.
+
+The module knows no tier.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from vllm_ascend_kvext.token_range import TokenRange
 
 
 class LoadJobs:
-    """Plans the loads of one engine, which has so many KV cache groups."""
+    """Plans the loads of one engine, which has ``num_groups`` KV cache groups."""
 
     def __init__(self, layout: HostLayout, num_groups: int) -> None:
         self._layout = layout
@@ -30,12 +33,12 @@ class LoadJobs:
         hole_tables: Sequence[WindowTables],
         may_lack: bool,
     ) -> LoadJob:
-        """The load of one request; all that is loaded is exact.
+        """The load of one request. All that is loaded is exact.
 
         Args:
-            block_ids: By KV cache group, from the request's first token on.
-            hole_tables: By hole, and by KV cache group with windows. With none, a load that needs
-                some fails.
+            block_ids: The request's blocks by KV cache group, from its first token on.
+            hole_tables: The blocks of holes, by hole, and by KV cache group with windows. If there
+                are none, a load that needs some fails.
             may_lack: See `LoadJob`.
         """
         tokens = TokenRange(plan.after_tokens, plan.boundary_tokens)
@@ -50,9 +53,9 @@ class LoadJobs:
         )
 
     def stored(self, plan: LoadPlan, tails: Entry | None) -> tuple[StoredChunk, ...]:
-        """What is read of the prompt's own prefix.
+        """The stored chunks that are read of the prompt's own prefix.
 
-        Rows of holes are left out: they are being computed, and perhaps read.
+        Rows of holes are left out. A step is computing them, and another row may read them.
         """
         stored = []
         for first_tokens, end_tokens, entry, *_ in plan.exact_spans:
@@ -68,7 +71,7 @@ class LoadJobs:
     def table_parts(
         self, tokens: TokenRange, block_ids: tuple[list[int], ...]
     ) -> tuple[TablePart, ...]:
-        """By KV cache group, the part of a request's block table from a token on."""
+        """The part of a request's block table from a token on, by KV cache group."""
         parts = []
         for group, ids in enumerate(block_ids):
             tokens_per_page = self._layout.tokens_per_page.get(group)
@@ -77,7 +80,7 @@ class LoadJobs:
         return tuple(parts)
 
     def _hole_tails(self, plan: LoadPlan, tables: Sequence[WindowTables]) -> Iterator[HoleTails]:
-        """What the holes of a request need besides rows."""
+        """The tails that the holes of a request need besides rows."""
         for number, hole in enumerate(plan.holes):
             tails = plan.tails.get(hole.first_tokens)
             if tails is None:

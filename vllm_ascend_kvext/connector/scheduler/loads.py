@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads of requests: what is planned for them, what is under way, how it ends.
+"""Loads of requests: their plans, the loads under way, and how these end.
 
     match() ── a pinned plan ──> begin() ── under way ──> end()
        │                           │
        └ asked again, with other   └ the request was not admitted with it ──> cancelled
          tokens on the device ──> cancelled
 
-Where another request is loading the same prefix, `match` answers "later": what that loads can be
-hit on the device once it is there.
+If another request is loading the same prefix, `match` answers "later". The request can hit on the
+device what the other one loads, once it is there.
 """
 
 from __future__ import annotations
@@ -39,27 +39,37 @@ from vllm_ascend_kvext.store.lookup import Hit
 from vllm_ascend_kvext.token_range import TokenRange, union
 
 MIN_RUN_TOKENS = 64
-"""Behind a hole, a shorter run is not worth a row and a load. On a CPU, a further row of a step
-costs as much as 7 tokens (``benchmarks/holes/first_token.py``); an accelerator computes faster."""
+"""The shortest run of tokens behind a hole that is worth a row and a load.
+
+On a CPU, a further row of a step costs as much as 7 tokens (``benchmarks/holes/first_token.py``).
+An accelerator computes faster.
+"""
 
 MAX_PATIENCE_S = 10.0
-"""How long a request waits for the load of another before it makes its own, and for blocks of its
-holes, which later requests may take, before it does without."""
+"""The longest time that a request waits for another request's load, or for blocks of its holes.
+
+After this time, the request makes a load of its own, or does without holes. Later requests may take
+blocks while it waits.
+"""
 
 MAX_LOOKUPS_IN_VAIN = 16
-"""So many requests are looked up in one step only to be told to wait. A lookup takes about a
-millisecond, and thousands of requests may be waiting."""
+"""The most lookups in one step after which the request is told to wait.
+
+A lookup takes about a millisecond, and thousands of requests may be waiting.
+"""
 
 MAX_FAILED_LOADS = 2
-"""Failed loads of a request, after which all of it is computed. Before, it is looked up again, for
-what is left."""
+"""The number of failed loads after which all of a request is computed.
+
+After fewer failures, the request is looked up again, for what is left.
+"""
 
 
 class Loads:
     """The loads of one engine.
 
     Attributes:
-        num_under_way: Loads that workers make.
+        num_under_way: The number of loads that workers make.
     """
 
     def __init__(
@@ -80,10 +90,10 @@ class Loads:
         self._holes = parts.holes
         self._computes_holes = parts.computes_holes
         self._extension = extension
-        # What can be hit on the device once a load is there: its boundary, by its key.
+        # The boundaries up to which a load under way can be hit on the device later, by key.
         self._promised: dict[bytes, int] = {}
         self.num_under_way = 0
-        self._lookups_in_vain = 0  # of the step that is being planned
+        self._lookups_in_vain = 0  # In the step that is being planned.
 
     def match(
         self,
@@ -102,7 +112,7 @@ class Loads:
         """
         admission = state.admission
         self.room.release(request.request_id)
-        # Its own load has ended, and what that left may have been taken.
+        # The request's own load has ended. The blocks that it left may have been taken.
         self._withdraw_promise(state)
         if self._still_lacks_room(request, admission, num_computed_tokens):
             return None
@@ -141,7 +151,7 @@ class Loads:
         pinned = admission.pinned
         if pinned is not None:
             is_good = pinned.is_good_for(num_computed_tokens)
-            # Free blocks may have become few since it was found.
+            # Free blocks may have become few since the plan was made.
             needs_more = is_good and self._holes_need_more_blocks(request, admission, pinned.plan)
             if is_good and not (needs_more and self._has_waited_long(admission)):
                 if needs_more or self._keeps_parked_waiting():
@@ -163,7 +173,8 @@ class Loads:
         if self._lookups_in_vain >= MAX_LOOKUPS_IN_VAIN:
             return None
         num_tokens = self._look_up(request, admission, num_computed_tokens)
-        self._lookups_in_vain += num_tokens is None
+        if num_tokens is None:
+            self._lookups_in_vain += 1
         return num_tokens
 
     def _look_up(
@@ -182,9 +193,9 @@ class Loads:
                 return 0
             if self._waits_for_other(admission, plan):
                 return None
-            if not plan.holes and self._takes_longer(plan):  # With holes, that was asked.
-                # It is asked about in every step while it waits.
-                self._counters.too_dear_loads += not admission.is_slower
+            if not plan.holes and self._takes_longer(plan):  # `_plan` asks this for holes.
+                if not admission.is_slower:  # A waiting request is asked about in every step.
+                    self._counters.too_dear_loads += 1
                 admission.is_slower = True
                 admission.decision = Decision.SLOWER
                 return 0
@@ -211,8 +222,9 @@ class Loads:
     def _keeps_parked_waiting(self) -> bool:
         """Whether a request that was not admitted with its load stands before parked ones.
 
-        vLLM 0.23 admits a load only beside all that parked requests still need, and tries nobody
-        behind one that it cannot admit: where nothing runs, the engine would stand still.
+        vLLM 0.23 admits a load only if there is room for all that parked requests still need, too.
+        It tries no request behind one that it cannot admit. If nothing runs, the engine would stand
+        still.
         """
         return self.room.num_parked > 0 and not self._view.num_running()
 
@@ -221,11 +233,14 @@ class Loads:
         return plan.is_exact or self._extension.hold(request, plan)
 
     def end_step(self) -> None:
-        """A step is planned: a request that has not begun in it is asked about again."""
+        """A step is planned. Requests that have not begun in it are asked about again."""
         self._lookups_in_vain = 0
 
     def _plan(self, request: Request, admission: Admission, hit: Hit) -> LoadPlan:
-        """The plan that goes on behind holes, if that costs less than it saves and has room."""
+        """The plan that goes on behind holes, if it costs less than it saves, and has room.
+
+        Otherwise the plan stops at the first hole.
+        """
         if not self._computes_holes or admission.hole_refusal is not None:
             return plan_of_hit(hit)
         beyond = plan_behind_holes(self._tier, hit, request.num_tokens, MIN_RUN_TOKENS)
@@ -244,7 +259,7 @@ class Loads:
     ) -> bool:
         """Whether there are too few free blocks for the request and the windows of its holes.
 
-        Upstream asks only for those of the request, and takes them at once.
+        Upstream counts only the blocks of the request, and takes them at once.
         """
         free_blocks = self._too_few_blocks(request, plan)
         if not free_blocks:
@@ -266,7 +281,10 @@ class Loads:
         return free_blocks if free_blocks > self._references.num_free else 0
 
     def _can_have_room(self, request: Request, admission: Admission, plan: LoadPlan) -> bool:
-        """Whether holes may wait for blocks: these can suffice, and have not been few for long."""
+        """Whether a plan with holes can ever get its blocks.
+
+        A request whose holes have lacked blocks for a long time does without holes.
+        """
         free_blocks = self._too_few_blocks(request, plan)
         return not (
             free_blocks > self.room.num_blocks
@@ -289,21 +307,22 @@ class Loads:
         """A request has got its blocks, and is to load as many tokens as `match` said, or none.
 
         Args:
-            block_ids: By KV cache group, from the request's first token on.
+            block_ids: The request's blocks by KV cache group, from its first token on.
 
         Raises:
-            ConnectorError: If the number is another: tokens would count as computed that are not.
+            ConnectorError: If the number differs. Tokens would count as computed that are not.
         """
         request_id = request.request_id
         self._withdraw_promise(state)
         admission, state.admission = state.admission, Admission()
+        # A request whose load has failed was counted at its first admission.
         if admission.shortfall is not None and not state.num_failed_loads:
-            self._tier.counters.shortfalls[admission.shortfall] += 1  # Else it has been counted.
+            self._tier.counters.shortfalls[admission.shortfall] += 1
         if admission.hole_refusal is not None:
             self._counters.hole_refusals[admission.hole_refusal] += 1
         pinned = admission.pinned
         if num_tokens or not request.num_computed_tokens:
-            # If not, upstream admits it once more, with what it has loaded.
+            # In the other case, upstream admits the request once more, with what it has loaded.
             state.report = _report(request, state, admission, num_tokens)
         if num_tokens == 0:
             self._cancel(admission)
@@ -332,8 +351,9 @@ class Loads:
     def _may_lack(self, request: Request) -> bool:
         """Whether what a load fails to bring is computed as a hole at once.
 
-        Not where a hole reads windows, for which it has no blocks yet, from the last tails before
-        it, which may be what failed. There the request is looked up again.
+        This is not possible for models with windows. The hole has no blocks for its windows yet. It
+        reads its windows from the last tails before it, which may be what failed to load. Such a
+        request is looked up again.
         """
         return (
             self._computes_holes
@@ -343,7 +363,7 @@ class Loads:
         )
 
     def end(self, request_id: str, state: RequestOffloadState) -> Sequence[TokenRange]:
-        """All workers have ended a load; of another connector's nothing is known.
+        """All workers have ended a load. A load of another connector is ignored.
 
         Returns:
             Tokens that the request has to have computed as holes.
@@ -357,7 +377,7 @@ class Loads:
         self._tier.end_load(under_way.load, failed)
         if under_way.has_failed:
             self._holes.drop(request_id)
-            # It holds its blocks until the scheduler looks at it: it stays parked.
+            # The request holds its blocks until the scheduler looks at it, so it stays parked.
             self._withdraw_promise(state)
             self._extension.restart(request_id)
             is_all = len(failed) == len(plan.entries)
@@ -390,7 +410,7 @@ class Loads:
         self.room.unpark(request_id)
 
     def _cancel(self, admission: Admission) -> None:
-        """Let go of what is pinned for a request that is not admitted."""
+        """Release what is pinned for a request that is not admitted."""
         if admission.pinned is not None:
             self._tier.end_load(admission.pinned.load)
             admission.pinned = None
@@ -405,7 +425,7 @@ class Loads:
         return self.cost.is_slower_than_computing(plan.num_bytes, plan.loaded_tokens)
 
     def _promise(self, state: RequestOffloadState, plan: LoadPlan) -> None:
-        """Others may wait for what this load leaves on the device, if they can hit all of it."""
+        """Let others wait for what this load leaves on the device, if they can hit all of it."""
         if not self._view.enable_caching or self._view.use_eagle or not plan.is_exact:
             return
         boundary = plan.boundary_tokens
@@ -434,7 +454,7 @@ class Loads:
     def _waits_for_other(self, admission: Admission, plan: LoadPlan) -> bool:
         """Whether the load of another will leave on the device what this one needs."""
         if not self._promised or admission.awaited is not None:
-            return False  # Once is enough.
+            return False  # A request waits for another load only once.
         for boundary in set(self._promised.values()):
             if plan.after_tokens < boundary <= plan.boundary_tokens:
                 key = plan.prefix.key_at(boundary)
@@ -448,7 +468,7 @@ class Loads:
 def _report(
     request: Request, state: RequestOffloadState, admission: Admission, num_tokens: int
 ) -> RequestReport:
-    """What becomes of a request that has got blocks, and loads so many tokens."""
+    """The report of a request that has got blocks, and loads ``num_tokens`` tokens."""
     plan = None if admission.pinned is None or not num_tokens else admission.pinned.plan
     return RequestReport(
         request.num_tokens,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of a scheduler side share."""
+"""The objects that the parts of a scheduler side share."""
 
 from __future__ import annotations
 

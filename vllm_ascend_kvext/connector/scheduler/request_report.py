@@ -30,10 +30,10 @@ class Decision(enum.Enum):
     """The device's pool, or what is pinned of host memory, leaves no room for the load."""
 
     FAILED_LOADS = "failed_loads"
-    """Its loads have failed before: it is computed."""
+    """It is computed, because its loads have failed before."""
 
     NOT_LOOKED_UP = "not_looked_up"
-    """It reads no cache: it asks for that, or its prompt is a segment that is to be stored."""
+    """It reads no cache, because it asks for that, or its prompt is a segment to be stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class RequestReport:
     """A request's latest admission.
 
     Attributes:
-        prompt_tokens: Tokens that it had to have, answers before a preemption included.
+        prompt_tokens: The tokens of the request, including answers before a preemption.
         device_tokens: The first tokens, which the device had.
-        host_tokens: Tokens behind these that were loaded from host memory.
-        tier_tokens: Tokens that were got from a shared tier for it, into host memory.
-        hole_tokens: Tokens between loaded ones that are computed.
-        num_holes: Runs of these.
+        host_tokens: The tokens behind these that were loaded from host memory.
+        tier_tokens: The tokens that a shared tier has brought into host memory for it.
+        hole_tokens: The tokens between loaded ones that are computed.
+        num_holes: The number of runs of such tokens.
         shortfall: Why host memory has no more; None if it has all that could be of use.
         hole_refusal: Why the load stops at the first hole; None if it does not.
     """
@@ -62,7 +62,7 @@ class RequestReport:
     decision: Decision
 
     def params(self) -> dict[str, Any]:
-        """As a response has it: numbers and words."""
+        """The report in the form of a response: numbers and words."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "device_tokens": self.device_tokens,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler side knows of one request, from its arrival to its end.
 
-One object per request, in one place: it goes when the request has ended and no load of it is under
-way. `Loads` writes all of it but ``planned`` and ``progress``, which `Stores` writes, and
-``secondary``.
+There is one object per request. It is dropped when the request has ended and no load of it is under
+way. `Stores` writes ``planned`` and ``progress``. The secondary tier writes ``secondary``. `Loads`
+writes most of the rest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RequestLoad:
     Attributes:
         began_s: When it was handed to the workers.
         has_failed: Whether some worker could not make it.
-        unreadable: Where in host memory that begins which some worker could not read.
+        unreadable: The offsets in host memory, in bytes, of what some worker could not read.
     """
 
     plan: LoadPlan
@@ -59,9 +59,9 @@ class Later(NamedTuple):
     """Why a request has to wait for room, when the device had ``num_computed_tokens`` of it.
 
     Attributes:
-        room_version: The version of the room that its load did not find; None if it has nothing to
-            load.
-        free_blocks: Free blocks that its load needs, where it waits for their number; else 0.
+        room_version: The version of the `PoolRoom` that had no room for its load; None if it has
+            nothing to load.
+        free_blocks: The free blocks that its load needs, if it waits for these; else 0.
     """
 
     num_computed_tokens: int
@@ -102,8 +102,8 @@ class StoreProgress:
         use: The moment of its admission, see ``HostTier.next_use``.
         boundaries: Boundaries at which its tails are stored, and why.
         done_tokens: Boundaries up to here have been looked at.
-        next_event_tokens: Below it, a step changes nothing.
-        rows_tokens: Up to here, rows are in the tier, or on their way there.
+        next_event_tokens: A step that ends below this number of tokens changes nothing.
+        rows_tokens: Rows up to here are in the tier, or on their way there.
         held: Pages of the latest tails, those at ``held_tokens``, that leave their windows.
     """
 
@@ -121,16 +121,16 @@ class RequestOffloadState:
     """One request.
 
     Attributes:
-        options: What it asks for; None before it was read.
-        device_tokens: What the device had of it when it was last looked at.
-        report: Of its latest admission; None before that.
-        admission: Begins anew whenever the request has got blocks.
-        promised_key: The key of what its load leaves on the device for others; None if they do not
+        options: What it asks for; None before that was read.
+        device_tokens: The tokens of it that the device had when it was last looked at.
+        report: The report of its latest admission; None before the first one.
+        admission: What is known while it waits. A new one begins when the request has got blocks.
+        promised_key: The key of what its load leaves on the device for others; None if they cannot
             wait for it.
-        planned: While it is not admitted: where it is to begin, at which boundaries tails will be
-            stored then, and why.
+        planned: Before its admission: the token at which it is to begin, and the boundaries at
+            which tails will be stored then, with reasons. None if nothing is planned.
         progress: What is stored of it; None before it computes.
-        secondary: What the secondary tier notes of it, which alone reads and writes this.
+        secondary: What the secondary tier notes of it. Only the tier reads and writes it.
         has_ended: Whether the request is gone, and only its load is not.
     """
 

@@ -39,10 +39,12 @@ class SecondaryTierScheduler:
         num_computed_tokens: int,
         further_pieces: Callable[[], Sequence[WantedPiece]],
     ) -> bool:
-        """Whether to look at a request later: something may still come for it. Asked every step.
+        """Whether to look at a request later, because something may still come for it.
+
+        The scheduler side asks this in every step.
 
         Args:
-            state: The tier writes its ``secondary``.
+            state: The state of the request. The tier writes its ``secondary``.
             num_computed_tokens: What the device has of the request.
             further_pieces: What host memory lacks of other prefixes that the request may use.
         """
@@ -53,16 +55,16 @@ class SecondaryTierScheduler:
         return 0
 
     def on_request_begun(self, request: Request, computed_tokens: int) -> None:
-        """A request computes behind tokens that the device has: others have computed these."""
+        """A request begins to compute behind tokens that the device has from other requests."""
 
     def on_stored(self, entry: Entry, request: Request) -> None:
         """A store of the engine's own has ended well."""
 
     def on_entry_used(self, entry: Entry) -> None:
-        """A request uses an entry of an extension, whose key space is no prompt's."""
+        """A request uses an entry of an extension. Its key space is not that of prompts."""
 
     def on_step(self, may_wait: bool) -> SecondaryJobs | None:
-        """What the workers do for it from this step on; None if there is nothing.
+        """The jobs that the workers begin for the tier with this step; None if there are none.
 
         Args:
             may_wait: Whether the step computes nothing, so that it may take a little longer.
@@ -70,16 +72,16 @@ class SecondaryTierScheduler:
         return None
 
     def on_output(self, output: SecondaryOutput) -> None:
-        """What the worker sides of the tier report of a step, joined.
+        """Take note of what the worker sides of the tier report of a step, joined.
 
-        Called before the jobs of the same report end, and before an extension gets to know of it.
+        Called before the jobs of the same report end, and before an extension is told of it.
         """
 
     def on_jobs_ended(self) -> None:
         """The jobs of the workers' latest report have ended."""
 
     def reset(self) -> None:
-        """What is stored is forgotten, perhaps because the weights are replaced."""
+        """Forget what is stored. The reason may be that the weights are replaced."""
 
     def shutdown(self) -> None:
         """The engine ends. Idempotent."""

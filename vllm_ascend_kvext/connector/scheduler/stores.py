@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores of requests: what is worth storing, when its pages are complete, how it ends.
+"""Stores of requests: what is worth storing, when its pages are complete, and how a store ends.
 
-Where a request's computed tokens pass a boundary, the rows before it and the tails at it are stored
+When a request's computed tokens pass a boundary, the rows before it and the tails at it are stored
 after that step, before windows move on. A store holds references to its pages until all workers
-have ended it. The end of an answer is known only when it is reached: until then the pages of the
-latest tails that would leave their windows are held as well.
+have ended it. The end of an answer is known only when it is reached. Until then, the scheduler side
+also holds the pages of the latest tails that would leave their windows.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from vllm_ascend_kvext.retention.reasons import Reason
 
 MAX_UNASKED_SHARE = 0.25
-"""As `MAX_REFERENCED_SHARE`, for tails that nobody has asked for."""
+"""Stores of tails that no request asked for begin only up to this share of the pool's blocks."""
 
-_THERE = (None, Refusal.ALREADY_STORED, Refusal.BEING_STORED)
-"""What a store is answered that leaves nothing to do."""
+_STORED_OR_PLANNED = (None, Refusal.ALREADY_STORED, Refusal.BEING_STORED)
+"""The results of `Stores._store` after which a piece is stored, or is going to be."""
 
 
 class _Stored(NamedTuple):
-    """An entry whose store is under way, and whose it is."""
+    """An entry whose store is under way, and the request that it is stored for."""
 
     entry: Entry
     prefix: HashedPrefix
@@ -82,7 +82,7 @@ class Stores:
         self.planner = parts.view.make_boundary_planner(layout.groups, layout.unit_tokens)
         self.chooser = StoreChooser(policy)
         self._is_off = policy is StorePolicy.NEVER
-        self._jobs: dict[str, _Job] = {}  # of this step
+        self._jobs: dict[str, _Job] = {}  # The jobs of this step, by request.
         self.reasons: dict[int, Reason] = {}
 
     @property
@@ -137,7 +137,7 @@ class Stores:
             return
         if is_end_of_turn and not self._is_off:
             progress.use = self._tier.next_use()
-            progress.rows_tokens = 0  # Some may have been evicted since.
+            progress.rows_tokens = 0  # Some rows may have been evicted since.
             boundary = self._last_boundary(request)
             prompt_tokens = min(request.num_prompt_tokens, boundary)
             self._tier.note_ended(self._view.prefix(request), prompt_tokens, boundary)
@@ -146,16 +146,18 @@ class Stores:
         self.release_held(progress)
 
     def release_held(self, progress: StoreProgress | None) -> None:
-        """Let go of the blocks that a request's stores hold: its block table goes."""
+        """Release the blocks that are held for a request, because its block table goes."""
         if progress is not None:
             self._references.release(list(progress.held.values()))
-            progress.held, progress.held_tokens = {}, 0
+            progress.held = {}
+            progress.held_tokens = 0
 
     def leave_free(self, num_blocks: int, states: Sequence[RequestOffloadState]) -> None:
-        """Let go of blocks that are held for running requests until so many blocks are free.
+        """Release blocks that are held for running requests, until ``num_blocks`` blocks are free.
 
-        The latest request is preempted first, and what is held of it goes to host memory then. It
-        keeps that if it would be preempted all the same, and others compute.
+        vLLM preempts the latest request first, and what is held of it goes to host memory then. So
+        the latest request keeps its held blocks if other requests compute, too, and if its blocks
+        are too few to prevent a preemption.
         """
         for state in states:
             num_lacking = num_blocks - self._references.num_free
@@ -170,18 +172,18 @@ class Stores:
     ) -> tuple[StoreJob | None, bool]:
         """A request is about to be preempted: store what it would have to compute again.
 
-        Its pages are wanted at once, so the job holds none: workers make it before the step
-        overwrites them.
+        The step needs its pages at once, so the job holds none of them. Workers carry the job out
+        before the step overwrites them.
 
         Returns:
-            The job, None if there is nothing to store; and whether the request can go on from where
+            The job; None if there is nothing to store. And whether the request can go on from where
             it stands once the job is made.
         """
         progress = state.progress
         boundary = self._last_boundary(request)
         if progress is None or boundary <= 0 or self._is_off:
             return None, False
-        progress.use = self._tier.next_use()  # It is going to be read before what others stored.
+        progress.use = self._tier.next_use()  # The store is read before those of other requests.
         is_whole = self._store_end(request, progress, boundary, max_share=math.inf)
         job = self._jobs.pop(request.request_id, None)
         if job is None:
@@ -199,7 +201,7 @@ class Stores:
         return sum(self._layout.num_bytes(piece) for piece in pieces)
 
     def abandon(self) -> None:
-        """Let go of the pages of the stores of this step, which are not made."""
+        """Drop the stores of this step, and release their pages."""
         for planned in self._jobs.values():
             self._references.release(list(planned.pages.values()))
             self._end(planned.stored, has_failed=True)
@@ -208,7 +210,7 @@ class Stores:
     # Jobs.
 
     def take_jobs(self) -> tuple[StoreJob, ...]:
-        """What has been planned since the last call, for the workers."""
+        """The jobs for the workers that have been planned since the last call."""
         jobs = [self._begin(job, list(job.pages.values())) for job in self._jobs.values()]
         self._jobs.clear()
         return tuple(jobs)
@@ -220,7 +222,7 @@ class Stores:
             self.planner.note_hit(reason)
 
     def note_removed(self, entry: Entry, removal: Removal) -> None:
-        """An entry is not there any more."""
+        """An entry was removed."""
         self.reasons.pop(entry.number, None)
         self._events.removed(entry)
 
@@ -248,9 +250,10 @@ class Stores:
         computed_tokens: int,
         shared_tokens: int | None = None,
     ) -> dict[int, Reason]:
-        """The boundaries of a request that is to begin there.
+        """The boundaries of a request that is to begin at ``computed_tokens``.
 
-        They are those of `_admit`, whatever others store meanwhile: steps end where it will store.
+        `_admit` uses the same boundaries, even if other requests have stored something meanwhile.
+        So steps end where the request will store.
         """
         if state.planned is None or state.planned[0] != computed_tokens:
             if shared_tokens is None:
@@ -310,17 +313,21 @@ class Stores:
         crossed = [(tokens, reason) for tokens, reason in crossed if tokens <= known_tokens]
         if not crossed:
             return
-        # Rows of all of them at once: in fewer pieces. Then what was asked for.
+        # The rows of all boundaries are stored at once, in fewer pieces. Of tails, those that were
+        # asked for come first.
         has_rows = self._store_rows(request, progress, crossed[-1][0])
         for tokens, reason in sorted(crossed, key=lambda each: self.planner.is_unasked(each[1])):
             tails = Piece.tails(tokens)
-            if not has_rows or self._store(request, progress, tails, reason) not in _THERE:
+            if (
+                not has_rows
+                or self._store(request, progress, tails, reason) not in _STORED_OR_PLANNED
+            ):
                 self.planner.note_tried(reason)
 
     def _store_chunks(
         self, request: Request, progress: StoreProgress, computed_tokens: int
     ) -> None:
-        """Store whole chunks that somebody else has computed before, or all of them."""
+        """Store whole chunks that another request has computed before, or all of them by policy."""
         geometry = self._layout.geometry
         if not geometry.needs_rows:
             return
@@ -342,7 +349,7 @@ class Stores:
         boundary_tokens: int,
         max_share: float = MAX_REFERENCED_SHARE,
     ) -> bool:
-        """Store what a resume where a request stands needs.
+        """Store what a request needs to resume where it stands now.
 
         Returns:
             Whether all of it is stored, or going to be.
@@ -354,7 +361,7 @@ class Stores:
             return True
         tails = Piece.tails(boundary_tokens)
         reason = self.planner.end_of_turn
-        return self._store(request, progress, tails, reason, max_share) in _THERE
+        return self._store(request, progress, tails, reason, max_share) in _STORED_OR_PLANNED
 
     def _store_rows(
         self,
@@ -363,12 +370,16 @@ class Stores:
         upto_tokens: int,
         max_share: float = MAX_REFERENCED_SHARE,
     ) -> bool:
-        """Whether all rows before a boundary are stored, or going to be."""
+        """Store all rows before a boundary that are not stored yet.
+
+        Returns:
+            Whether all of them are stored, or going to be.
+        """
         if not self._layout.geometry.needs_rows:
             return True
         lookup = self._tier.lookup(self._view.prefix(request))
         for piece in lookup.missing_pieces(progress.rows_tokens, upto_tokens):
-            if self._store(request, progress, piece, None, max_share) not in _THERE:
+            if self._store(request, progress, piece, None, max_share) not in _STORED_OR_PLANNED:
                 return False
             progress.rows_tokens = max(progress.rows_tokens, piece.end_tokens)
         progress.rows_tokens = max(progress.rows_tokens, self._layout.geometry.floor(upto_tokens))
@@ -382,9 +393,13 @@ class Stores:
         reason: Reason | None = None,
         max_share: float = MAX_REFERENCED_SHARE,
     ) -> Refusal | None:
-        """Plan the store of one piece; None if it is going to be made.
+        """Plan the store of one piece.
 
-        Stores may hold ``max_share`` of the pool's blocks then.
+        Args:
+            max_share: The share of the pool's blocks that all stores may hold, this one included.
+
+        Returns:
+            None if the store is going to be made; else why it is not.
         """
         blocks = self._blocks(request.request_id, progress, self._layout.pages(piece))
         pages: Pages = {key: block for key, block in blocks.items() if block is not None}
@@ -398,7 +413,7 @@ class Stores:
             return Refusal.BUSY
         prefix = self._view.prefix(request)
         num_bytes = self._layout.num_bytes(piece)
-        # What nobody asked for gives way first, until somebody resumes there.
+        # Tails that no request asked for give way first, until a request resumes from them.
         use = 0 if is_unasked else progress.use
         entry = self._tier.begin_store(prefix, piece, num_bytes, use)
         if isinstance(entry, Refusal):
@@ -417,7 +432,7 @@ class Stores:
     def _blocks(
         self, request_id: str, progress: StoreProgress, page_ranges: Iterable[tuple[int, int, int]]
     ) -> dict[tuple[int, int], Block | None]:
-        """Blocks of ranges of pages; None where they are neither in the table nor held."""
+        """The blocks of ranges of pages; None for a page that is neither in the table nor held."""
         blocks: dict[tuple[int, int], Block | None] = {}
         for group, first_page, end_page in page_ranges:
             found = self._view.blocks(request_id, group, first_page, end_page)
@@ -429,20 +444,21 @@ class Stores:
         return blocks
 
     def _last_boundary(self, request: Request) -> int:
-        """The last boundary whose tokens are known and computed, by steps in flight at least."""
+        """The last boundary whose tokens are known, and are computed once steps in flight end."""
         known_tokens = min(request.num_computed_tokens, request.num_tokens)
         known_tokens = min(known_tokens, self._view.prefix(request).num_tokens)
         return self._layout.geometry.floor(known_tokens)
 
     def _hold_tails(self, request: Request, progress: StoreProgress, boundary_tokens: int) -> None:
-        """Hold what leaves the windows of the latest boundary before another can be reached."""
+        """Hold pages that leave the windows of the latest boundary before the next is reached."""
         if boundary_tokens <= progress.held_tokens or boundary_tokens <= 0:
             return
-        # Drafts that are rejected, and steps in flight, count as computed for a while: one more.
+        # Rejected drafts and steps in flight count as computed for a while. So one unit is added.
         upto_tokens = boundary_tokens + 2 * self._layout.unit_tokens
         leaving = self._layout.pages_that_leave(boundary_tokens, upto_tokens)
         blocks = self._blocks(request.request_id, progress, leaving)
         held: Pages = {key: block for key, block in blocks.items() if block is not None}
         self._references.take(list(held.values()))
         self.release_held(progress)
-        progress.held, progress.held_tokens = held, boundary_tokens
+        progress.held = held
+        progress.held_tokens = boundary_tokens

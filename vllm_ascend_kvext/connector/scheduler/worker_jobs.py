@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs that all workers of an engine do: which blocks they read, and when the last worker ends one.
 
-Stores of pages, and jobs of a secondary tier. Workers report them alike, by number.
+A job is a store of pages, or a job of a secondary tier. Workers report both by number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_ascend_kvext.layout.model import NULL_PAGE
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
 
 Pages = dict[tuple[int, int], Block]
-"""By KV cache group and page of the request."""
+"""The blocks of a request, by KV cache group and page."""
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class _UnderWay:
     """A job that ``workers_left`` workers have not ended.
 
     Attributes:
-        blocks: Referenced for it; None if it reads no pages.
+        blocks: The blocks that are referenced for it; None if it reads no pages.
     """
 
     on_end: Callable[[bool], None]
@@ -34,11 +34,11 @@ class _UnderWay:
 
 
 class WorkerJobs:
-    """The jobs under way of one engine. It gives the engine's job numbers.
+    """The jobs under way of one engine. This object gives all job numbers of the engine.
 
     Attributes:
-        num_workers: Workers that do each job.
-        num_stores: Jobs under way that read pages.
+        num_workers: The number of workers. All of them do each job.
+        num_stores: The number of jobs under way that read pages.
     """
 
     def __init__(self, references: BlockReferences, num_workers: int) -> None:
@@ -49,17 +49,20 @@ class WorkerJobs:
         self._under_way: dict[int, _UnderWay] = {}
 
     def begin_store(self, blocks: Sequence[Block], on_end: Callable[[bool], None]) -> int:
-        """A store of pages is handed to the workers; its number.
+        """A store of pages is handed to the workers.
 
         Args:
-            blocks: Referenced for it; released when it ends.
-            on_end: Called then with whether it has failed.
+            blocks: The blocks that are referenced for it. They are released when it ends.
+            on_end: Called at the end, with whether the job has failed.
+
+        Returns:
+            The number of the job.
         """
         self.num_stores += 1
         return self._begin(blocks, on_end)
 
     def begin(self, on_end: Callable[[bool], None]) -> int:
-        """A job that reads no pages is handed to the workers; its number. See `begin_store`."""
+        """A job that reads no pages is handed to the workers. See `begin_store`."""
         return self._begin(None, on_end)
 
     def _begin(self, blocks: Sequence[Block] | None, on_end: Callable[[bool], None]) -> int:
@@ -68,12 +71,12 @@ class WorkerJobs:
         return number
 
     def end(self, number: int, num_workers: int, has_failed: bool) -> None:
-        """So many workers have ended a job; a failure counts for all of them."""
+        """``num_workers`` workers have ended a job. One failure makes the whole job fail."""
         job = self._under_way[number]
         job.workers_left -= num_workers
         job.has_failed |= has_failed
         if job.workers_left > 0:
-            return  # Others still read the pages, or write to host memory.
+            return  # Other workers still read the pages, or write to host memory.
         del self._under_way[number]
         if job.blocks is not None:
             self.num_stores -= 1
@@ -81,7 +84,7 @@ class WorkerJobs:
         job.on_end(job.has_failed)
 
     def abandon_stores(self) -> None:
-        """Let go of the pages of all stores, whose bytes are then worth nothing."""
+        """Release the pages of all stores. The bytes of these stores are then worth nothing."""
         for job in self._under_way.values():
             if job.blocks is not None:
                 self._references.release(job.blocks)
@@ -90,7 +93,7 @@ class WorkerJobs:
 
 
 def table_parts(pages: Mapping[tuple[int, int], Block], num_groups: int) -> tuple[TablePart, ...]:
-    """Parts of a block table that have some pages; null between them."""
+    """The parts of a block table that have some pages. The pages between them are null."""
     parts = []
     for group in range(num_groups):
         of_group = {page: block for (of, page), block in pages.items() if of == group}

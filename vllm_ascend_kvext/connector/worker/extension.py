@@ -21,7 +21,7 @@ class RegisteredPages(NamedTuple):
 
     Attributes:
         kv_caches: By layer name.
-        pools: The storages of the layout; renewed by the worker side after a reset.
+        pools: The storages of the layout. The worker side renews them after a reset.
         host: The host buffer. dtype: uint8, shape: [num_bytes].
         placement: Where copies on the host run; None leaves it to the calling thread.
         move: Moves rows, as ``page_transfer`` does.
@@ -36,7 +36,7 @@ class RegisteredPages(NamedTuple):
 
 
 class ExtraMover(Protocol):
-    """Moves the rows that jobs carry for an extension. Threads may share it."""
+    """Moves the rows that jobs carry for an extension. Threads may share the object."""
 
     def store(self, rows: Sequence[Any], block_ids: Sequence[TablePart]) -> int:
         """Copy rows from pages to host memory; returns bytes.
@@ -63,7 +63,7 @@ class WorkerExtension:
     def register(self, pages: RegisteredPages) -> None:
         """Take note of the pages. Called again after a reset, with others that are laid out alike.
 
-        Does not raise: what an extension cannot do, it tells in `describe`.
+        The method does not raise. An extension tells in `describe` what it cannot do.
         """
 
     def describe(self) -> Any:
@@ -74,7 +74,7 @@ class WorkerExtension:
         """A step begins; ``extras`` is what the scheduler side has planned for it, or None."""
 
     def end_step(self) -> ExtraOutput | None:
-        """What the scheduler side is told of what has ended since the last call."""
+        """The report to the scheduler side of what has ended since the last call."""
         return None
 
     def shutdown(self) -> None:

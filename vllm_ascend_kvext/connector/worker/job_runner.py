@@ -48,9 +48,9 @@ class Moved(NamedTuple):
     """What a job has moved.
 
     Attributes:
-        num_bytes: Of all planes.
-        seconds: That the copies took.
-        unreadable: Where in host memory those parts of a load begin that could not be read.
+        num_bytes: The bytes of all planes.
+        seconds: The time that the copies took.
+        unreadable: The offsets in host memory of the parts of a load that could not be read.
         error: Why a load was made part by part; None if it was not.
     """
 
@@ -101,7 +101,7 @@ class JobRunner:
 
         Raises:
             ConnectorError: Rows are missing; nothing has been written.
-            KvextError: Rows of an extension do not fit; of them nothing has been written.
+            KvextError: Rows of an extension do not fit; none of these rows has been written.
             TokenRangeError: The job does not fit the layout; nothing has been written.
             DescriptorError: The job does not fit the layout; nothing has been written.
             BackendError: The device refused; the destination may have been written in part.
@@ -244,7 +244,7 @@ def _incomplete(job: Job, missing: list[MissingRows]) -> ConnectorError:
 
 
 def _parts_of(job: LoadJob) -> Iterator[LoadJob]:
-    """A load of each of its entries."""
+    """Divide a load: one load for each entry that it reads."""
     nothing = replace(job, stored=(), hole_tails=(), extras=())
     for stored in job.stored:
         yield replace(nothing, stored=(stored,))

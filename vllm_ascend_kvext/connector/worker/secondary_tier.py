@@ -17,7 +17,7 @@ class SecondaryTierWorker:
         """Take note of the pages, and of the host memory. Called once.
 
         Args:
-            begin_thread: To be called first by each thread that copies much.
+            begin_thread: Each thread that copies much calls it first.
 
         Raises:
             SettingsError: If the tier of the options cannot be used.
@@ -31,11 +31,15 @@ class SecondaryTierWorker:
         """A step begins; ``jobs`` is what the scheduler side has planned for it."""
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Return when something has come or ended, or in time; False if nothing is under way."""
+        """Wait until something has come or ended, or until the timeout.
+
+        Returns:
+            False if nothing is under way.
+        """
         return False
 
     def end_step(self) -> WorkerOutput | None:
-        """What has ended, and come, since the last call; None if it moves nothing."""
+        """What has ended or come since the last call; None if the tier moves nothing."""
         return None
 
     def shutdown(self) -> None:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker side of the connector: what one worker does with the jobs of a step.
 
-It decides nothing: the scheduler side says what is moved and where to. A step::
+The worker side decides nothing. The scheduler side says what is moved, and where to. A step::
 
     run_before_step   stores that must have ended before the step overwrites their pages
     begin_step        loads begin, and stores if nothing is computed
     (the forward)     an extension may look into it
     end_of_forward    stores begin
-    end_step          what has ended since the last time, of whichever steps
+    end_step          what has ended since the last time, also of earlier steps
 
-The last two may come in either order. All are called by the model's thread. vLLM is not imported:
-its configuration is read by attributes.
+The last two may come in either order. The model's thread calls all of them. The module does not
+import vLLM, and reads its configuration by attributes.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ logger = logging.getLogger("vllm.ascend_kvext.connector")
 
 @dataclass(frozen=True, slots=True)
 class EndedJobs:
-    """What has ended since the last report; all parts belong to the same jobs.
+    """The jobs that have ended since the last report. All attributes belong to the same jobs.
 
     Attributes:
-        loads: Requests whose load has ended, well or not.
-        failed_pages: Block ids that failed ones among them should have filled; no null block.
+        loads: The requests whose load has ended, well or not.
+        failed_pages: The block ids that failed loads should have filled; no null block.
     """
 
     loads: frozenset[str]
@@ -72,7 +72,7 @@ class WorkerSide:
     Args:
         vllm_config: vLLM's ``VllmConfig``, as the worker has it.
         kv_cache_config: vLLM's ``KVCacheConfig``, as the worker has it.
-        options: Of the connector.
+        options: The options of the connector.
         move: Moves the bytes. By default the transfer op, as the process's settings want it.
         extension: Moves rows of its own; None if nothing does.
         secondary: Moves objects between host memory and the tier behind it; None if there is none.
@@ -103,8 +103,8 @@ class WorkerSide:
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Take note of the tensors that hold the pages, and allocate host memory for them.
 
-        Called again after a reset, it takes the pages where they are now. Stores and
-        loads that have not begun fail then; what lies in host memory stays.
+        A second call after a reset takes the pages where they are now. Stores and loads that have
+        not begun fail then. What lies in host memory stays.
 
         Raises:
             GroupError: If the config is not understood.
@@ -168,7 +168,7 @@ class WorkerSide:
         )
 
     def run_before_step(self, jobs: ConnectorMetadata) -> None:
-        """Carry out ``stores_before``; they have ended when this returns, well or not.
+        """Carry out ``stores_before``. When this returns, they have ended, well or not.
 
         They do not wait for stores in the queue.
         """
@@ -176,10 +176,10 @@ class WorkerSide:
             self._thread.run_now(jobs.stores_before, self._record())
 
     def begin_step(self, jobs: ConnectorMetadata) -> None:
-        """Begin the loads of a step; and its stores, if it computes nothing.
+        """Begin the loads of a step, and also its stores if it computes nothing.
 
-        Stores of an earlier step whose forward did not end are reported as failed: nobody knows
-        what is in their pages.
+        Stores of an earlier step whose forward did not end are reported as failed, because the
+        content of their pages is unknown.
         """
         self._thread.fail(self._stores_after_forward, "the forward of their step did not end")
         self._extension.begin_step(jobs.extras)
@@ -193,9 +193,9 @@ class WorkerSide:
         self._submit(stores)
 
     def wait_for_end(self, timeout_s: float) -> None:
-        """Return when a job has ended that `end_step` has not reported, or when none is under way.
+        """Wait until a job has ended that `end_step` has not reported, or none is under way.
 
-        For steps that compute nothing: vLLM would ask again at once.
+        Steps that compute nothing call this, because vLLM would make the next step at once.
         """
         if not self._secondary.wait_for_end(timeout_s):
             self._thread.wait_for_end(timeout_s)
@@ -229,15 +229,15 @@ class WorkerSide:
         return EndedJobs(frozenset(loads), frozenset(failed_pages), results)
 
     def end_transfers(self) -> None:
-        """Wait for what is running; what is queued fails.
+        """Wait for running transfers, and fail queued ones.
 
-        Until the next step nothing reads or writes a page: their memory may be taken away, as sleep
-        mode does. What lies in host memory stays.
+        Until the next step, nothing reads or writes a page. So the memory of the pages may be taken
+        away, as sleep mode does. What lies in host memory stays.
         """
         self._thread.drop()
 
     def shutdown(self) -> None:
-        """End the thread: waits for what is running, and what is queued fails. Idempotent."""
+        """Wait for running transfers, fail queued ones, and end the thread. Idempotent."""
         self._thread.shutdown()
         self._secondary.shutdown()
         self._extension.shutdown()
@@ -257,9 +257,10 @@ class WorkerSide:
         return self._runner.run(job, recorded)
 
     def _move_to_copy_cpus(self) -> None:
-        """A new thread has the CPUs of the thread that starts it: perhaps one that runs the model.
+        """Move the calling thread to the CPUs on which copies run.
 
-        Small copies are made by the calling thread, and plans are.
+        A new thread inherits the CPUs of the thread that starts it, and the model may run on them.
+        The calling thread makes plans and small copies itself.
         """
         if self._placement is not None:
             os.sched_setaffinity(0, self._placement.cpus)
@@ -274,7 +275,7 @@ def _transfer_op(environ: Mapping[str, str]) -> Move:
 
 
 def _placement(options: ConnectorOptions, device_type: str) -> CopyPlacement | None:
-    """Where transfers run; None where a device copies and no CPUs are named for enqueueing it."""
+    """Where transfers run; None if a device copies, and no CPUs are named for the thread."""
     if options.copy_cpus is not None:
         given = given_cpus()
         missing = frozenset(options.copy_cpus) - given
@@ -289,7 +290,7 @@ def _placement(options: ConnectorOptions, device_type: str) -> CopyPlacement | N
 
 
 def _require_same(registered: KVLayout, found: KVLayout) -> None:
-    """Refuse pages that what was planned and stored so far does not fit."""
+    """Refuse pages that do not fit what was planned and stored so far."""
     layouts = [
         replace(each, storages=tuple(replace(storage, address=0) for storage in each.storages))
         for each in (registered, found)

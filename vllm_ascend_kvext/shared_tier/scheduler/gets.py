@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects that are being brought from the shared tier into host memory, and patience with them.
 
-Each get fills one entry of the host tier, as a store does. It ends when all workers have the bytes,
-or there is no entry. While requests wait for it, it is *awaited*. When they do not any more, what
-comes all the same is for later requests. A get that hangs is *abandoned*: its entry is not found
-any more, and its place in host memory is not used before it ends.
+Each get fills one entry of the host tier, as a store does. A get ends well when all workers have
+the bytes. If one fails, the entry is dropped. While requests wait for a get, it is *awaited*. If
+they wait no longer, the object may still come, for later requests. A get that hangs is *abandoned*:
+its entry is not found any more, and its place in host memory is not used before the get ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ from vllm_ascend_kvext.store.entries import Entry
 
 
 class _Get(NamedTuple):
-    """A get under way: since when, and of which object."""
+    """A get under way.
+
+    Attributes:
+        began_s: When it began, in seconds of the clock.
+        name: The name of its object.
+    """
 
     began_s: float
     name: str
@@ -42,22 +47,22 @@ class Gets:
         self._clock = shared.core.clock
         self._cost = cost
         self._events = events
-        self._new: list[SharedObject] = []  # Of the next step.
+        self._new: list[SharedObject] = []  # The gets of the next step.
         self._under_way: dict[Entry, _Get] = {}
-        self._abandoned: dict[Entry, str] = {}  # With the names of their objects.
-        self._awaited: dict[Entry, int] = {}  # With the tokens that each saves.
-        self._busy_since_s = 0.0  # Since when something is awaited without a break.
-        self._busy_bytes = 0.0  # What has come since, on each worker.
-        self._last_bytes_s = 0.0  # When something came.
-        self._num_silent = 0  # Reports of workers since.
-        self._overtaken_s = 0.0  # Gets that began before are slower than others that have ended.
+        self._abandoned: dict[Entry, str] = {}  # The names of the objects, by entry.
+        self._awaited: dict[Entry, int] = {}  # The tokens that each get saves.
+        self._busy_since_s = 0.0  # Since then, some get has always been awaited.
+        self._busy_bytes = 0.0  # The bytes that have come since then, on each worker.
+        self._last_bytes_s = 0.0  # The time at which bytes came last.
+        self._num_silent = 0  # The number of workers' reports since bytes came last.
+        self._overtaken_s = 0.0  # Gets that began before this time were overtaken by others.
         self._paused_until_s = -limits.PAUSE_S
 
     # Pauses.
 
     @property
     def is_paused(self) -> bool:
-        """Whether the tier is left alone: nothing is asked or got."""
+        """Whether the tier is left alone for a while. Nothing is asked or got then."""
         return self._clock() < self._paused_until_s
 
     def pause(self, why: str) -> None:
@@ -75,23 +80,26 @@ class Gets:
         question: Question,
         found_objects: Sequence[FoundObject],
     ) -> None:
-        """Take places in host memory for what was found, and have the workers fill them.
+        """Take places in host memory for objects that were found, and let the workers fill them.
 
         Args:
-            waiting: What the request waits for; grows.
-            found_objects: The answer to the question, in the order in which they are wanted.
+            waiting: The entries that the request waits for. The method adds to it.
+            found_objects: The answer to the question, in the order in which objects are wanted.
         """
         use = self._tier.next_use()
         after_tokens = question.tokens.first_tokens
         left_bytes = self._tier.capacity_bytes * limits.MAX_GET_SHARE
         left_bytes -= sum(each.num_bytes for each in (*self._under_way, *self._abandoned))
         is_paused = self.is_paused
-        wanted_objects = () if is_paused else found_objects
-        for found in wanted_objects:
-            piece, end_tokens, prefix = found.piece, found.end_tokens, found.prefix
+        if is_paused:
+            found_objects = ()
+        for found in found_objects:
+            piece = found.piece
+            end_tokens = found.end_tokens
+            prefix = found.prefix
             name = self._shared.full_name(found.name)
             if name in self._abandoned.values():
-                break  # It hangs. What lies behind is of less use without it.
+                break  # The object hangs. What lies behind is of less use without it.
             contents, num_bytes = self._contents(found)
             if num_bytes > left_bytes:
                 break
@@ -102,7 +110,7 @@ class Gets:
                 self.join(waiting, index.storing(piece.kind, prefix.key_at(end_tokens)))
                 if entry in (Refusal.ALREADY_STORED, Refusal.BEING_STORED):
                     continue
-                break  # As above.
+                break  # There is no place. What lies behind is of less use without this object.
             left_bytes -= entry.num_bytes
             if not self._awaited:
                 self._begin_busy_time()
@@ -112,26 +120,31 @@ class Gets:
             self.join(waiting, entry)
             number = self._shared.jobs.begin(partial(self._end, entry, contents, found, request))
             self._new.append(SharedObject(number, name, entry.offset_bytes, num_bytes))
-        result = "found" if waiting else "paused" if is_paused else "absent"
-        self._counters.shared_requests[result] += 1
+        if waiting:
+            self._counters.shared_requests["found"] += 1
+        elif is_paused:
+            self._counters.shared_requests["paused"] += 1
+        else:
+            self._counters.shared_requests["absent"] += 1
 
     def _begin_busy_time(self) -> None:
-        self._busy_since_s = self._last_bytes_s = self._clock()
+        self._busy_since_s = self._clock()
+        self._last_bytes_s = self._busy_since_s
         self._busy_bytes = 0.0
         self._num_silent = 0
 
     def _contents(self, found: FoundObject) -> tuple[Any, int]:
-        """What the entry of an object holds of a prefix, and the bytes of the object."""
+        """The contents of the entry that an object fills, and the bytes of the object."""
         if found.wanted is not None:
             return found.wanted.contents, found.wanted.num_bytes
         piece = found.piece
         row_map = self._layout.row_map(piece)
-        if found.end_tokens < piece.end_tokens:  # Rows behind are of another prompt.
+        if found.end_tokens < piece.end_tokens:  # The rows behind belong to another prompt.
             row_map = self._layout.rows_within(row_map, piece.first_tokens, found.end_tokens)
         return row_map, self._layout.num_bytes(piece)
 
     def take_new(self) -> tuple[SharedObject, ...]:
-        """What the workers are to get from this step on."""
+        """The gets that the workers begin with this step."""
         new = tuple(self._new)
         self._new.clear()
         return new
@@ -144,20 +157,20 @@ class Gets:
     # Waiting.
 
     def join(self, waiting: list[Entry], entry: Entry | None) -> None:
-        """Have a request wait for an entry, too, if that is being got.
+        """Let a request wait for an entry, too, if the entry is being got.
 
         Args:
-            waiting: What the request waits for.
+            waiting: The entries that the request waits for. The method adds to it.
         """
         if entry in self._under_way:
             waiting.append(entry)
 
     def are_awaited(self, entries: Collection[Entry]) -> bool:
-        """Whether something of what a request waits for may still come in time."""
+        """Whether an entry that a request waits for may still come in time."""
         return not self._awaited.keys().isdisjoint(entries)
 
     def note_bytes(self, num_bytes: float) -> None:
-        """Workers report what has come on each of them."""
+        """Take note of the bytes that have come on each worker."""
         self._busy_bytes += num_bytes
         self._last_bytes_s = self._clock()
         self._num_silent = 0
@@ -184,7 +197,7 @@ class Gets:
     # Patience.
 
     def check_patience(self) -> None:
-        """Have requests wait no longer for what does not come, or comes slower than computing."""
+        """End the wait for gets that do not come, or that come more slowly than computing."""
         if not self._awaited:
             return
         now_s = self._clock()
@@ -207,7 +220,7 @@ class Gets:
             self.pause("something of what it has does not come")
 
     def abandon_hanging(self) -> None:
-        """Give up for good what no request waits for, if nothing at all has come for long."""
+        """Abandon gets that no request waits for, if no bytes at all have come for a long time."""
         before_s = self._clock() - limits.MAX_HANG_S
         if self._last_bytes_s > before_s:
             return
@@ -233,9 +246,9 @@ class Gets:
             )
 
     def why_no_more(self) -> str:
-        """Why nothing more is to be got just now; empty if it may be.
+        """Why no more gets may begin now; empty if they may.
 
-        A place that something hanging may write to is lost: there are to be few of these.
+        A place in host memory that a hanging get may write to is lost, so few gets may hang.
         """
         if len(self._under_way) > len(self._awaited):
             return "what it has comes slowly"

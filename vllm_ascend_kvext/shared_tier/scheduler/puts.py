@@ -16,7 +16,7 @@ class Puts:
     """The puts of one engine.
 
     Args:
-        spare_bytes: What each place in host memory has behind its bytes.
+        spare_bytes: The bytes that each entry in host memory has behind its content.
 
     Attributes:
         is_off: Whether nothing is put any more.
@@ -28,8 +28,8 @@ class Puts:
         self._counters = shared.core.counters
         self._clock = shared.core.clock
         self._spare_bytes = spare_bytes
-        self._new: list[SharedObject] = []  # Of the next step.
-        self._num_bytes = 0  # Of entries that are being put.
+        self._new: list[SharedObject] = []  # The puts of the next step.
+        self._num_bytes = 0  # The bytes of entries that are being put.
         self._paused_until_s = -limits.PAUSE_S
         self.is_off = False
 
@@ -39,15 +39,15 @@ class Puts:
         return self._clock() < self._paused_until_s
 
     def pause(self) -> None:
-        """Put and touch nothing for a while: something has failed."""
+        """Put and touch nothing for a while, because a put or a touch has failed."""
         self._paused_until_s = self._clock() + limits.PAUSE_S
 
     def turn_off(self) -> None:
-        """Put nothing any more. What the workers have been told of is put."""
+        """Put nothing any more. Puts that the workers have been told of are still made."""
         self.is_off = True
 
     def put(self, entry: Entry) -> None:
-        """Have an entry put, unless it was, or too much is on its way."""
+        """Let the workers put an entry, unless this was done, or too many bytes are being put."""
         if entry.is_shared or self.is_off:
             return
         max_bytes = max(entry.num_bytes, self._tier.capacity_bytes * limits.MAX_PUT_SHARE)
@@ -76,7 +76,7 @@ class Puts:
         self._tier.end_load(load)
 
     def take_new(self) -> tuple[SharedObject, ...]:
-        """What the workers are to put from this step on."""
+        """The puts that the workers begin with this step."""
         new = tuple(self._new)
         self._new.clear()
         return new

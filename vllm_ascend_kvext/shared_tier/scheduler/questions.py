@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the shared tier is asked for requests that arrive, and how long they wait for answers.
+"""The questions to the shared tier for requests that arrive, and the wait for its answers.
 
-A thread asks, because the tier may take its time. A request is asked for once. It waits while its
-question is open, and then for what is got for it.
+A thread asks, because the tier may take a long time. The tier is asked once for each request. The
+request waits while its question is open, and then for the gets that the answer leads to.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from vllm_ascend_kvext.token_range import TokenRange
 
 @dataclass(slots=True, eq=False)
 class SharedRequest:
-    """What was asked for one request, and what it waits for.
+    """The question for one request, and the entries that the request waits for.
 
     Attributes:
-        question: None if it waits for no answer, or not any more.
-        found: The answer, once it ``is_answered``; the thread writes it.
-        gets: What is got for it, as long as it is awaited.
+        question: The open question; None if the request waits for no answer.
+        found: The answer, once ``is_answered`` is set. The thread writes it.
+        gets: The entries that are got for the request.
     """
 
     question: Question | None = None
@@ -52,7 +52,7 @@ class Questions:
         self._gets = gets
         self._thread = TierThread("kvext-shared-lookups")
         self._last_asked: SharedRequest | None = None
-        self._num_asked = 0  # In this step, with those that came behind them.
+        self._num_asked = 0  # Requests in this step, including those that were too many to ask for.
 
     def has_to_wait(
         self,
@@ -116,8 +116,9 @@ class Questions:
         after: int,
         further: Sequence[WantedPiece],
     ) -> Question:
-        """What to ask. The request waits for gets of others that are of use to it, too."""
-        geometry, prefix = self._tier.geometry, self._core.view.prefix(request)
+        """The question for a request. The request also waits for useful gets of other requests."""
+        geometry = self._tier.geometry
+        prefix = self._core.view.prefix(request)
         limit = max(after, geometry.floor(min(request.num_tokens - 1, prefix.num_tokens)))
         index = self._tier.lookup(prefix).index
         missing: list[TokenRange] = []
@@ -137,14 +138,17 @@ class Questions:
             if num_before:
                 present = index.present(Kind.TAILS, prefix.key_at(tails_tokens))
                 self._gets.join(known.gets, present)
-        # The thread reads hashes. Those of the request grow meanwhile.
+        # The thread gets a copy of the hashes, because those of the request grow meanwhile.
         prefix = replace(prefix, hashes=tuple(prefix.hashes[: limit // prefix.tokens_per_hash]))
         wanted = TokenRange(after, limit)
         holes = self._core.computes_holes
         return Question(prefix, geometry, wanted, tuple(missing), tails_tokens, holes, further)
 
     def _answer(self, known: SharedRequest) -> None:
-        """On the thread. How long it takes counts from here: many at once are not a slow tier."""
+        """Answer a question, on the thread. Its time counts from here, without the wait before it.
+
+        So many questions at once do not look like a slow tier.
+        """
         began_s = self._clock()
         try:
             if (question := known.question) is not None:  # The request still waits for it.
@@ -157,11 +161,11 @@ class Questions:
         return self._shared.backend.exist([self._shared.full_name(name) for name in asked])
 
     def _is_late(self) -> bool:
-        """Whether the thread is at a question for too long: all behind it would wait, too."""
+        """Whether one question takes the thread too long. All others behind it would wait, too."""
         return self._thread.busy_s() > limits.MAX_LOOKUP_S
 
     def _why_not_now(self) -> str:
-        """Why nothing is asked just now, although there is no pause; empty if it may be."""
+        """Why the tier is not asked now, although there is no pause; empty if it may be asked."""
         self._thread.leave_behind()
         self._gets.abandon_hanging()
         if self._is_late():
@@ -169,16 +173,16 @@ class Questions:
         return self._gets.why_no_more()
 
     def wait_for_answer(self) -> None:
-        """Wait a little for the answer that was asked for last, if it has not come."""
+        """Wait a little for the answer to the last question, if it has not come."""
         if self._last_asked is not None:
             self._last_asked.is_answered.wait(limits.IDLE_WAIT_S)
 
     def end_step(self) -> None:
-        """The step is planned: as many requests can be asked for in the next one."""
+        """The step is planned. The next one may ask for as many requests again."""
         self._num_asked = 0
 
     def close(self) -> bool:
-        """Ask nothing any more.
+        """End the thread. No question is asked any more.
 
         Returns:
             Whether no call of the tier is under way.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of the shared tier's scheduler side share."""
+"""The objects that the parts of the shared tier's scheduler side share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from vllm_ascend_kvext.shared_tier.scheduler import limits
 
 
 class TierJobs:
-    """Gets, puts and touches that the workers are at.
+    """The gets, puts and touches that the workers make.
 
     Args:
         clock: Seconds that only grow.
 
     Attributes:
-        num_under_way: Those that have not ended on all workers.
+        num_under_way: The number of jobs that have not ended on all workers.
     """
 
     def __init__(self, jobs: WorkerJobs, clock: Callable[[], float]) -> None:
@@ -30,7 +30,7 @@ class TierJobs:
         self.num_under_way = 0
 
     def begin(self, on_end: Callable[[bool], None]) -> int:
-        """Hand a job to the workers; its number. See ``WorkerJobs.begin``."""
+        """A job is handed to the workers. Returns its number. See ``WorkerJobs.begin``."""
         self.num_under_way += 1
         return self._jobs.begin(partial(self._end, on_end))
 
@@ -40,7 +40,7 @@ class TierJobs:
         on_end(has_failed)
 
     def note_change(self) -> None:
-        """Some job has begun, or something of it has come."""
+        """Note that a job has begun or ended, or that bytes have come."""
         self._last_change_s = self._clock()
 
     @property
@@ -65,5 +65,5 @@ class SharedParts(NamedTuple):
     jobs: TierJobs
 
     def full_name(self, name: str) -> str:
-        """The name of an object or a note, with that of the name space."""
+        """The name of an object or a note, with the name of the name space."""
         return f"{self.namespace}/{name}"

@@ -5,8 +5,8 @@
     it computes           on_request_begun ── what it uses a second time is put, or touched
     a step                on_step ──> the workers ──> on_output ── what was lost is put again
 
-What is got becomes entries of the host tier, as stores do. A request for which nothing comes in
-time goes on without.
+Objects that are got become entries of the host tier, like stores. A request goes on without an
+object that does not come in time.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SharedSide(SecondaryTierScheduler):
 
     @property
     def has_transfers(self) -> bool:
-        """Whether something is to begin, or is under way and does not hang."""
+        """Whether a job is to begin, or is under way and does not hang."""
         has_new = self._gets.has_new or self._puts.has_new or self._uses.has_new
         return has_new or self._jobs.are_moving
 
@@ -79,7 +79,7 @@ class SharedSide(SecondaryTierScheduler):
         further_pieces: Callable[[], Sequence[WantedPiece]],
     ) -> bool:
         if self._puts.is_off or request.lora_request or request.skip_reading_prefix_cache:
-            return False  # vLLM knows an adapter by its name only.
+            return False  # vLLM knows adapters only by name, so their KV is not shared.
         return self._questions.has_to_wait(request, state, num_computed_tokens, further_pieces)
 
     def got_tokens(self, state: RequestOffloadState) -> int:
@@ -110,7 +110,7 @@ class SharedSide(SecondaryTierScheduler):
 
     def on_output(self, output: SecondaryOutput) -> None:
         told = cast("SharedOutput", output)
-        if told.has_new_weights:  # Before a store ends, and is put.
+        if told.has_new_weights:  # This comes first, before a store ends and is put.
             self._turn_off("a worker has loaded weights again, and KV has the first ones' name")
         for number, absent in told.absent_objects.items():
             self._uses.note_absent(number, absent)
@@ -130,7 +130,7 @@ class SharedSide(SecondaryTierScheduler):
         self._turn_off("its connector was reset, as is done when weights are replaced in memory")
 
     def _turn_off(self, why: str) -> None:
-        """Perhaps the weights are others, and no file says so."""
+        """Use the tier no longer, because the weights may be others and no file says so."""
         self._puts.turn_off()
         logger.warning(
             "The shared tier is not used by this engine any more: %s. Start the engine again to "
@@ -139,13 +139,13 @@ class SharedSide(SecondaryTierScheduler):
         )
 
     def shutdown(self) -> None:
-        """Ask nothing any more. A tier that hangs is not closed."""
+        """Ask the tier nothing any more. A tier that hangs is not closed."""
         if self._questions.close():
             self._backend.close()
 
 
 def _introduce(tier: SharedTier, url: str, namespace: str, identity: names.Identity) -> None:
-    """Say with whom the engine shares; to others, too."""
+    """Tell other engines what this one shares, and the log which engines it shares with."""
     engines = tier.engines()
     tier.introduce(namespace, identity)
     logger.info("Shared tier %s: the name space is %s.", url, namespace)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests use a second time: it is put into the shared tier, or touched if it is there.
+"""Entries that requests use a second time are put into the shared tier, or touched if it has them.
 
-The tier is told of use so that others give way before it. What it has lost it is given again.
+The tier is told of each use, so that unused objects give way first. An object that the tier has
+lost is put again.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from vllm_ascend_kvext.store.remembered_keys import RememberedKeys
 
 @dataclass(slots=True, eq=False)
 class _Touch:
-    """What the tier is told of use.
+    """One job that tells the tier of used objects.
 
     Attributes:
-        entries: By name of what is used; None where host memory has none.
-        began_s: By the clock of the scheduler side.
-        number: Of the job.
-        absent: Indices of those that are not there.
+        entries: The entries in host memory, by name of the object; None where there is none.
+        began_s: When the job began, by the clock of the scheduler side.
+        number: The number of the job.
+        absent: The indices of objects that the tier does not have.
     """
 
     entries: dict[str, Entry | None]
@@ -39,7 +40,7 @@ class _Touch:
 
 
 class Uses:
-    """The touches of one engine, and puts of what is used."""
+    """The touches of one engine, and the puts of used entries."""
 
     def __init__(self, shared: SharedParts, puts: Puts) -> None:
         self._shared = shared
@@ -48,18 +49,19 @@ class Uses:
         self._tier = shared.core.tier
         self._clock = shared.core.clock
         self._puts = puts
-        # What is used, and waits to be touched, by name; and its entry, if host memory has it.
+        # Used objects that wait to be touched, by name, with the entry if host memory has it.
         self._new: dict[str, Entry | None] = {}
-        self._touches: dict[int, _Touch] = {}  # By number of the job; without those that hang.
-        self._num_touched = 0  # The names of all these.
-        self._num_hung = 0  # Touches that hang.
+        self._touches: dict[int, _Touch] = {}  # By number of the job, without those that hang.
+        self._num_touched = 0  # The number of objects in `_touches`.
+        self._num_hung = 0  # The number of touches that hang.
         self._touched_s: RememberedKeys[float] = RememberedKeys(limits.REMEMBERED_TOUCHES)
 
     # What is used.
 
     def note_begun(self, request: Request, computed_tokens: int) -> None:
-        """A request goes on behind tokens that others have computed: what has them is used."""
-        prefix, geometry = self._view.prefix(request), self._tier.geometry
+        """A request goes on behind tokens that other requests have computed. Note their use."""
+        prefix = self._view.prefix(request)
+        geometry = self._tier.geometry
         boundary = geometry.floor(min(computed_tokens, prefix.num_tokens))
         if not boundary or request.lora_request:
             return
@@ -77,12 +79,12 @@ class Uses:
             self._note_used(lookup.index.stored(Kind.TAILS, key), key, name)
 
     def note_used_entry(self, entry: Entry) -> None:
-        """An entry of a key space that is no prompt's is used."""
+        """A request uses an entry of an extension. Its key space is not that of prompts."""
         name = names.object_name(entry.piece, entry.key, entry.key_space)
         self._note_used(entry, entry.key, name)
 
     def _note_used_on_device(self, prefix: Prefix, first_tokens: int, end_tokens: int) -> None:
-        """Rows are used that host memory lacks: of each chunk, and those before the last token."""
+        """A request uses rows that host memory lacks. Note each chunk, and the rows at the end."""
         if first_tokens < end_tokens:
             geometry = self._tier.geometry
             chunk_ends = range(geometry.chunk_end(first_tokens), end_tokens, geometry.chunk_tokens)
@@ -90,10 +92,10 @@ class Uses:
                 self._note_used(None, prefix.key_at(boundary))
 
     def _note_used(self, entry: Entry | None, key: bytes, name: str = "") -> None:
-        """Have the tier given what is used, or told of it once in a while if it was given that.
+        """Put what is used into the tier; if this was done, touch it from time to time.
 
         Args:
-            name: In the tier. By default a note with the key leads to it.
+            name: The name in the tier. By default, a note with the key leads to the object.
         """
         if entry is not None and not entry.is_shared:
             self._puts.put(entry)
@@ -115,11 +117,11 @@ class Uses:
 
     @property
     def has_new(self) -> bool:
-        """Whether the workers can be told of some use."""
+        """Whether the workers can be given a new touch."""
         return bool(self._new) and self._num_touched < limits.MAX_TOUCHED
 
     def take_new(self) -> tuple[UsedObjects, ...]:
-        """What the workers are to touch from this step on."""
+        """The touches that the workers begin with this step."""
         self._leave_hanging_behind()
         if self._touches_nothing:
             self._new.clear()
@@ -133,7 +135,7 @@ class Uses:
         return (UsedObjects(touch.number, tuple(touch.entries)),)
 
     def _leave_hanging_behind(self) -> None:
-        """Count touches that hang no longer among those that others wait for."""
+        """Count touches that hang apart, so that others do not wait for them."""
         before_s = self._clock() - limits.MAX_HANG_S
         hung = [number for number, touch in self._touches.items() if touch.began_s < before_s]
         for number in hung:
@@ -147,7 +149,7 @@ class Uses:
             touch.absent |= absent
 
     def _end(self, touch: _Touch, has_failed: bool) -> None:
-        """What was used and is not there any more is put again, if host memory has it."""
+        """A touch has ended. Put objects that the tier has lost again, if host memory has them."""
         if self._touches.pop(touch.number, None) is None:
             self._num_hung -= 1
         else:
@@ -163,5 +165,5 @@ class Uses:
                 self._puts.put(entry)
 
     def _is_uncut(self, entry: Entry) -> bool:
-        """Whether it is what its name says, and not got from an object with more rows."""
+        """Whether an entry has all rows that its name says. One got in part has fewer."""
         return bool(entry.key_space) or entry.row_map == self._layout.row_map(entry.piece)

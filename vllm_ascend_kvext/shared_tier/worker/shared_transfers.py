@@ -30,8 +30,8 @@ from vllm_ascend_kvext.shared_tier.messages import SharedJobs, SharedOutput
 logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
 
 MAX_CALL_S = 5.0
-"""After a call that took longer, the calls queued behind it are dropped. No request waits for them
-any more."""
+"""If a call takes longer, the calls queued behind it are dropped. No request waits for them any
+more."""
 
 MAX_FAILED_S = 0.5
 """The same limit for a call that has failed because the tier does not work."""
@@ -83,9 +83,8 @@ class SharedTransfers:
             self._submit("get", partial(self._move, "get", what, time.monotonic()))
         for what in jobs.puts:
             self._submit("put", partial(self._move, "put", what, time.monotonic()))
-        for (
-            used
-        ) in jobs.touches:  # They come behind the puts, because they may touch what these put.
+        # Touches come behind puts, because they may touch objects that these put.
+        for used in jobs.touches:
             self._submit("put", partial(self._touch, used, time.monotonic()))
 
     def _submit(self, direction: Direction, call: Call) -> None:
@@ -195,7 +194,7 @@ class SharedTransfers:
                 self._changed.notify_all()
 
     def _is_own(self, name: str) -> bool:
-        """Whether this one of the ranks with equal KV puts and touches the object of a name."""
+        """Whether this rank puts and touches an object. Of ranks with equal KV, one does."""
         return (zlib.crc32(name.encode()) - self._rank) % self._num_equal == 0
 
     def _note_duration(

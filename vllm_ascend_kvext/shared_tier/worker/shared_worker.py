@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one worker does for the shared tier, and what it tells of itself."""
+"""The worker side of the shared tier: moves objects, and tells the identity of the worker."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SharedWorker(SecondaryTierWorker):
             return WorkerIdentity(self._device, refusal=str(error))
 
     def _layers(self) -> list[Any]:
-        """Modules of the layers that have KV."""
+        """The modules of the layers that have KV."""
         layers = self._vllm_config.compilation_config.static_forward_context
         groups = self._kv_cache_config.kv_cache_groups
         names = [name for group in groups for name in group.layer_names]
