@@ -35,7 +35,7 @@ from vllm_ascend_kvext.connector.common.messages import WorkerOutput
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.patches.connector import scheduler as patched_scheduler
 from vllm_ascend_kvext.segments.counters import SegmentRefusal
-from vllm_ascend_kvext.segments.keys.key_check import FEWEST_PAIRS, find_pairs
+from vllm_ascend_kvext.segments.keys.key_check import MIN_PAIRS, find_pairs
 from vllm_ascend_kvext.segments.messages import SegmentOutput
 from vllm_ascend_kvext.segments.prompt_segments import SEGMENTS_KEY, STORE_KEY
 from vllm_ascend_kvext.segments.scheduler import segment_learning
@@ -415,12 +415,12 @@ def test_no_more_are_remembered_or_queued_than_the_limits(monkeypatch: pytest.Mo
 # Documents with few equal tokens, by which keys are compared.
 
 ALL_DIFFERENT = [tuple(random.Random(seed).sample(range(VOCAB_SIZE), 48)) for seed in range(10)]
-FEW_ALIKE = (*ALL_DIFFERENT[0], *ALL_DIFFERENT[0][: FEWEST_PAIRS - 1])
+FEW_ALIKE = (*ALL_DIFFERENT[0], *ALL_DIFFERENT[0][: MIN_PAIRS - 1])
 
 
 def checks(engine: LearningEngine) -> list[tuple[int, ...]]:
     """Texts of the engine's own by which keys are compared: those with enough pairs."""
-    return [each for each in engine.learned if len(find_pairs(each)) >= FEWEST_PAIRS]
+    return [each for each in engine.learned if len(find_pairs(each)) >= MIN_PAIRS]
 
 
 @pytest.fixture
@@ -430,7 +430,7 @@ def comparing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def check_keys(mover: SimulatedMover, rows: Sequence[SegmentRows]) -> str | None:
         token_ids = [token_id for each in rows for token_id in each.token_ids]
-        if len(find_pairs(token_ids)) < FEWEST_PAIRS:
+        if len(find_pairs(token_ids)) < MIN_PAIRS:
             return None
         return "".join(wrong)
 

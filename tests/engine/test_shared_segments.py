@@ -23,7 +23,7 @@ from support.scheduler.workload import RequestPlan
 from test_shared_tier import Slow, _equal_seeds, _patience, payload, weights
 
 from vllm_ascend_kvext.segments.counters import SegmentRefusal
-from vllm_ascend_kvext.segments.keys.key_check import FEWEST_PAIRS, find_pairs
+from vllm_ascend_kvext.segments.keys.key_check import MIN_PAIRS, find_pairs
 
 __all__ = ["_equal_seeds", "_patience", "weights"]
 
@@ -147,7 +147,7 @@ def test_what_keys_are_compared_by_is_not_put(
 
     def check_keys(mover: SimulatedMover, rows: Any) -> str | None:
         token_ids = [token_id for each in rows for token_id in each.token_ids]
-        return "" if len(find_pairs(token_ids)) >= FEWEST_PAIRS else None
+        return "" if len(find_pairs(token_ids)) >= MIN_PAIRS else None
 
     monkeypatch.setattr(SimulatedMover, "check_keys", check_keys)
     with sharing(tmp_path) as engine:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from vllm_ascend_kvext.segments.keys.key_check import (
-    FEWEST_PAIRS,
     MAX_PAIRS,
+    MIN_PAIRS,
     check_keys,
     find_pairs,
     has_enough_pairs,
@@ -170,8 +170,8 @@ def test_pairs_are_of_equal_tokens_and_far_apart() -> None:
     assert len(find_pairs(many)) == MAX_PAIRS and find_pairs(many)[0] == (0, 499)
 
 
-@pytest.mark.parametrize("num_tokens", [FEWEST_PAIRS, 9, 48, 64, 65, 500])
-@pytest.mark.parametrize("max_tokens", [2 * FEWEST_PAIRS, 41, 128, 10_000])
+@pytest.mark.parametrize("num_tokens", [MIN_PAIRS, 9, 48, 64, 65, 500])
+@pytest.mark.parametrize("max_tokens", [2 * MIN_PAIRS, 41, 128, 10_000])
 @pytest.mark.parametrize("num_different", [1, 5, 500])
 def test_a_text_with_enough_pairs_is_made_of_any(
     num_tokens: int, max_tokens: int, num_different: int
@@ -180,13 +180,13 @@ def test_a_text_with_enough_pairs_is_made_of_any(
     text = text_with_pairs(document, max_tokens)
     assert len(text) <= min(max_tokens, 2 * MAX_PAIRS) and set(text) <= set(document)
     pairs = find_pairs(text)
-    assert has_enough_pairs(text) and len(pairs) >= FEWEST_PAIRS
+    assert has_enough_pairs(text) and len(pairs) >= MIN_PAIRS
     assert len({other - one for one, other in pairs}) > 1 or num_different == 1
     # Else its first chunk would be the document's, and not be stored and compared again.
     assert num_different == 1 or text[:5] != document[:5]
 
 
-@pytest.mark.parametrize(("num_tokens", "max_tokens"), [(FEWEST_PAIRS - 1, 100), (100, 15)])
+@pytest.mark.parametrize(("num_tokens", "max_tokens"), [(MIN_PAIRS - 1, 100), (100, 15)])
 def test_of_too_few_tokens_there_is_none(num_tokens: int, max_tokens: int) -> None:
     assert not has_enough_pairs(text_with_pairs(range(num_tokens), max_tokens))
 

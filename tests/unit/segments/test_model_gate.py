@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_ascend_kvext.errors import BlendingError
-from vllm_ascend_kvext.segments.keys.key_check import FEWEST_PAIRS, find_pairs
+from vllm_ascend_kvext.segments.keys.key_check import MIN_PAIRS, find_pairs
 from vllm_ascend_kvext.segments.model_gate import (
     MIN_LIMITS,
     NUM_MOVED,
@@ -47,7 +47,7 @@ def test_segments_stand_in_place_behind_the_sink_and_elsewhere_in_other_orders()
     found = prompts()
     assert found == prompts(), "they are the same each time"
     assert len(set(found.segments)) == NUM_SEGMENTS
-    assert all(len(find_pairs(segment)) >= FEWEST_PAIRS for segment in found.segments)
+    assert all(len(find_pairs(segment)) >= MIN_PAIRS for segment in found.segments)
     for prompt, segment in zip(found.in_place, found.segments, strict=True):
         (place,) = prompt.segments
         assert prompt.token_ids[: place.end_tokens] == SINK + segment
