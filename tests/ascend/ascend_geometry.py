@@ -57,7 +57,7 @@ class BlockSizes:
 
 
 HIT_UNIT_TOKENS = {128: 16384, 32: 4096}
-"""Per ``--block-size``: the least common multiple of the tokens per block of all groups."""
+"""The least common multiple of the tokens per block of all groups, by ``--block-size``."""
 
 SMALL_HIT_UNIT_TOKENS = 32
 
@@ -97,7 +97,7 @@ def plan(
     specs: dict[str, KVCacheSpec], block_size: int, num_blocks: int
 ) -> tuple[KVCacheConfig, KVCacheConfig]:
     """The configs of a worker and of the scheduler, by vLLM and vllm-ascend."""
-    # As the engine core does before planning.
+    # The engine core does this before planning, too.
     single_type_kv_cache_manager.register_all_kvcache_specs(VllmConfig())
     return upstream_line.plan(specs, {"": AttentionBackend}, num_blocks, block_size)
 

@@ -94,7 +94,7 @@ def _deepseek_v4(
 
 
 def _reaches(config: KVCacheConfig, sizes: BlockSizes) -> dict[str, Reach]:
-    """By layer; the layer's number and place say what it is."""
+    """The reaches by layer. The number and the place of a layer say what it is."""
     ratios = {
         name.removesuffix(".attn"): 4 if int(name.split(".")[2]) % 2 == 0 else 128
         for group in config.kv_cache_groups

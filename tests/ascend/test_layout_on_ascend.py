@@ -41,7 +41,7 @@ FULL, WINDOW = GroupKind.FULL, GroupKind.WINDOW
 
 
 def test_deepseek_v4_byte_for_byte() -> None:
-    """By hand, from the sizes of rows and pages that the model's specs have."""
+    """The bytes are computed by hand, from the sizes of rows and pages in the model's specs."""
     fixture = deepseek_v4(128)
     layout = fixture.layout()
     assert geometry(layout) == {
@@ -59,7 +59,7 @@ def test_deepseek_v4_byte_for_byte() -> None:
 
 
 def test_pages_in_tiles_are_one_row() -> None:
-    """Of the same tensors, which do not say that kernels write tiles of 16 elements."""
+    """The same tensors do not say that kernels write tiles of 16 elements."""
     by_row, tiled = (
         make().layout().groups[0]
         for make in (ascend_layouts.latent_and_rope, ascend_layouts.tiled_latent_and_rope)
@@ -78,7 +78,7 @@ NZ_CACHE_MODES = {
         'cache_mode="nzcache" if atten_obj.enable_kv_nz else "krope_ctkv",',
     ],
 }
-"""Where vllm-ascend 0.23 writes pages in tiles; the second is under ``fa_quant_layer``."""
+"""Settings with which vllm-ascend 0.23 writes tiles; the second is under ``fa_quant_layer``."""
 
 NZ_CACHE_MODES_SINCE_0_30 = {
     "attention/mla_v1.py": [

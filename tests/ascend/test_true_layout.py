@@ -121,7 +121,7 @@ def retention() -> Iterator[None]:
 
 
 def lengths(block_size: int) -> Iterator[int]:
-    """Around boundaries of three units: at them, and up to one block of each size behind them."""
+    """Lengths around boundaries of three units: at them, and one block of each size behind."""
     sizes = BLOCK_SIZES[block_size]
     blocks = {0, sizes.c4_state, sizes.c128_state, sizes.window}
     distances = sorted({-1, *(block + extra for block in blocks for extra in (0, 1))})
@@ -178,7 +178,7 @@ def hit_of_the_third(world: BlockManager, num_shared_tokens: int) -> int:
     return world.hit_tokens(world.request([*prompt(num_shared_tokens), *own]))
 
 
-@pytest.mark.vllm("<0.30")  # From then on vLLM refuses it.
+@pytest.mark.vllm("<0.30")  # vLLM 0.30 refuses it.
 @pytest.mark.usefixtures("retention")
 @pytest.mark.parametrize(
     "interval, nearest",
@@ -221,7 +221,7 @@ def test_steps_between_two_blocks_are_quiet() -> None:
         world.decode(request, outputs(num_output_tokens))
         steps = BlockManagerState.of(world.manager).steps
     assert steps is not None and steps.groups
-    # In the group of the smallest blocks one begins, and one leaves the window, every 8 tokens.
+    # A block of the group of the smallest blocks begins, and one leaves the window, every 8 tokens.
     assert min(group.limits.block_tokens for group in steps.groups) == 8
     assert steps.counts.quiet >= 5 / 8 * num_output_tokens
 

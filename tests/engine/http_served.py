@@ -111,12 +111,12 @@ class Client:
             return False
 
     def metrics(self) -> Iterator[Metric]:
-        """Of Prometheus."""
+        """The metrics of Prometheus."""
         page = requests.get(f"{self._url}/metrics", timeout=60).text
         return text_string_to_metric_families(page)
 
     def read_counted(self) -> dict[str, float]:
-        """By name and one more label: ``kvext_transfers_total.load``."""
+        """The counters, by name and one more label: ``kvext_transfers_total.load``."""
         labels = ("reason", "direction", "outcome")
         return {
             ".".join(

@@ -36,7 +36,7 @@ FEATURE = "aligned-steps"
 BLOCK_TOKENS = 32
 PROMPT_TOKENS = 200
 MAX_IDLE_STEPS = 3
-"""In which nothing is scheduled although requests are there: asynchronous outputs are awaited."""
+"""The maximum number of consecutive idle steps with requests: asynchronous outputs are awaited."""
 IS_ASCEND_0_30 = family.IS_ASCEND and IS_SINCE_0_30
 
 
@@ -95,7 +95,7 @@ TOO_SHORT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "budget": ({}, {"max_num_batched_tokens": BLOCK_TOKENS - 1}),
     "before an image, asynchronous": ({"images": IMAGES}, {"is_async": True}),
 }
-"""By name, what of a request and of an engine makes a step shorter than a block."""
+"""The settings of a request and of an engine that make a step shorter than a block, by name."""
 
 
 def request(number: int = 0, **values: Any) -> RequestPlan:
@@ -113,7 +113,7 @@ def test_stock_stands_still(name: str) -> None:
 
 @pytest.mark.parametrize("name", TOO_SHORT)
 def test_a_prompt_is_computed_in_steps_shorter_than_a_block(name: str) -> None:
-    """And every state that a block's end is cached with is found and right."""
+    """Every state that is cached with a block's end is also found, and is right."""
     of_request, of_engine = TOO_SHORT[name]
     prompt = tokens_of(1, PROMPT_TOKENS)
     branches = [

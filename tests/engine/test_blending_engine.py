@@ -49,7 +49,7 @@ ORACLE_TOLERANCE = 1e-3
 """Log-probabilities, fp32; 3e-4 has been seen."""
 SINK_IDS = (7, 8, 9)
 LONG_SINK_IDS = tuple(range(100, 175))
-"""Some blocks and some tokens, more than a window."""
+"""A sink of some blocks and some tokens, longer than a window."""
 WRONG = 0.1
 """Log-probabilities: what is wrong differs by more."""
 IN_SMALL_POOL = CROWD | {"num_gpu_blocks_override": CROWD_POOL_TOKENS // CPU.block_tokens}
@@ -124,7 +124,7 @@ Models = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def reports(model_folder: Models, tmp_path_factory: pytest.TempPathFactory) -> LazyReports:
-    """By setting. Two workers have a process with a CPU for each."""
+    """The reports, by setting. Two workers have a process with a CPU for each."""
     plans = {name: setting.plan(model_folder(setting.model)) for name, setting in SETTINGS.items()}
     of_two = {name: plans.pop(name) for name in [*plans] if name == TWO_WORKERS}
     started = [({}, plans), (TWO_CPUS, of_two)]
@@ -279,14 +279,14 @@ def test_with_heads_as_long_as_segments_and_in_place_nothing_is_approximate(
     assert difference(found, references[name].answers(label)) <= SAME_TOLERANCE
 
 
-# Beside others.
+# Requests beside others.
 
 
 @pytest.mark.parametrize("name", CROWDS)
 def test_blended_requests_of_a_crowd_answer_as_alone(
     reports: LazyReports, oracles: Oracles, name: str
 ) -> None:
-    # Which of them are preempted depends on when loads end.
+    # The end of loads decides which requests are preempted.
     assert reports[name].report["facts"]["preemptions"] > 0
     alone = reports[name].answers("alone")
     crowd = [answer for answer in reports[name].answers("crowd") if answer.segments]

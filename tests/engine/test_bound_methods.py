@@ -132,7 +132,7 @@ def test_retention_binds_what_it_decides() -> None:
 
 
 def layers_of(owner: object, name: str) -> list[str]:
-    """Whose functions are called for a method of one object, the first one first."""
+    """The owners of the functions that one call of an object's method runs, the first one first."""
     called, call = [], vars(owner)[name]
     while hasattr(call, "kvext_layer"):
         called.append(type(call.func.__self__).__name__.removesuffix("Before030"))
@@ -314,8 +314,8 @@ def test_bound_methods_take_what_upstreams_take() -> None:
         found = wrapper_chain(resolve(f"{cls.__module__}:{cls.__qualname__}.{name}").found)[-1]
         while hasattr(found, "__wrapped__"):
             found = found.__wrapped__
-        theirs = list(inspect.signature(found).parameters.values())[1:]  # Without self.
-        mine = list(inspect.signature(ours).parameters.values())[1:]  # Without what lies below.
+        theirs = list(inspect.signature(found).parameters.values())[1:]  # Leaves out self.
+        mine = list(inspect.signature(ours).parameters.values())[1:]  # Without the function below.
         named = [parameter for parameter in mine if parameter.kind not in ANY]
         for one, other in zip(named, theirs, strict=False):
             # The state managers of vLLM 0.23 call the tokens otherwise; all callers go by place.

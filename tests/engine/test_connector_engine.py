@@ -64,7 +64,7 @@ def several(*connectors: Mapping[str, Any]) -> dict[str, Any]:
             "kv_connector": "MultiConnector",
             "kv_connector_extra_config": {"connectors": list(connectors)},
         },
-        # In this process vLLM's logger of a MultiConnector cannot read what connectors report.
+        # vLLM's logger of a MultiConnector cannot read connectors' reports in this process.
         "disable_log_stats": True,
     }
 
@@ -155,7 +155,7 @@ def with_scenario(scenario: str) -> list[Any]:
 def reports(
     model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> LazyReports:
-    """By setting, and by model what answers without plugin, connector and prefix caching."""
+    """Reports by setting. By model: answers without plugin, connector and prefix caching."""
     chosen = {
         name: setting
         for name, setting in ALL_SETTINGS.items()
@@ -182,7 +182,7 @@ def reports(
         (ADAPTIVE, {name: plans[name] for name in plans if name in ADAPTIVE_SETTINGS}),
         (TWO_CPUS, {name: plans[name] for name in plans if name in TWO_WORKERS_SETTINGS}),
     ]
-    if IS_V2_RUNNER:  # So that none takes longer than a test may.
+    if IS_V2_RUNNER:  # This keeps each engine within the time that a test may take.
         started = [(environ, {name: of[name]}) for environ, of in started for name in of]
     return LazyReports(tmp_path_factory, started)
 
@@ -274,7 +274,7 @@ def test_only_holes_are_computed_before_what_is_loaded(setting: Served, name: st
     lost_tokens = sum(end - first for first, end in HOLES_TOKENS[name])
     label, computed_tokens = f"hole: {name}", setting.report["facts"][f"hole: {name}"]
     assert computed_tokens >= lost_tokens
-    # With windows, a hole is computed from the last tails before it.
+    # A model with windows computes a hole from the last tails before it.
     most_tokens = max(end for _, end in HOLES_TOKENS[name])
     if setting.report["num_groups"] == 1:
         assert computed_tokens % lost_tokens == 0

@@ -54,7 +54,7 @@ WITHOUT_ROWS = (WINDOW, TWO_WINDOWS)
 HYBRIDS = tuple(
     layout for layout in LAYOUTS if layout not in (FULL, TWO_FULL, *WITHOUT_ROWS, DEEPSEEK_V4_EAGLE)
 )
-"""Whose holes read windows, too."""
+"""The layouts whose holes read windows, too."""
 
 by_layout = {"ids": lambda layout: layout.name}
 
@@ -141,7 +141,7 @@ def test_hole_begins_at_the_last_tails_before_what_is_missing(
 def test_blocks_that_only_a_hole_has_are_zeroed_as_others_are(
     mocker: MockerFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where caches differ in precision, what another group left there may be no number."""
+    """Another group may have left bytes that are NaN, where caches differ in precision."""
     monkeypatch.setattr(loads, "MIN_RUN_TOKENS", 0)
     with zeroing(), engine_of(GPT_OSS) as engine:
         chunk_tokens = engine.tier.geometry.chunk_tokens
@@ -178,7 +178,7 @@ def test_adapters_stop_at_the_first_hole() -> None:
         assert engine.side.counters.hit_tokens == 64
 
 
-# Beside other requests, resets and aborts.
+# Holes beside other requests, resets and aborts.
 
 
 def step_until_only_a_hole_is_missing(engine: SimulatedEngine) -> None:
@@ -189,11 +189,11 @@ def step_until_only_a_hole_is_missing(engine: SimulatedEngine) -> None:
 
 @pytest.mark.parametrize("is_paused", [False, True], ids=["unpaused", "paused"])
 def test_a_request_that_waits_for_its_holes_is_restarted_by_a_reset(is_paused: bool) -> None:
-    """Its load has ended: nobody but a step of the scheduler writes to its blocks."""
+    """The load of the request has ended, so only steps of the scheduler write to its blocks."""
     with engine_with_holes((64, 192), max_num_batched_tokens=16) as engine:
         step_until_only_a_hole_is_missing(engine)
         if is_paused:
-            # As ``pause_generation("keep")``: caches are reset once there is nothing to do.
+            # ``pause_generation("keep")`` does the same: caches are reset when the engine is idle.
             engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
             while engine.has_work():
                 engine.step()
@@ -258,7 +258,7 @@ def steps_of(engine: SimulatedEngine, request_id: str) -> Iterator[Any]:
 
 
 def test_steps_without_holes_do_not_count_what_is_running() -> None:
-    """That takes time in proportion to the requests."""
+    """Such a count takes time in proportion to the requests."""
     with engine_of(FULL) as engine:
         with mock.patch.object(hole_steps, "budget_of_holes", side_effect=AssertionError):
             serve(engine, plan_of("first", PROMPT))
@@ -270,7 +270,7 @@ def test_steps_without_holes_do_not_count_what_is_running() -> None:
 
 @pytest.mark.parametrize("looks_at_prompts", [False, True], ids=["copied", "looked at"])
 def test_tokens_of_a_request_are_read_once_for_all_its_rows(looks_at_prompts: bool) -> None:
-    """Of many steps; the tokens themselves are compared by the model runner of the harness."""
+    """The rows belong to many steps. The harness's model runner compares the tokens themselves."""
     found: list[Any] = []
     read: list[Any] = []
     holes = (64, 192), (256, 320)

@@ -61,7 +61,7 @@ ALL_LAYOUTS = SMALL_LAYOUTS + UPSTREAM_LAYOUTS
 
 NUM_SEEDS = sampled(4)
 NUM_REQUESTS = dict.fromkeys(SMALL_LAYOUTS, 20) | dict.fromkeys(UPSTREAM_LAYOUTS, 10)
-"""Of one random run."""
+"""The number of requests of one random run."""
 
 NUM_RUNS_PER_LAYOUT = len(EngineKind) * NUM_SEEDS
 
@@ -161,7 +161,7 @@ def test_loads_do_not_stop_the_engine(layout: PagedLayout, failing: float) -> No
 
 @every_layout
 def test_hits_are_as_large_as_they_can_be(layout: PagedLayout) -> None:
-    """Without evictions and failures, requests one after the other, compared by brute force."""
+    """Brute force checks requests that run one after the other, without evictions and failures."""
     num_hits = 0
     for seed in range(sampled(2)):
         ended: list[tuple[RequestPlan, list[int]]] = []
@@ -208,7 +208,7 @@ def test_prompt_resumes_where_its_last_state_can_be_hit(
     rng = random.Random(layout.name)
     unit = layout.unit_tokens
     with engine_of(layout, max_num_batched_tokens=64 * unit) as engine:
-        for number in range(40):  # Rungs that nobody resumes from are given up.
+        for number in range(40):  # Rungs that no request resumes from are given up.
             serve(engine, plan_of(f"other-{number}", tokens(rng, 20 * unit), max_tokens=1))
         prompt = tokens(rng, 20 * unit + over_tokens)
         serve(engine, plan_of("first", prompt, max_tokens=1))

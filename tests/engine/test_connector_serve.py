@@ -33,9 +33,9 @@ BLOCK_TOKENS = CPU.block_tokens
 CONNECTOR = processes.connector(host_memory_gib=0.25, segments={"sink": [2], "selector": "heads"})[
     "kv_transfer_config"
 ]
-"""With blending: nothing changes for requests that name no segments."""
+"""Segments are on: they change nothing for requests that name no segments."""
 NUM_BLOCKS = POOL_BLOCKS // 3 if IS_SINCE_0_30 else POOL_BLOCKS
-"""With more, the storm preempts nobody on vLLM 0.30."""
+"""The pool's size. With more blocks, the storm preempts no request on vLLM 0.30."""
 COMMON_ARGUMENTS = (
     *("--enforce-eager", "--dtype", "float32"),
     *("--block-size", str(BLOCK_TOKENS), "--max-model-len", "2048"),
@@ -148,7 +148,7 @@ def test_requests_were_preempted(client: Client) -> None:
 
 
 def test_segments_are_stored_and_reused_by_name(client: Client) -> None:
-    """In its old place a segment is exact; elsewhere it is not, and the response says so."""
+    """A segment is exact in its old place, and not elsewhere. The response says so."""
     question, document = random_tokens(21), random_tokens(203)
     stored = client.complete(document, 1, kvext_store_segment=True)
     assert stored["kv_transfer_params"] == {"kvext_stored_tokens": len(document)}
@@ -198,7 +198,7 @@ def host_hit_tokens(client: Client, path: str, **hint: Any) -> tuple[int, float]
 
 
 def wait_for_stores(client: Client) -> None:
-    """Until what has been stored is reported, which comes with steps."""
+    """Wait until all stores are reported. Reports come with steps."""
     deadline_s = time.monotonic() + 60
     before = -1.0
     while (stored := client.read_counted()["kvext_transfers_total.store"]) != before:

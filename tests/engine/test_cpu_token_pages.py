@@ -83,7 +83,7 @@ class Pages:
         self.backend.write_rows(*rows, *caches, torch.as_tensor(slots))
 
     def random_rows(self, num_tokens: int, seed: int = 0) -> list[torch.Tensor]:
-        """Of keys and values of both layers. shape: [num_tokens, num_heads, head_size] each."""
+        """Keys and values of both layers. shape: [num_tokens, num_heads, head_size] each."""
         generator = torch.Generator().manual_seed(seed)
         shape = num_tokens, *self.shape
         return [torch.randn(shape, generator=generator).to(self.dtype) for _ in range(4)]
@@ -96,7 +96,7 @@ class Pages:
 
 
 def shape_of(block_size: int, num_heads: int, head_size: int) -> tuple[int, ...]:
-    """Of a layer's pages; since vLLM 0.30 the backend names the order of axes only (``LBHNC``)."""
+    """The shape of a layer's pages. Since vLLM 0.30 the backend names the axes only (``LBHNC``)."""
     by_backend = getattr(CPUAttentionBackend, "get_kv_cache_shape", None)
     if by_backend is None:
         return NUM_PAGES, num_heads, block_size, 2 * head_size
@@ -138,7 +138,7 @@ SIZES = [
     *((16, 1, 32), (16, 2, 64), (16, 8, 80), (32, 2, 80), (32, 1, 128), (32, 8, 64)),
     *((128, 1, 64), (128, 2, 128), (128, 8, 32)),
 ]
-"""Of blocks, of heads, and of a head."""
+"""Sizes of blocks, numbers of heads, and sizes of a head."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -12,7 +12,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MAX_LINES = 12
-"""Of the example below, progress included."""
+"""The maximum number of lines of the example below, progress included."""
 
 LOUD = """
 import os, subprocess, sys

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("offloading_in_effect")
 
 
 class MultiEngine(SimulatedEngine):
-    """As `SimulatedEngine`, behind a MultiConnector."""
+    """A `SimulatedEngine` behind a MultiConnector."""
 
     @property
     def side(self) -> Any:

@@ -73,7 +73,7 @@ every_scheduler = pytest.mark.parametrize("is_async", [False, True], ids=["sync"
 
 @pytest.fixture
 def repaired() -> Iterator[None]:
-    """As in a process in which nothing is configured."""
+    """The repairs are in effect, as in a process in which nothing is configured."""
     with repairs_installed():
         yield
 
@@ -87,7 +87,7 @@ def failing(layout: Layout, seed: int, load: ExternalLoad, is_async: bool, **how
         failing_loads=FailingLoads(**{"seed": seed, "max_steps": 3, **how}),
     )
     if layout.has_mamba and load is ExternalLoad.IN_STEP:
-        # Of states that are loaded, vLLM 0.23.0 counts fewer blocks than it allocates.
+        # vLLM 0.23.0 counts fewer blocks of loaded states than it allocates.
         workload = with_options(workload, num_blocks=3 * workload.options.num_blocks)
     # Upstream cannot preempt for a reset while a connector holds blocks.
     resets = tuple(ResetPrefixCache(reset.step, False) for reset in workload.resets)
@@ -389,7 +389,7 @@ class TestOneCaseAtATime:
 
     @pytest.mark.parametrize("report_when_left", range(4))
     def test_blocks_are_held_until_they_are_received(self, report_when_left: int) -> None:
-        """What the worker still writes to belongs to nobody else."""
+        """No other request gets blocks to which the worker still writes."""
         story = Story(ExternalLoad.BETWEEN_STEPS)
         story.fail_next_load(num_steps=3, report_when_left=report_when_left)
         story.add(2, range(self.PROMPT_TOKENS))
@@ -434,7 +434,7 @@ class TestOneCaseAtATime:
 
     @every_load
     def test_the_connector_is_asked_again(self, load: ExternalLoad, mocker: MockerFixture) -> None:
-        """Some renew what they know of a request only then (LMCache's, vLLM's offloading)."""
+        """Some connectors renew a request's data only then (LMCache's, vLLM's offloading)."""
         asked = mocker.spy(ScriptedConnector, "get_num_new_matched_tokens")
         story = Story(load)
         story.fail_next_load()

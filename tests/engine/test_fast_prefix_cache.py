@@ -256,7 +256,7 @@ def test_hits_that_end_within_a_state_are_left_to_upstream() -> None:
 
 @pytest.mark.parametrize("enable_caching", [True, False], ids=["cached", "uncached"])
 def test_keeps_nothing_of_requests_that_are_gone(enable_caching: bool) -> None:
-    """Those that finish after their prompt, while preempted, and after some tokens."""
+    """Requests finish after their prompt, while preempted, or after some tokens."""
     with installed(*(feature.name for feature in FEATURES)):
         world = BlockManager(DIRECT, num_blocks=NUM_BLOCKS, enable_caching=enable_caching)
         sizes = []

@@ -34,7 +34,7 @@ from vllm_ascend_kvext.features import REPAIRS
 
 ALL_CELLS = list(cells())
 CELLS = ALL_CELLS if IS_LONG else [*ALL_CELLS[::4], *ALL_CELLS[3::4]]
-"""Without ``make test-long`` one of two sizes of steps each, by turns."""
+"""The tested cells. Without ``make test-long``, each has one of two sizes of steps, by turns."""
 NAMES = list(dict.fromkeys(cell.name for cell in CELLS))
 EACH_ALONE = [
     cell

@@ -115,7 +115,7 @@ def test_a_request_waits_for_the_blocks_of_its_holes(waits_long: bool, was_found
 
 @pytest.mark.usefixtures("any_run")
 def test_a_request_that_lacked_blocks_once_has_its_holes_when_there_are_enough() -> None:
-    """It waits for its turn since: upstream asks nobody while as many run as may."""
+    """The request waits for its turn meanwhile: a full vLLM does not ask about waiting requests."""
     with engine_with_a_hole() as (engine, following):
         pool = engine.block_pool
         held = pool.get_new_blocks(pool.get_num_free_blocks() - 2)
@@ -192,7 +192,7 @@ def serve_again(
 def test_parts_that_cannot_be_read_cost_as_much_as_if_they_were_missing(
     layout: PagedLayout, hole: tuple[int, ...], is_async: bool, hole_reuse: bool
 ) -> None:
-    """Those that fail in the middle are the neighbours of a hole, if there is one."""
+    """Parts that fail in the middle are the neighbours of a hole, if there is one."""
 
     def serve_without(gone: set[Piece], *failing: int) -> Again:
         return serve_again(
@@ -344,7 +344,7 @@ def test_hits_of_a_request_are_not_negative_after_a_reset() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS, **by_layout)
 def test_a_second_load_does_not_wait_for_the_blocks_of_the_first(layout: PagedLayout) -> None:
-    """In a pool that has room for one of them: vLLM 0.23.0 counts both."""
+    """The pool has room for one of the two loads: vLLM 0.23.0 counts both."""
     values = offloading(layout, hole_reuse=False, chunk_tokens=CHUNK_TOKENS)
     num_blocks = blocks_for_longest(layout, (SECOND,), 256)
     with engine_of(layout, offloading=values, num_blocks=num_blocks) as engine:
@@ -391,7 +391,7 @@ def test_a_load_that_fails_as_a_whole_and_not_in_parts_is_reported(
 
 
 def test_the_reason_for_a_shorter_hit_is_counted_once_for_each_request() -> None:
-    """However often it is asked about, and where its load fails."""
+    """The number of questions about a request does not matter, nor where its load fails."""
     values = offloading(GEMMA, hole_reuse=False, chunk_tokens=CHUNK_TOKENS)
     with engine_of(GEMMA, offloading=values) as engine:
         serve(engine, plan_of("first", PROMPT, max_tokens=1))

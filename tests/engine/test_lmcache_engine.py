@@ -29,7 +29,7 @@ LMCACHE_MODE = {"lmcache.mp.mp_transfer_mode": "lmcache_driven", "lmcache.mp.mq_
 A worker waits so many seconds for an answer that does not come; by default it waits 300.
 """
 HEARTBEAT = {"lmcache.mp.heartbeat_interval": 1.0}
-"""In seconds: so soon the connector notices that its server is gone."""
+"""The heartbeat in seconds, after which the connector notices that its server is gone."""
 NO_HYBRID = {"disable_hybrid_kv_cache_manager": True}
 WIDE_BLOCKS = {"block_size": 2 * processes.CPU.block_tokens}
 
@@ -57,7 +57,7 @@ def below_multi_connector(port: int) -> dict[str, Any]:
 
 Run = Callable[..., Reports]
 Engines = Mapping[str, tuple[str, Mapping[str, Any]]]
-"""By name: model, and arguments of ``LLM``."""
+"""Engines by name: the model, and arguments of ``LLM``."""
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def run(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Of a server that runs as long as the tests of this file."""
+    """The port of a server that runs as long as the tests of this file."""
     (port,) = lmcache_server.free_ports(1)
     log = tmp_path_factory.mktemp("server") / "server.log"
     server = lmcache_server.LMCacheServer(["--port", str(port), "--l1-size-gb", "1"], log)
@@ -108,19 +108,19 @@ MODELS = {"single": "alternating", "hybrid": "alternating", "full": "full", "wid
 
 @pytest.fixture(scope="module")
 def plain(run: Run) -> Reports:
-    """By model, answers to prompts 1 to 3 of an engine without a connector."""
+    """The answers to prompts 1 to 3 of an engine without a connector, by model."""
     return run({name: (name, {}) for name in ("alternating", "full")}, seeds=(1, 2, 3))
 
 
 @pytest.fixture(scope="module")
 def by_itself(run: Run, port: int) -> Reports:
-    """Without this package; on the same server as with it."""
+    """Engines without this package, on the same server as engines with it."""
     return run(engines_that_differ(port), PLUGIN_OFF)
 
 
 @pytest.fixture(scope="module")
 def stored(run: Run, port: int) -> Reports:
-    """With this package: the first process on the server."""
+    """Engines with this package, in the first process on the server."""
     return run(engines_that_differ(port))
 
 

@@ -54,7 +54,7 @@ def samples(text: str) -> dict[str, dict[str, float]]:
 def test_metrics_and_log_say_what_retention_has_counted(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
 ) -> None:
-    """In one engine's process, whose metrics several processes could add up."""
+    """The test has one engine's process. The metrics could be added up over several processes."""
     environ = {INTERVAL: "0", "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     plans = {"": Plan(tiny_model, ["chat"], "metrics")}
     served = serve(tmp_path_factory, plans, environ)[""]

@@ -128,7 +128,7 @@ def test_interval_leaves_a_checkpoint_at_each_multiple(layout_name: str) -> None
                 world.finish(request)
             branches = [[*prompt[:end], *range(1000, 1100)] for end in range(1, num_tokens)]
             dense_hits = [dense.hit_tokens(dense.request(branch)) for branch in branches]
-            # With EAGLE, some multiples within the first window cannot be hit at all.
+            # EAGLE cannot hit some multiples within the first window.
             checkpoints = {hit for hit in dense_hits if hit % interval_tokens == 0}
             for branch, dense_tokens in zip(branches, dense_hits, strict=True):
                 found = sparse.hit_tokens(sparse.request(branch))
@@ -245,7 +245,7 @@ def test_prefixes_that_requests_share_are_hit(layout_name: str) -> None:
                 hinted = hits(small, [num_shared_tokens])
                 case = f"EAGLE {sorted(eagle_group_ids)}, {num_shared_tokens} shared"
                 assert hinted[1] >= dense[1], case
-                # Without full attention, nothing tells where requests part.
+                # A layout without full attention does not show where requests part.
                 assert pressed[2] >= dense[2] or layout_name == "window only", case
                 num_hits += dense[1] > 0
                 num_missed += pressed[1] < dense[1]
@@ -322,7 +322,7 @@ def test_interval_of_the_configuration_stays_where_retention_has_nothing_to_do()
 
 @pytest.mark.vllm(">=0.30")
 def test_blocks_that_a_drafter_computes_again_are_not_cached() -> None:
-    """Of the last tokens, MTP of several modules computes its KV again with what follows."""
+    """MTP of several modules computes the KV of the last tokens again with the next tokens."""
     layout = Layout((full(4), window(4, 9)), frozenset({1}))
     with retention_installed():
         world = BlockManager(layout, 0, NUM_BLOCKS, num_prefill_lookahead=3)
@@ -419,7 +419,7 @@ def test_no_step_more_where_a_step_ends_before_the_last_tokens_anyway(num_tokens
 
 @pytest.mark.parametrize("is_running", [False, True])
 def test_a_prefix_recovers_from_blocks_that_a_connector_uncached(is_running: bool) -> None:
-    """Once it is computed again, checkpoints keep the blocks that it has now."""
+    """The prefix is computed again, and then checkpoints keep the blocks that it has now."""
     layout = Layout((full(4), window(4, 9)))
     with adaptive_retention():
         world = BlockManager(layout, None, SMALL_POOL_BLOCKS)
@@ -442,7 +442,7 @@ def test_a_prefix_recovers_from_blocks_that_a_connector_uncached(is_running: boo
 
 
 def test_a_long_path_of_checkpoints_is_dropped_with_its_engine() -> None:
-    """As long as a million tokens in small blocks make it; its end does not end the process."""
+    """The path is as long as a million tokens in small blocks. Its end does not end the process."""
     num_tokens = 1_000_000
     with adaptive_retention():
         world = BlockManager(Layout((window(4, 11),)), 4, num_tokens // 4 + 4000)

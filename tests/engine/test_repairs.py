@@ -133,7 +133,7 @@ RANDOM_RUNS: dict[str, tuple[Callable[[], Iterable[Workload]], int]] = {
     "discarded-frames": (with_resets, NUM_RESET_RUNS // 3),
     "preempted-in-step": (with_priorities, len(PRIORITY_SEEDS) // 2),
 }
-"""By repair: what runs into the defect; without the repair, more than so many runs fail."""
+"""By repair, workloads that run into the defect, and how many failing runs must be exceeded."""
 
 
 MENDED_SINCE_0_30 = ("two-phase-allocation", "drafts-in-flight", "discarded-frames")
@@ -158,7 +158,7 @@ def repairs_but(repair: str) -> AbstractContextManager[None]:
 
 
 def failures(workloads: Iterable[Workload]) -> list[str]:
-    """Of the runs in which a request reads or is answered what is not its own."""
+    """The failures of runs in which a request reads or answers what is not its own."""
     return [
         failure
         for each in workloads

@@ -89,7 +89,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), scheduled_tokens=st.integers(1, 20))
     def preempt_what_was_just_scheduled(self, data: st.DataObject, scheduled_tokens: int) -> None:
-        """By priority, within one scheduling step: its tokens are cached and never computed."""
+        """Preempt by priority, within one step: tokens that were cached are never computed."""
         request = data.draw(st.sampled_from(self.running))
         num_new_tokens = min(scheduled_tokens, request.num_tokens - request.num_computed_tokens)
         if num_new_tokens and self.world.manager.allocate_slots(request, num_new_tokens) is None:

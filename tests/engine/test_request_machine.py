@@ -75,13 +75,13 @@ MAX_STEPS_TO_THE_END = 1500
 STEP_S = 0.2
 MAX_LIVE_REQUESTS = 12
 MAX_ROUNDS = 3
-"""Of random examples: a round may well miss something that is rare."""
+"""The maximum number of rounds of random examples. One round may miss a rare event."""
 
 NUM_EXAMPLES = sampled(35)
-"""Of each kind of layout."""
+"""The number of examples of each kind of layout."""
 
 SEPARATOR = 62
-"""Nothing that is sampled, and in no document."""
+"""The separator, which is never sampled, and is in no document."""
 
 _rng = random.Random("documents")
 DOCUMENTS = [tuple(tokens(_rng, length)) for length in (40, 53, 32, 37, 120, 16)]
@@ -141,7 +141,7 @@ SCRIPTS = st.builds(
     max_per_step=st.sampled_from([None, None, 1, 2]),
 )
 LOST_SHARES = st.sampled_from([0.3, 0.15, 0.6, 0.0])
-"""Of the entries of the tier."""
+"""The shares of the tier's entries that are lost."""
 
 SALTS = st.sampled_from([None, None, None, "salt"])
 PROMPTS = st.lists(st.integers(0, len(DOCUMENTS) - 1), min_size=1, max_size=5)
@@ -150,9 +150,9 @@ SEEDS = st.integers(0, 99)
 NEW_TOKENS = st.integers(1, MAX_NEW_TOKENS)
 ASKED = {"max_tokens": NEW_TOKENS, "salt": SALTS, "priority": st.integers(0, 2)}
 BEGINNING = tuple(tokens(random.Random("beginning"), 7))
-"""Of many prompts."""
+"""The common beginning of many prompts."""
 PLAIN: dict[str, Any] = {SEGMENTS_KEY: []}
-"""Of a request that wants all of its prompt computed."""
+"""The arguments of a request that wants all of its prompt computed."""
 
 WRONG_SEGMENTS = ([[0, 4], [3, 9]], [[0, 1 << 20]], [[-2, 5]], [[7, 3]], "no pairs", [[1]])
 
@@ -359,7 +359,7 @@ class RequestMachine(RuleBasedStateMachine):
         self.engine: Any = None
         self.plans: dict[str, RequestPlan] = {}
         self.num_steps = 0
-        self.is_well = False  # Nothing has been found wrong.
+        self.is_well = False  # Whether no fault has been found.
 
     @initialize(data=st.data(), engine=ENGINES, connector=CONNECTORS, script=SCRIPTS)
     def start(
@@ -537,12 +537,12 @@ class RequestMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.scheduler.running)
     @rule(left=st.integers(0, 2))
     def step_without_room(self, left: int) -> None:
-        """Somebody else has the free blocks of the pool: what runs is preempted."""
+        """Another request has the free blocks of the pool, so a running request is preempted."""
         self._step(self._take_free_blocks(left))
 
     @rule()
     def use_free_blocks(self) -> None:
-        """Somebody else has had them for a while."""
+        """Other requests take the free blocks for a while."""
         self.engine.block_pool.free_blocks(self._take_free_blocks(0))
 
     # What is lost.
@@ -711,7 +711,7 @@ class RequestMachine(RuleBasedStateMachine):
         return [r for r in self.engine.scheduler.requests.values() if not r.is_finished()]
 
     def _can_restart_running(self) -> bool:
-        """Not while a load writes to blocks."""
+        """Whether running requests may be restarted: not while a load writes to blocks."""
         scheduler = self.engine.scheduler
         loaded = scheduler.finished_recving_kv_req_ids | self.engine.held.loaded_hole_ids
         return all(

@@ -56,7 +56,7 @@ def plan(model: Path, *scenarios: str, **engine: object) -> Plan:
 
 @pytest.fixture(scope="module")
 def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> LazyReports:
-    """By setting, and others. What is right is ``uncached``: no plugin, no prefix caching."""
+    """The served engines, by setting. ``uncached`` is right: no plugin, no prefix caching."""
     plans = {name: {name: plan(tiny_model)} for name in SETTINGS}
     plans["stock"] |= {
         "uncached": plan(tiny_model, **NO_PREFIX_CACHING),
@@ -197,7 +197,7 @@ def test_engine_core_in_its_own_process(
 
 @pytest.mark.main_version
 def test_bad_interval_is_refused_at_start_up(tiny_model, tmp_path_factory):
-    # Of every kind: tests/unit/retention.
+    # tests/unit/retention has every kind of fault.
     text, fault = f"{BLOCK_TOKENS + 1}", f"{BLOCK_TOKENS}"
     nearest = f"{BLOCK_TOKENS} and {2 * BLOCK_TOKENS}"
     plans = {"": Plan(tiny_model, (), "retention")}

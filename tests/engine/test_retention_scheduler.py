@@ -63,7 +63,7 @@ INSTALLED = {"adaptive": adaptive_retention, "interval": retention_installed}
 
 
 def workload_of_seed(layout: Layout, seed: int) -> Workload:
-    # Without events keys are short, and other functions look them up.
+    # Keys are short without events, and other functions look them up.
     return with_options(random_workload(layout, seed), events=seed % 4 != 1)
 
 
@@ -129,7 +129,7 @@ def test_sample_exercises_what_it_should() -> None:
 
 
 def test_windows_outlive_drafts_in_flight() -> None:
-    """That they do not in stock vLLM (#47728), `test_repairs` shows."""
+    """`test_repairs` shows that in stock vLLM they do not (#47728)."""
     num_workloads = 0
     with retention_installed(), retention_interval(0):
         for layout in SPARSE_LAYOUTS:
@@ -168,7 +168,7 @@ def plain_workloads(layout: Layout) -> list[Workload]:
     ],
 )
 def test_stock_violates(make_checks: Callable[[Workload], list[Check]], violation: str) -> None:
-    """With vLLM's own interval 0."""
+    """Stock runs with its own interval 0."""
     with retention_interval(0):
         assert violation in first_violation(plain_workloads(MAMBA_WINDOW), make_checks)
 

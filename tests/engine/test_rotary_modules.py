@@ -73,7 +73,7 @@ ROPES = {
     "Gemma 4": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
     "Gemma 4, whole": {"rope_type": "proportional", "rope_theta": 1e6},
 }
-if find_spec(f"{rotary_embedding.__name__}.telechat3_scaling_rope"):  # Not since vLLM 0.30.
+if find_spec(f"{rotary_embedding.__name__}.telechat3_scaling_rope"):  # vLLM 0.30 lacks it.
     ROPES["TeleChat 3"] = {"rope_type": "telechat3-yarn", **YARN}
 
 
@@ -94,7 +94,7 @@ def rope(
 
 
 def classes_of_vllm() -> dict[str, type]:
-    """By full name: every module of torch that the package defines."""
+    """Every module of torch that the package defines, by full name."""
     found = {}
     for info in pkgutil.iter_modules(rotary_embedding.__path__):
         module = importlib.import_module(f"{rotary_embedding.__name__}.{info.name}")
@@ -110,7 +110,7 @@ NOT_EMBEDDINGS = {f"{ApplyRotaryEmb.__module__}.{ApplyRotaryEmb.__qualname__}"}
 
 
 def installed(names: Iterable[str]) -> set[str]:
-    """Those classes whose module this vLLM has: each of its releases has some of its own."""
+    """The classes whose module this vLLM has. Each release has some of its own."""
     return {name for name in names if find_spec(name.rpartition(".")[0])}
 
 
@@ -127,7 +127,7 @@ def test_every_class_that_is_read_is_checked_below() -> None:
 @pytest.mark.parametrize("name", sorted(installed(REFUSED)))
 def test_the_other_classes_are_refused_with_the_reason(name: str) -> None:
     cls = classes_of_vllm()[name]
-    # Some of them cannot be built without an accelerator; the class decides.
+    # Some classes cannot be built without an accelerator, but the class alone decides.
     with pytest.raises(BlendingError) as caught:
         read_rotary_signature(cls.__new__(cls), torch.bfloat16)
     assert str(caught.value).startswith(
@@ -148,7 +148,7 @@ def test_keys_are_moved_as_the_module_would(name: str, is_neox_style: bool, dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_the_rotated_part_of_a_latent_is_moved(dtype: torch.dtype) -> None:
-    """Of an MLA row: the module knows its 64 elements only, which lie behind 512 others."""
+    """The module knows only its 64 elements of an MLA row, which lie behind 512 others."""
     module = get_rope(64, POSITIONS, False, dict(ROPES["DeepSeek, attention factor"]), dtype)
     signature = read_rotary_signature(module, dtype, head_elements=576, offset_elements=512)
     assert signature.rotary_elements == 64

@@ -149,7 +149,7 @@ def decided(workload: Workload) -> Transcript | str:
 
 
 def differing(ones: list[Transcript | str], others: list[Transcript | str]) -> dict[str, str]:
-    """By name of workload, the first decision that differs."""
+    """The first decision that differs, by name of workload."""
     found = {}
     for workload, one, other in zip(WORKLOADS, ones, others, strict=True):
         if isinstance(one, str) or isinstance(other, str):

@@ -120,7 +120,7 @@ def test_contexts_begin_like_prompts(layout: PagedLayout) -> None:
 
 
 def test_documents_are_learned_once_more_when_it_is_known_what_prompts_begin_with() -> None:
-    """Where two requests have them; until then, what is stored is reused."""
+    """They are learned once two requests have them. Until then, stored segments are reused."""
     with choosing(segments={"sink": None}) as engine:
         store(engine, *FIRST, *LATER[:2])
         num_learned = len(engine.learned)
@@ -177,7 +177,7 @@ def test_nothing_of_a_context_is_answered_to_a_client() -> None:
 
 
 def test_documents_of_the_context_are_stored_once_more() -> None:
-    """By requests of the engine's own; until then they are reused as they were stored."""
+    """The engine's own requests store them. Until then they are reused as they were stored."""
     with choosing() as engine:
         store(engine, *FIRST[:-1])
         engine.segments.learning.is_held = True
@@ -194,7 +194,7 @@ def test_documents_of_the_context_are_stored_once_more() -> None:
 
 
 def test_behind_a_context_that_host_memory_has_lost_documents_are_stored_once_more() -> None:
-    """Once two requests would have reused them there."""
+    """They are stored once two requests would have reused them there."""
     with choosing() as engine:
         store(engine, *FIRST, *LATER)
         segments = engine.segments.store
@@ -275,7 +275,7 @@ def test_after_a_reset_two_requests_are_enough_again() -> None:
 
 
 def test_nothing_is_learned_behind_what_is_past() -> None:
-    """Not where a document is too long for the latest context, nor by the prompt that made it."""
+    """Too long documents, and the prompt that made the latest context, learn nothing."""
     options = {"learn": True, "sink": None}
     with choosing(segments=options, max_model_len=384) as engine:
         store(engine, *FIRST)
@@ -388,7 +388,7 @@ def test_documents_behind_contexts_wait_for_what_nobody_has_stored() -> None:
 
 
 def test_a_salt_whose_contexts_were_forgotten_gets_some_again() -> None:
-    """From documents that are stored already."""
+    """Contexts are made from documents that are stored already."""
     with choosing() as engine:
         store(engine, *FIRST)
         engine.segments.store.contexts.clear()

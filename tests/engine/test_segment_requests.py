@@ -59,7 +59,7 @@ def test_what_two_requests_have_had_is_reused_by_the_third(
     layout: PagedLayout, is_async: bool
 ) -> None:
     with learning_engine(layout, is_async=is_async) as engine:
-        # Else all of a segment as short as these lies within a window of its beginning.
+        # Otherwise a window covers the whole of such a short segment.
         engine.choose(min_head_tokens=0)
         engine.answer(ONE, OTHER)
         assert not engine.learned
@@ -161,7 +161,7 @@ def test_it_is_taken_back_where_a_request_has_to_wait_for_it() -> None:
 
 
 def test_no_request_is_preempted_for_it() -> None:
-    """Upstream would preempt the one that was admitted last, whoever lacks blocks."""
+    """Upstream would preempt the request that was admitted last, whichever request lacks blocks."""
     steps = {"max_num_batched_tokens": 32, "long_prefill_tokens": 16}
     with learning_engine(reserve_full_prompt=False, **steps) as engine:
         engine.begin_learning(LONGEST)
@@ -170,7 +170,7 @@ def test_no_request_is_preempted_for_it() -> None:
         assert len(engine.scheduler.running) == 2
         taken = engine.block_pool.get_new_blocks(engine.block_pool.get_num_free_blocks())
         for _ in range(4):
-            BlendingEngine.step(engine)  # Somebody else's blocks are not those of a request.
+            BlendingEngine.step(engine)  # Blocks of another request do not belong to this request.
         engine.block_pool.free_blocks(taken)
         assert not engine.own_ids and not client.num_preemptions
         engine.serve()
@@ -190,7 +190,7 @@ def test_it_is_taken_back_where_what_has_been_loaded_cannot_go_on(is_blended: bo
         if is_blended:
             engine.ask(QUESTION, ONE, QUESTION, max_tokens=1)
         else:
-            engine.num_asked = 1  # Whose prompt is the same.
+            engine.num_asked = 1  # The client has the same prompt.
             engine.ask(LONG, extra_args=plain, max_tokens=1)
             engine.num_asked = len(engine.requests)
         engine.ask(tokens(_rng, 200), extra_args=plain)
@@ -206,7 +206,7 @@ SLOW_STORES = {"script": TransferScript(max_per_step=1), "connector": {"host_mem
 
 
 def test_it_waits_for_the_stores_of_others() -> None:
-    """Nobody but itself waits: it is not taken back, and does not have to be seen twice again."""
+    """Only this request waits: it is not taken back, and two requests need not have it again."""
     documents = [tuple(tokens(_rng, 150)) for _ in range(4)]
     with learning_engine(num_blocks=100, max_num_batched_tokens=512, **SLOW_STORES) as engine:
         engine.queue(*documents)
@@ -288,7 +288,7 @@ def stopping(engine: LearningEngine, shutdown_timeout: int) -> EngineCoreProc:
 @pytest.mark.parametrize("shutdown_timeout", [0, 30], ids=["abort", "drain"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
 def test_a_shutdown_does_not_wait_for_it(shutdown_timeout: int, is_async: bool) -> None:
-    """Nothing of it goes on, or begins in the steps that are left: host memory ends, too."""
+    """No request goes on or begins in the remaining steps, because host memory ends, too."""
     with learning_engine(max_num_batched_tokens=32, is_async=is_async) as engine:
         engine.begin_learning(LONG, ONE, OTHER)
         client = engine.ask(QUESTION)
@@ -671,7 +671,7 @@ def test_nobody_waits_for_more_blocks_than_the_pool_has(num_blocks: int) -> None
     """Windows of what is computed between segments take blocks beside those of the request."""
     with learning_engine(GEMMA, num_blocks=num_blocks, segments=STORED_ONLY) as engine:
         engine.choose(min_tokens=1)
-        engine.clock = lambda: 0.0  # Nobody has ever waited for long.
+        engine.clock = lambda: 0.0  # No request has ever waited for long.
         for document in (ONE, OTHER):
             engine.store(document)
         engine.serve()
@@ -715,7 +715,7 @@ def test_segments_that_were_read_well_stay_when_a_load_fails() -> None:
 def test_a_segment_is_given_up_for_the_blocks_of_its_own_request(
     num_tokens: int, is_stored: bool
 ) -> None:
-    """In a pool that has just enough for a request, without the windows that its store needs."""
+    """The pool has just enough for a request, without the windows that its store needs."""
     options = {"num_blocks": 33, "max_model_len": 448, "max_num_batched_tokens": 20}
     with learning_engine(GPT_OSS, **options) as engine:
         engine.store(tokens(random.Random(3), num_tokens))

@@ -39,7 +39,7 @@ def sharing(
     shared = {"shared_tier": f"file://{folder}", **more.pop("connector", {})}
     segments = {"learn": False, **(segments or {})}
     with learning_engine(layout, connector=shared, segments=segments, **more) as engine:
-        # Else all of a segment as short as these lies within a window of its beginning.
+        # Otherwise a window covers the whole of such a short segment.
         engine.choose(min_head_tokens=0)
         yield engine
 
@@ -53,7 +53,7 @@ def store_in(folder: Path, *documents: tuple[int, ...], **more: Any) -> None:
 
 
 def names_of(folder: Path) -> list[str]:
-    """Those of the objects, without keys."""
+    """The names of the objects, without keys."""
     return sorted(path.name.rpartition("-")[0] for path in objects(folder))
 
 
@@ -74,7 +74,7 @@ def test_a_reset_while_a_segment_is_being_stored(
         engine.store(ONE)
         engine.serve()
         assert engine.segments.checks.are_passed
-        engine.send(tokens(random.Random(5), 20), 40)  # Somebody runs: nothing is drained.
+        engine.send(tokens(random.Random(5), 20), 40)  # A request runs, so nothing is drained.
         engine.step()
         engine.store(OTHER)
         (worker,) = engine.workers
@@ -102,7 +102,7 @@ def test_a_segment_that_one_engine_has_stored_is_reused_by_another(
 
 
 def test_nothing_of_the_first_engine_is_needed_but_the_folder(tmp_path: Path) -> None:
-    """Nobody has compared keys here: the engine that put them has."""
+    """No worker has compared keys here, but the engine that put the segments has."""
     store_in(tmp_path, ONE)
     with sharing(tmp_path) as engine:
         assert not engine.segments.checks.are_passed
@@ -167,7 +167,7 @@ def test_learned_segments_are_shared(tmp_path: Path) -> None:
             engine.answer(ONE)
     with sharing(tmp_path, segments={"learn": True}) as engine:
         rng = random.Random(1)
-        for _ in range(3):  # Not the prompts of before: these are reused exactly.
+        for _ in range(3):  # The earlier prompts would be reused exactly, so others are sent.
             assert reused_tokens(engine, tuple(tokens(rng, 30)), ONE) == len(ONE) - HEAD_TOKENS
         assert ONE not in engine.learned
 
@@ -217,7 +217,7 @@ def test_damaged_segments_are_computed(damage: str, tmp_path: Path) -> None:
         data[7] ^= 1
         path.write_bytes(data)
     with sharing(tmp_path) as engine:
-        # Of one of them all is computed: what is lost is its beginning.
+        # One of them is computed whole, because its beginning is lost.
         all_tokens = {len(ONE) - HEAD_TOKENS, len(OTHER) - HEAD_TOKENS}
         assert reused_tokens(engine, OTHER, ONE) in all_tokens
 

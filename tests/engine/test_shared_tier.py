@@ -132,7 +132,7 @@ def test_another_engine_hits_what_one_has_stored(
         counters = engine.side.counters
         assert counters.shared_requests["found"] == 1
         assert counters.transfer_bytes["get"] > 0 and not any(counters.shared_failures.values())
-        # Now host memory has it, and nobody is asked.
+        # Host memory has it now, and the tier is not asked.
         assert hit_tokens(engine, plan_of("b", prompt)) == floor(engine, len(prompt) - 1)
         assert sum(counters.shared_requests.values()) == 1
 
@@ -141,7 +141,7 @@ def test_another_engine_hits_what_one_has_stored(
 def test_a_prompt_that_parts_within_a_chunk_hits_to_the_last_unit(
     layout: PagedLayout, tmp_path: Path
 ) -> None:
-    """With windows or states: to where a tail was left; the prompt before ended there."""
+    """Layouts with windows or states hit up to a tail: the prompt before ended there."""
     unit = layout.unit_tokens
     prompt = prompt_of(layout, 1, 8)
     shared = prompt[: 5 * unit]  # A chunk has two units.
@@ -318,7 +318,7 @@ def test_other_seeds_and_releases_do_not_meet(
 def test_what_was_put_or_got_is_not_put_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a piece of a longer object, the rows do not lie as in one that was put as such."""
+    """The rows of a piece of a longer object do not lie as in an object of that piece."""
     puts, put = Counter[str](), FilesTier.put
 
     def counted(tier: FilesTier, each: SharedObject) -> Answer:
@@ -384,11 +384,11 @@ def test_weights_that_a_worker_cannot_know_are_refused(tmp_path: Path) -> None:
 # What is used stays.
 
 
-NUM_OTHERS = 20  # Of which the folder holds about half.
+NUM_OTHERS = 20  # The folder holds about half of these.
 
 
 def let_pass(engine: SimulatedEngine, seconds: float) -> None:
-    """The scheduler side's clock goes on, and nobody else's."""
+    """Let time pass for the scheduler side's clock only."""
     before = engine.clock
     engine.clock = lambda: before() + seconds
 
@@ -398,7 +398,7 @@ def forget_host(engine: SimulatedEngine) -> None:
 
 
 def watch_touches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Sequence[str]]]:
-    """From now on: by which thread what is touched."""
+    """Record from now on which thread touches which objects."""
     seen: list[tuple[str, Sequence[str]]] = []
     touch = FilesTier.touch
 
@@ -416,7 +416,7 @@ def watch_touches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Sequence[s
 def test_what_is_used_all_the_time_stays_in_the_folder(
     layout: PagedLayout, num_workers: int, hits: str, tmp_path: Path
 ) -> None:
-    """Where it was before: the tier is not asked for it."""
+    """The prompt is still where it was, so the tier is not asked for it."""
     hot = prompt_of(layout, "hot")
     options = sharing(layout, tmp_path, shared_tier_bytes=num_workers << 17)
     with engine_of(
@@ -442,7 +442,7 @@ def test_what_is_used_all_the_time_stays_in_the_folder(
 def test_an_object_is_touched_once_in_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By threads of the workers, for all requests of a step at once."""
+    """Threads of the workers touch objects, for all requests of a step at once."""
     prompt = prompt_of(FULL, 1)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         engine.clock = lambda: 0.0
@@ -477,7 +477,7 @@ def test_few_objects_are_touched_at_once(tmp_path: Path, monkeypatch: pytest.Mon
 def test_all_of_a_prompt_is_touched_that_has_more_objects_than_are_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if it is used so seldom that its first ones may be touched again each time."""
+    """This holds even if its first objects may be touched again each time that it is used."""
     monkeypatch.setattr(limits, "MAX_TOUCHED", 4)
     prompt = prompt_of(FULL, 1, 20)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
@@ -540,7 +540,7 @@ def test_a_tier_is_not_closed_beneath_a_lookup_that_hangs(
 def test_what_is_used_and_was_removed_is_put_again(
     layout: PagedLayout, num_workers: int, tmp_path: Path
 ) -> None:
-    """By one worker that has lost it, or by all."""
+    """One worker has lost it, or all have."""
     prompt = prompt_of(layout, 1)
     options = sharing(layout, tmp_path)
     with engine_of(layout, offloading=options, num_workers=num_workers) as engine:
@@ -762,7 +762,7 @@ def timed_steps(engine: SimulatedEngine, plan: RequestPlan) -> tuple[float, floa
 def test_a_tier_that_hangs_is_not_waited_for(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And left alone, until it goes on; what comes late is for later requests."""
+    """The tier is left alone until it goes on. Late answers serve later requests."""
     prompt = prompt_of(FULL, 1)
     store_in(tmp_path, FULL, prompt)
     slow = Slow(monkeypatch, call)
@@ -797,7 +797,7 @@ class Hanging:
             return call(tier, what, *more)
 
         monkeypatch.setattr(FilesTier, name, hang)
-        monkeypatch.setattr(backend, "MAX_HANG_S", 0.05)  # Of threads; the clock is the engine's.
+        monkeypatch.setattr(backend, "MAX_HANG_S", 0.05)  # The limit of threads.
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -807,7 +807,7 @@ def test_one_get_that_hangs_ends_nothing(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its place is used by nobody until it ends, and what it was for is computed and stored."""
+    """No other job uses its place until it ends. Its tokens are computed and stored."""
     see_log(caplog, monkeypatch)
     monkeypatch.setattr(files, "_MAX_GET_THREADS", num_threads)
     prompts = [prompt_of(FULL, seed) for seed in range(12)]
@@ -860,7 +860,7 @@ def test_a_get_that_hangs_while_others_come_is_not_waited_for(
     store_in(tmp_path, FULL, *prompts)
     hanging = Hanging(monkeypatch)
     hanging.is_hanging = lambda name: not hanging.begun
-    monkeypatch.setattr(limits, "MAX_STALL_S", 1e6)  # Of others something comes in time.
+    monkeypatch.setattr(limits, "MAX_STALL_S", 1e6)  # Other gets bring something in time.
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         engine.add_request(plan_of("hangs", prompts[0]))
         for number, prompt in enumerate(prompts[1:]):
@@ -1039,7 +1039,7 @@ def test_notes_of_another_tenant_are_not_believed(tmp_path: Path) -> None:
             notes -= {path for each in links.values() for path in each.values()}
             target = {path: os.path.basename(os.readlink(path)) for path in notes}
             place = {path: name.rsplit("-", 1)[0] for path, name in target.items()}
-            # Of several units of a chunk, any.
+            # Any link of several units of a chunk will do.
             links[salt] = {name: path for path, name in sorted(place.items(), reverse=True)}
     assert links["a"].keys() == links["b"].keys() and links["a"]
     for place, link in links["b"].items():
@@ -1226,7 +1226,7 @@ def test_a_put_that_fails_is_tried_again_later(
         failures = engine.side.counters.shared_failures
         assert failures["put_unreachable"] > 0
         serve(engine, plan_of("c", prompt))
-        assert objects(tmp_path) == []  # Not yet.
+        assert objects(tmp_path) == []  # No object is there yet.
         let_pass(engine, limits.PAUSE_S)
         serve(engine, plan_of("d", prompt))
         assert objects(tmp_path)
@@ -1234,7 +1234,7 @@ def test_a_put_that_fails_is_tried_again_later(
 
 
 def test_after_a_reset_of_the_connector_nothing_is_shared(tmp_path: Path) -> None:
-    """As when weights are replaced in memory."""
+    """This happens when weights are replaced in memory."""
     prompt = prompt_of(FULL, 1)
     store_in(tmp_path, FULL, prompt)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
@@ -1364,7 +1364,7 @@ def test_the_soak_has_met_everything(soaked: Counter[str]) -> None:
     assert {name for name in (*named, "flipped", "cut", "vanished") if not soaked[name]} == set()
 
 
-# Without the option.
+# An engine without the option.
 
 
 def test_without_the_option_nothing_of_it_is_imported(tmp_path: Path) -> None:
@@ -1377,7 +1377,7 @@ assert not [name for name in sys.modules if "shared_" in name and "kvext" in nam
 
 
 def test_without_the_option_there_is_no_thread() -> None:
-    before = {*threading.enumerate()}  # Those of other tests may still end.
+    before = {*threading.enumerate()}  # Threads of other tests may still end.
     with engine_of(FULL) as engine:
         serve(engine, plan_of("a", prompt_of(FULL, 1)))
         started = {*threading.enumerate()} - before

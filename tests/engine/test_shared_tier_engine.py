@@ -50,7 +50,7 @@ class Sharing:
 
     def plan(self, scenario: str = "shared", model: Path | None = None, **engine: Any) -> Plan:
         options = {"shared_tier": self.url, "store_policy": "all"}
-        # In this process the device's own prefix cache would hide what is got.
+        # The device's own prefix cache would hide in this process what is got.
         return Plan(
             model or self.model,
             (scenario,),
@@ -215,7 +215,7 @@ def test_another_vllm_does_not_meet(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With all else equal, the block size, too; each meets its own."""
+    """All else is equal, the block size, too. Each engine meets its own kind."""
     sharing = Sharing(model_folder("full"), tmp_path_factory)
     hits = [(length - 1) // 32 * 32 for length in SHARED_LENGTHS]
     monkeypatch.delenv(preloaded.VARIABLE, raising=False)
@@ -258,9 +258,9 @@ def test_an_engine_that_dies_or_stops_in_a_put_harms_nobody(
     sharing = Sharing(model_folder("full"), tmp_path_factory)
     reference = sharing.reference()
     with sharing.running("shared_for_long") as engine:
-        # Beyond what `shared` puts: so it is at the rest.
+        # These are more objects than `shared` puts, so the engine is at the rest.
         until(lambda: len(objects(sharing.folder)) > 40, engine)
-        # In a put: a file has no name of its own yet.
+        # The engine is in a put: a file has no name of its own yet.
         until(lambda: any("." in path.name for path in objects(sharing.folder)), engine)
         engine.send_signal(how)
         served = sharing.serve()

@@ -47,7 +47,7 @@ class Folder:
 
 @pytest.fixture(scope="module")
 def folder(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """Where an engine has stored what faults ask for."""
+    """A folder in which an engine has stored what faults ask for."""
     found = Folder(model_folder("full"), tmp_path_factory)
     found.serve("store").check_nothing_is_left()
     return found

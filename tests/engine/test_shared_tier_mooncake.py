@@ -108,7 +108,7 @@ def test_engines_share_at_the_same_time(running: Servers) -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_wrong_bytes_are_computed(running: Servers) -> None:
-    """Whatever somebody else has written over the objects."""
+    """Another process has overwritten the objects with wrong bytes."""
     prompt = prompt_of(FULL, "wrong", 12)
     store_in(running, FULL, prompt)
     with engine_of(FULL, offloading=sharing(FULL, running)) as engine:
@@ -200,13 +200,13 @@ def test_requests_go_on_whatever_becomes_of_a_server(
             # After a minute Mooncake gives up, and may go on writing: see `MooncakeTier`.
             is_given_up = (call, server, how) == ("get", "owner", signal.SIGSTOP)
             while engine.side.secondary._jobs.num_under_way:
-                # Until what hangs has ended: its place was kept. No step is made for it alone.
+                # Serve until the hanging call has ended; its place is kept. No step is made for it alone.
                 serve(engine, plan_of(f"while {(number := number + 1)}", prompts[0][:5]))
                 time.sleep(0.1)
                 taken_s = time.monotonic() - began_s
                 assert taken_s < 200
                 if is_given_up and taken_s > 90:
-                    break  # Its place, and those of the gets behind it, are nobody's any more.
+                    break  # Its place, and the places of the gets behind it, are lost.
             else:
                 assert not is_given_up
                 serve(engine)

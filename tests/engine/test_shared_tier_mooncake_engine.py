@@ -107,7 +107,7 @@ def test_engines_that_differ_do_not_meet(first: Served, stored: Stored) -> None:
 def test_wrong_bytes_without_a_right_seal_are_computed(
     first: Served, stored: Stored, reference: Served
 ) -> None:
-    """And removed: what follows stores them again."""
+    """Such objects are removed, and later requests store them again."""
 
     def flipped(content: bytes, number: int) -> bytes:
         at = number * 97 % len(content)
@@ -125,7 +125,7 @@ def test_wrong_bytes_without_a_right_seal_are_computed(
 @pytest.mark.main_version
 def test_wrong_bytes_would_change_answers(stored: Stored, reference: Served) -> None:
     """A control: seals that are right for zeros."""
-    stored.serve()  # Whatever was removed before.
+    stored.serve()  # This stores again what was removed before.
     stored.overwrite(lambda content, _: bytes(len(content)), fits=True)
     served = stored.serve()
     assert served.hit_tokens("shared") == HITS

@@ -123,7 +123,7 @@ def preempt(engine: SimulatedEngine, name: str) -> None:
 
 
 def fail(engine: SimulatedEngine, name: str, has_hole: bool) -> None:
-    """Without a hole, a part of the load fails; with one, all of it."""
+    """Let a part of the load fail if there is no hole, or all of it if there is one."""
     if has_hole:
         make_holes(engine, (64, 192))
     fail_next(engine, *(range(1, 40) if has_hole else (1, 3)))
@@ -237,14 +237,14 @@ def test_another_function_is_there_while_segments_are_learned(is_async: bool) ->
             assert num_times_off(planned) == number + 1
 
 
-# Nothing comes out differently than with another function around every step.
+# The results equal those of an engine with another function around every step.
 
 
 _take_new_holes = HoleQueue.take_new_holes
 
 
 class StandingParts(StepParts):
-    """Around every step, and hits are corrected behind it."""
+    """Another function stands around every step, and hits are corrected after it."""
 
     def add(self, part: Any) -> None:
         super().add(part)
@@ -261,7 +261,7 @@ class StandingParts(StepParts):
 
 @pytest.fixture
 def standing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From the call on, engines are made with `StandingParts`."""
+    """Make engines with `StandingParts` from the call on."""
 
     def stand() -> None:
         monkeypatch.setattr(patched_scheduler, "StepParts", StandingParts)
@@ -332,7 +332,7 @@ def test_segments_are_learned_in_the_same_steps(
     seen: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also those that a lookup asks for, and those that are tried again after a reset."""
+    """So are segments that a lookup asks for, and segments that are tried again after a reset."""
 
     def learn(engine: LearningEngine) -> None:
         for document in (ONE, OTHER, ONE):

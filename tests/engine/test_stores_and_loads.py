@@ -122,7 +122,7 @@ def test_an_engine_whose_prompts_are_too_short_to_hit_is_warned(
 
 @pytest.mark.parametrize(("policy", "hits"), [("all", [0, 1, 1]), ("second_touch", [0, 0, 1])])
 def test_whole_chunks_of_what_is_aborted_are_stored(policy: str, hits: list[int]) -> None:
-    """As soon as they are computed, if somebody else has had them, or all is stored; not more."""
+    """They are stored once computed, if another request has had them or all is stored; not more."""
     connector = offloading(FULL, store_policy=policy, chunk_tokens=16)
     found = []
     with engine_of(FULL, offloading=connector, max_num_batched_tokens=24) as engine:
@@ -166,7 +166,7 @@ def test_stores_leave_blocks_for_others() -> None:
 
 
 def referenced_in_steps(engine: SimulatedEngine) -> list[int]:
-    """From now on, the blocks that are kept for transfers while steps are computed."""
+    """Record from now on the blocks that are kept for transfers while steps are computed."""
     found: list[int] = []
     watch(engine.runner, "execute", lambda *_: found.append(engine.held.num_referenced_blocks))
     return found
@@ -260,7 +260,7 @@ def test_a_store_that_fails_on_one_worker_is_worth_nothing(failing: int) -> None
 
 @pytest.mark.parametrize("is_under_way", [False, True], ids=["planned", "under way"])
 def test_stores_that_are_abandoned_hold_nothing_and_are_worth_nothing(is_under_way: bool) -> None:
-    chunk = offloading(FULL, chunk_tokens=512)  # Nothing is stored before the end.
+    chunk = offloading(FULL, chunk_tokens=512)  # Such a large chunk is stored at the end only.
     with engine_of(FULL, NEVER, offloading=chunk) as engine:
         engine.add_request(plan_of("first", PROMPT, max_tokens=1))
         while engine.scheduler.requests:
@@ -417,7 +417,7 @@ def test_requests_with_the_same_prefix_load_it_once(name: str) -> None:
 
 @pytest.mark.parametrize("hole_reuse", [False, True])
 def test_a_load_that_costs_more_than_computing_is_not_made(hole_reuse: bool) -> None:
-    """Where time stands still for the scheduler, computing costs nothing, and copies do."""
+    """The scheduler's clock stands still, so computing costs nothing, but copies do."""
     connector = offloading(FULL, load_if_slower=False, hole_reuse=hole_reuse)
     with engine_of(FULL, offloading=connector) as engine:
         engine.clock = lambda: 100.0

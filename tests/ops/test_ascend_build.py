@@ -93,7 +93,7 @@ def test_the_error_says_what_is_missing(
 
 
 def test_a_cann_without_device_info_is_refused(tmp_path: Path, cann: Path) -> None:
-    """As 8.1.RC1."""
+    """CANN 8.1.RC1 is like this."""
     header = cann / "include" / "acl" / "acl.h"
     lines = header.read_text(encoding="utf-8").splitlines(keepends=True)
     header.write_text("".join(line for line in lines if "GetDeviceInfo" not in line))

@@ -46,7 +46,7 @@ class Copies:
         self.batches.append((list(map(weakref.ref, arrays)), direction))
 
     def run(self) -> None:
-        """As the device, some time later."""
+        """Run the enqueued work, as the device does some time later."""
         for found, _ in self.batches:
             arrays = [array() for array in found]
             assert None not in arrays, "an array was freed before the device had read it"

@@ -100,7 +100,7 @@ def test_reaches_the_host_by_the_devices_address(shim: Shim, direction: int) -> 
 
 
 def test_mapped_memory_stays_allocated_until_it_is_unmapped(shim: Shim) -> None:
-    """Else another buffer at the same address would be taken for mapped."""
+    """Otherwise another buffer at the same address would be taken for mapped."""
     backend = shim.backend()
     memory = np.zeros(4096, np.uint8)
     allocated = weakref.ref(memory)

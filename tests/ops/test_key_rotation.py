@@ -107,7 +107,7 @@ def rotated_cases(draw: st.DrawFn) -> RotatedCase:
 
 
 def numbers_of(data: Bytes, dtype: RowDtype) -> Numbers:
-    """Of bytes, in their order."""
+    """The numbers of bytes, in their order."""
     if dtype == RowDtype.FLOAT32:
         return data.view(np.float32).astype(np.float64)
     if dtype == RowDtype.FLOAT16:
@@ -174,7 +174,7 @@ def filled(case: RotatedCase, seed: int = 0) -> TransferMemory:
 
 
 def run(case: RotatedCase, memory: TransferMemory, num_threads: int = 1, streaming: int = -1):
-    """As callers do, unless it is said whether to stream."""
+    """Run a case as callers do. A ``streaming`` of 0 or 1 says whether copies bypass the caches."""
     if streaming in (0, 1):
         native().rotated_page_transfer(
             *memory.descriptors(case.transfer), *case.rotation, num_threads, streaming

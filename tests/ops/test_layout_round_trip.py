@@ -67,7 +67,7 @@ def test_deepseek_v4_byte_for_byte() -> None:
     ],
 )
 def test_parallelism_that_is_refused(name: str, message: str) -> None:
-    """Of vLLM's own config, whose scheduler then counts twice the tokens per block."""
+    """vLLM's own config makes its scheduler count twice the tokens per block."""
     vllm_config = VllmConfig()
     setattr(vllm_config.parallel_config, name, 2)
     with pytest.raises(LayoutError, match=message):

@@ -256,7 +256,7 @@ def store_into(pools: Pools, memory: TransferMemory) -> None:
 
 
 def test_pools_serve_until_their_memory_moves_and_once_it_is_registered_again() -> None:
-    """As a storage that sleep mode has freed, without a word."""
+    """Sleep mode frees a storage like this, without telling its users."""
     before, after = (
         TransferMemory.random(THREE_PLANES, seed=1),
         TransferMemory.random(THREE_PLANES, seed=2),

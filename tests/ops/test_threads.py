@@ -186,7 +186,7 @@ def run_on(memory: TransferMemory, placement: CopyPlacement) -> None:
 @needs_two_cpus
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_copies_run_on_the_named_cpus(pinned: int, num_threads: int) -> None:
-    """And not on the one that the caller is bound to."""
+    """Copies do not run on the CPU that the caller is bound to."""
     before = set(copy_threads())
     # A niceness of its own makes these threads new ones.
     placement = CopyPlacement.on(CPUS[1:], num_threads=num_threads, niceness=10 + num_threads)

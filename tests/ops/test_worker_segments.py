@@ -140,7 +140,7 @@ class Worker:
             self.backend.write_rows(keys, values, *self.backend.caches_of(name, tensor), slots)
 
     def run(self, *jobs: StoreJob | LoadJob) -> EndedJobs:
-        """To their end."""
+        """Run jobs to their end."""
         stores = tuple(job for job in jobs if isinstance(job, StoreJob))
         loads = tuple(job for job in jobs if isinstance(job, LoadJob))
         self.side.begin_step(ConnectorMetadata(stores=stores, loads=loads))
@@ -371,7 +371,7 @@ def test_holes_that_cover_all_of_a_load_in_parts(stored: Worker) -> None:
 
 
 def test_a_segment_that_does_not_fit_fails_the_job(stored: Worker) -> None:
-    """And its pages are among those that failed, also where the exact part ends before them."""
+    """The failed pages include the segment's pages, even if the exact part ends before them."""
     before = {name: tensor.clone() for name, tensor in stored.kv_caches.items()}
     null = (TablePart(0, (21, 1, 0, 13, 2)),)
     exact = TokenRange(0, 8)
@@ -573,7 +573,7 @@ def test_keys_that_do_not_turn_are_reported_once(make_worker) -> None:
 def make_token_worker(
     make_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Worker]:
-    """Of a model whose layers register two tensors: heads and elements of a head of each."""
+    """A worker of a model whose layers register two tensors, with heads and elements of each."""
 
     def make(*sizes: tuple[int, int], **attributes: Any) -> Any:
         by_token = partial(build_layout, addressing=RowAddressing.TOKENS)

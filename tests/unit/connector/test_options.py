@@ -26,7 +26,7 @@ GIB = 1 << 30
 FLAG = {True: True, False: False, "true": True, "false": False, " True ": True}
 NO_FLAG = (1, 0, "1", "yes", "", [True])
 
-# By key: default as it is shown, values with what becomes of them, wrong values.
+# The key, its default as it is shown, values with their results, and wrong values.
 TABLE: dict[str, tuple[str, list[tuple[Any, Any]], tuple[Any, ...]]] = {
     "host_memory_gib": (
         "8",

@@ -62,7 +62,7 @@ class Pages:
         return self.rows[index, slots].view(np.uint8)
 
     def keys(self, tokens: range) -> torch.Tensor:
-        """Of the checked layer. shape: [tokens, key heads, elements]."""
+        """Keys of the checked layer. shape: [tokens, key heads, elements]."""
         import torch
 
         found = self.rows[2, [slot_of(token) for token in tokens]]
@@ -98,7 +98,7 @@ class Step:
         self.probe: QuestionProbe = QuestionProbe(layer, self.pages, lambda: self.slots)
 
     def scores(self, *jobs: ProbeJob) -> dict[str, Any]:
-        """Of one step."""
+        """The scores of one step."""
         self.probe.begin_step(jobs)
         returned = self.attention.forward("layer", self.queries, "key", output=3)
         assert returned == ("computed", "layer", self.queries, "key", 3)

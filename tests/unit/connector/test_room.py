@@ -73,7 +73,7 @@ def test_windows_keep_what_all_steps_in_flight_have_left_behind() -> None:
 def test_request_that_the_pool_cannot_hold_never_loads() -> None:
     room = room_of(FULL, num_blocks=9)
     assert room.of_load("a", 40, 20) is Room.NEVER
-    # It computes instead, so nobody waits behind it.
+    # It computes instead, so no request waits behind it.
     assert room.of_load("b", 36, 20) is Room.YES
 
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 TOKENS = TokenRange(0, 128)
 NUM_PAGES, LAYER = 64, "model.layers.0.c4.attn"
-"""Of every small worker."""
+"""The pages of every small worker, and its first layer."""
 
 
 class Move:
@@ -165,7 +165,7 @@ def test_stores_of_a_forward_that_raised_are_reported_as_failed(
 
 
 def test_stores_before_a_step_have_ended_before_it(worker: SmallWorker, move: Move) -> None:
-    """Whatever is in the queue."""
+    """This holds whatever is in the queue."""
     move.gate.close()
     worker.begin(worker.job)
     move.gate.wait_for_arrival()
@@ -269,7 +269,7 @@ def test_of_a_load_that_fails_each_part_is_tried(
 def test_pages_of_a_failed_load_are_those_it_should_have_filled(
     worker: SmallWorker, move: Move
 ) -> None:
-    """Not those before its tokens, none that a window has left behind, and no null block."""
+    """Pages before its tokens, pages that a window has left, and null blocks do not count."""
     tokens = TokenRange(64, 192)
     tables = worker.tables_of(tokens)
     job = worker.store(2, tokens, tables)
@@ -369,7 +369,7 @@ def test_a_registration_of_other_pages_is_refused(worker: SmallWorker, make: Mak
 
 @pytest.mark.parametrize("end", ["shutdown", "end_transfers", "register"])
 def test_what_runs_ends_and_what_is_queued_fails(end: str, worker: SmallWorker, move: Move) -> None:
-    """The memory of pages may go away then, and nobody calls `register` again."""
+    """The memory of pages may go away then, and `register` is not called again."""
     move.gate.close()
     worker.begin(worker.job, worker.store(2, TOKENS, worker.tables))
     move.gate.wait_for_arrival()

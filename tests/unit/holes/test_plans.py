@@ -31,7 +31,7 @@ def plan_of(
     num_tokens: int = 48,
     min_run_tokens: int = 0,
 ) -> tuple[SmallTier, LoadPlan]:
-    """Of a prompt of some tokens; of a model with windows if ``tails`` are given."""
+    """The plan of a prompt of some tokens. A model with windows has ``tails``."""
     tier = SmallTier(needs_tails=tails is not None)
     for piece in pieces:
         tier.store(PROMPT, Piece.rows(*piece))

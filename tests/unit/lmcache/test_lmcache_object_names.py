@@ -67,7 +67,7 @@ def test_what_a_process_alone_knows_does_not_matter(changes: dict[str, Any]) -> 
 
 
 def test_both_sides_of_an_engine_agree_on_a_bundle_of_layers() -> None:
-    """Which the scheduler has as the spec of its first layer."""
+    """The scheduler has this bundle as the spec of its first layer."""
     wide = replace(FULL, head_size=32)
     worker = config(100, {"a": FULL, "b": wide}, (WINDOW, "c"))
     scheduler = config(100, (FULL, "a", "b"), (WINDOW, "c"))

@@ -10,7 +10,7 @@ from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.retention.geometry import GroupGeometry
 
 Cached = list[set[int]]
-"""Per group: the indices of its cached blocks."""
+"""The indices of cached blocks, per group."""
 
 
 def everything(groups: tuple[GroupGeometry, ...], num_tokens: int) -> Cached:

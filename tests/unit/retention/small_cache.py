@@ -244,7 +244,7 @@ class ModelPool:
         block.ref_cnt += 1
 
     def free(self, blocks: list[ModelBlock]) -> None:
-        """As ``patches/retention/block_pool.py`` has upstream do it."""
+        """Free blocks as ``patches/retention/block_pool.py`` has upstream do it."""
         uncached, cached, num_surplus = self.cache_state.split_freed(blocks[::-1])
         self.free_block_queue.append_n(self._drop(cached))
         if num_surplus:
@@ -255,7 +255,7 @@ class ModelPool:
 
     @staticmethod
     def _drop(blocks: list[ModelBlock]) -> list[ModelBlock]:
-        """One user less; those that nobody has any more."""
+        """Count one user less of each block; returns the blocks without users."""
         for block in blocks:
             block.ref_cnt -= 1
         return [block for block in blocks if not block.ref_cnt]
@@ -470,7 +470,7 @@ class ModelCache:
         return request.before_step_tokens
 
     def preempt(self, request: ModelRequest) -> None:
-        """As the repair ``preempted-in-step`` does: nothing stays cached that was not computed."""
+        """Preempt as with the repair ``preempted-in-step``: only computed tokens stay cached."""
         for manager in self.managers:
             first = request.num_computed_tokens // manager.geometry.block_tokens
             blocks = manager.req_to_blocks.get(request.request_id, [])[first:]
@@ -508,7 +508,7 @@ class ModelCache:
                 self.pool.uncache(block)
 
     def check(self) -> None:
-        """Whoever comes with the prompt of a checkpoint resumes there or later."""
+        """Check that a request with the prompt of a checkpoint resumes there or later."""
         is_exact = not self.pool.lost_unasked
         check_cache_state(self.retention, self.pool.blocks, self.pool.queue, is_exact)
         if not is_exact or self.geometry.use_eagle:

@@ -37,9 +37,9 @@ from vllm_ascend_kvext.retention.reasons import Origin
 MAX_RUNNING = 3
 CHOICE = st.integers(0, MAX_RUNNING - 1)
 MAX_PROBES = 256
-"""Of ``csrc/retention/use_rates.h``."""
+"""The constant of ``csrc/retention/use_rates.h``."""
 REMEMBERED = 8192
-"""Of ``csrc/retention/checkpoint_tree.cpp``."""
+"""The constant of ``csrc/retention/checkpoint_tree.cpp``."""
 
 
 class CheckpointTreeMachine(RuleBasedStateMachine):
@@ -137,7 +137,7 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
             assert self.cache.num_surplus == len(self.pool.blocks)
 
     def _check_that_full_blocks_are_cached(self, request: ModelRequest) -> None:
-        """In the step that fills them, where some hit reads every block of a window."""
+        """Check it in the step that fills blocks, where some hit reads every block of a window."""
         for manager in self.cache.managers:
             group = manager.geometry
             if group.kind is WINDOW and group.window_blocks * group.block_tokens >= UNIT_TOKENS:
@@ -386,7 +386,7 @@ def test_who_passes_a_boundary_whose_tail_holds_something_else_takes_it_anew() -
 
 
 def test_a_held_block_that_is_uncached_is_needed_no_longer_than_others() -> None:
-    """As a connector uncaches what it failed to load."""
+    """A connector uncaches blocks like this when it fails to load them."""
     cache, request, held = with_held_blocks(are_idle=False)
     for block in held:
         cache.pool.uncache_unasked(block)

@@ -61,7 +61,7 @@ class FreeOrderMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(1, 8))
     def allocate(self, number: int) -> None:
-        """Of what nothing needs: the first ones, in order."""
+        """Allocate the first blocks that nothing needs, in their order."""
         uncached, surplus, needed = self.parts()
         number = min(number, len(uncached) + len(surplus))
         taken = self.pool.allocate(number)
@@ -99,7 +99,7 @@ class FreeOrderMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def hit(self, data: st.DataObject) -> None:
-        """Once freed again, they go to the end of the surplus, as `free_some` checks."""
+        """Hit blocks. Freed again, they go to the end of the surplus, as `free_some` checks."""
         _, surplus, _ = self.parts()
         if surplus:
             blocks = self._draw(data, surplus)

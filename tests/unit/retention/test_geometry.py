@@ -70,7 +70,7 @@ def test_what_a_full_cache_hits_is_reached_and_one_tail_hits_it(
 @settings(max_examples=sampled(200))
 @given(geometry=geometries())
 def test_no_block_of_a_steady_tail_is_spare(geometry: HitGeometry) -> None:
-    """Beyond the first window, taking any block out of a tail loses the hit."""
+    """A tail behind the first window loses its hit if any of its blocks is taken out."""
     unit_tokens = geometry.unit_tokens
     boundary = geometry.reachable_tokens(12 * unit_tokens)
     limit = geometry.opens_at_tokens(boundary)

@@ -35,7 +35,7 @@ class RefusedError(Exception):
 
 
 def make_cache(layout: str = "full and window", has_events: bool = True) -> ModelCache:
-    """With events, upstream's functions cache every run, and all of them are answered."""
+    """Make a cache. With events, upstream's functions cache every run, and all are answered."""
     return ModelCache(layout, 60, has_events=has_events, is_upstreams=True)
 
 
@@ -58,7 +58,7 @@ def begin(cache: ModelCache, request: ModelRequest, state: RetainedRequest) -> A
 
 
 def cached_blocks(cache: ModelCache) -> list[list[int]]:
-    """Per group, which blocks of the request are cached."""
+    """The cached blocks of the request, per group."""
     return [
         [index for index, block in enumerate(manager.req_to_blocks["r"]) if block._block_hash]
         for manager in cache.managers

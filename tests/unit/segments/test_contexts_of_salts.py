@@ -27,7 +27,7 @@ def document(number: int, num_tokens: int = 3) -> tuple[int, ...]:
 def note_prompts(
     contexts: SegmentContexts, *beginnings: tuple[int, ...], cache_salt: str | None = None
 ) -> None:
-    """Of prompts with these tokens before their first segments, which differ."""
+    """Note prompts with these tokens before their first segments, which differ."""
     for number, before in enumerate(beginnings):
         segment = TokenRange(len(before), len(before) + 3)
         prompt = [*before, *document(1000 + number), *range(99)]
@@ -265,7 +265,7 @@ def test_prompts_of_other_salts_take_nothing_from_one(monkeypatch: pytest.Monkey
     note_prompts(contexts, *BEGUN)
     begun = token_ids_of(contexts)
     assert len(begun) == 6
-    for number in range(9):  # Nobody remembers its prompts; others come, and its contexts stay.
+    for number in range(9):  # The salt's prompts are forgotten; its contexts stay.
         note_prompts(contexts, *BEGUN, cache_salt=f"salt {number}")
     note_prompts(contexts, *[(*BEFORE[::-1], 1)] * NUM_PROMPTS)
     assert token_ids_of(contexts) == begun

@@ -81,9 +81,9 @@ def not_a_number(keys: np.ndarray, values: np.ndarray, model: Model) -> Any:
 
 
 WRONG: dict[str, Callable[[np.ndarray, np.ndarray, Model], Any]] = {
-    # As HunYuan's: a weight per element, behind the rotation.
+    # HunYuan scales keys like this: a weight per element, behind the rotation.
     "scaled": lambda k, v, model: (k * np.linspace(0.9, 1.1, HEAD), v),
-    # As learnt positions, which are added to embeddings: values know them, too.
+    # Learnt positions that are added to embeddings change values, too.
     "positions added": lambda k, v, model: (
         k + 0.2 * np.sin(model.positions / 50)[:, None, None],
         v,
@@ -92,9 +92,9 @@ WRONG: dict[str, Callable[[np.ndarray, np.ndarray, Model], Any]] = {
         k,
         v + 0.2 * np.cos(model.positions / 50)[:, None, None],
     ),
-    # As with a short convolution.
+    # A short convolution mixes keys like this.
     "the token before": lambda k, v, model: (k + 0.3 * np.roll(k, 1, axis=0), v),
-    # As a temperature that grows with the position.
+    # A temperature may grow with the position.
     "scaled by position": lambda k, v, model: (
         k * (1 + 0.1 * np.log(model.positions - 990))[:, None, None],
         v,
@@ -130,7 +130,7 @@ def test_another_signature_fails(dtype: RowDtype, read_as: dict[str, object]) ->
 
 
 def test_a_small_rotated_part_is_seen_beside_a_large_latent() -> None:
-    """Of MLA: the latent is most of a row's length."""
+    """The latent is most of the length of an MLA row."""
     signature = signature_of(RowDtype.BFLOAT16, num_pairs=4, offset=8)
 
     def latent(keys: np.ndarray, values: np.ndarray, model: Model) -> Any:
@@ -182,7 +182,7 @@ def test_a_text_with_enough_pairs_is_made_of_any(
     pairs = find_pairs(text)
     assert has_enough_pairs(text) and len(pairs) >= MIN_PAIRS
     assert len({other - one for one, other in pairs}) > 1 or num_different == 1
-    # Else its first chunk would be the document's, and not be stored and compared again.
+    # Otherwise its first chunk would be the document's, and would not be stored and compared again.
     assert num_different == 1 or text[:5] != document[:5]
 
 

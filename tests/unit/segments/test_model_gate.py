@@ -85,7 +85,7 @@ def test_with_little_room_fewer_segments_stand_together() -> None:
         prompts(room=100)
 
 
-# In which order, and of whom.
+# The order of the questions, and the engine that gets them.
 
 
 class FakeEngine:
@@ -138,7 +138,7 @@ def check(engine: FakeEngine, heads: Heads = HEADS, page_tokens: int = PAGE_TOKE
 
 
 def test_what_is_reused_lies_in_several_pages(engine: FakeEngine) -> None:
-    """In one page, whatever goes wrong with tables of pages is not seen."""
+    """Segments in one page would hide all faults of page tables."""
     check(engine, page_tokens=128)
     for segment in (each for question in engine.questions for each in question.segments):
         run = HEADS.reused(segment)

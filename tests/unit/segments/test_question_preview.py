@@ -25,7 +25,7 @@ from vllm_ascend_kvext.token_range import TokenRange
 
 MANY = 10_000
 OWN_IDS = [[101, 102, 103, 104, 105]]
-"""Of a request that goes on behind its 18th token."""
+"""The blocks of a request that goes on behind its 18th token."""
 
 HOLES = [TokenRange(0, 4), TokenRange(8, 12)]
 PLAN = PreviewPlan(TokenRange(18, 26), (TokenRange(2, 4),))

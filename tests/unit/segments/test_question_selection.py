@@ -11,7 +11,7 @@ from vllm_ascend_kvext.segments.question_selection import select_runs
 from vllm_ascend_kvext.token_range import TokenRange
 
 LENGTHS = ((0, 6), (1, 40), (0, 3))
-"""Of a segment's head, of what is reused of it, and of what is not stored."""
+"""Lengths of a segment's head, of its reused part, and of the part that is not stored."""
 Prompt = tuple[list[TokenRange], list[TokenRange], np.ndarray]
 
 

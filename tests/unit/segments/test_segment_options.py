@@ -29,7 +29,7 @@ KEYS = [option.key for option in SEGMENT_OPTIONS]
 FLAG = {True: True, False: False, "true": True, "false": False, " True ": True}
 NO_FLAG = (1, 0, "1", "yes", "", [True])
 
-# By key: default as it is shown, values with what becomes of them, wrong values.
+# The key, its default as it is shown, values with their results, and wrong values.
 TABLE: dict[str, tuple[str, list[tuple[Any, Any]], tuple[Any, ...]]] = {
     "selector": ("unset", [("question", Selector.QUESTION)], ("head", "QUESTION", True, "")),
     "head_tokens": ("unset", [(0, 0), (8, 8)], (-1, True, "16", 16.0)),
