@@ -34,7 +34,7 @@ INDEXER_HEAD_DIM = 128
 INDEXER_ON_A3 = {"dtype": torch.int8, "scale_dtype": torch.float16}
 
 NUM_LAYERS = 43
-"""A Flash-like model: two layers without compression, then ratios 4 and 128 in turn."""
+"""A model like Flash: two layers without compression, then ratios 4 and 128 in turn."""
 
 
 @dataclass(frozen=True, slots=True)

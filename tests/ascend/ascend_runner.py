@@ -136,7 +136,7 @@ def _runner_methods() -> list[ast.FunctionDef]:
 
 
 def _imported_by_the_runner(methods: Iterable[ast.AST]) -> dict[str, Any]:
-    """What these functions name, from where the runner imports it; not what needs a device."""
+    """The names that these functions use, from the runner's imports; none needs a device."""
     named = {node.id for each in methods for node in ast.walk(each) if isinstance(node, ast.Name)}
     found = {}
     for node in ast.walk(ast.parse(_text("worker/model_runner_v1.py"))):
@@ -166,7 +166,7 @@ def _text(path: str) -> str:
 
 
 def _compiled(functions: list[ast.FunctionDef], namespace: dict[str, object]) -> type:
-    """A class that has these functions; their annotations are not looked up."""
+    """A class that has these functions. Their annotations are not evaluated."""
     body = ast.ClassDef(
         name="Made", bases=[], keywords=[], body=functions, decorator_list=[], type_params=[]
     )

@@ -68,7 +68,7 @@ def test_a_document_that_a_client_stores_with_an_adapter_is_refused() -> None:
 
 
 def test_vllm_gives_the_first_block_of_an_adapter_the_hash_of_a_salt_of_the_same_name() -> None:
-    """A defect of vLLM, which docs/offload.md warns of: name no salt like an adapter."""
+    """docs/offload.md warns of this defect of vLLM: no salt may be named like an adapter."""
     world = BlockManager(Layout((full(4),)))
     adapter = world.request(range(8), lora_request=LoRARequest("name", 1, "/adapter"))
     salted = world.request(range(8), cache_salt="name")

@@ -103,7 +103,7 @@ SETTINGS = {
         is_main_only=True,
     ),
     "one of several": Setting(("turns",), engine=several(CONNECTOR)),
-    # Damage is the control: loads come from host memory, and are read.
+    # The damage is the control: it shows that loads from host memory are read.
     "before another handshake": Setting(
         ("turns", "damage", "failures"), engine=several(CONNECTOR, ADDRESSED)
     ),
@@ -124,7 +124,7 @@ TWO_WORKERS_SETTINGS = {
     ),
 }
 ALL_SETTINGS = SETTINGS | ADAPTIVE_SETTINGS
-if IS_V2_RUNNER:  # A step takes some times as long.
+if IS_V2_RUNNER:  # A step takes several times as long.
     names = ("default", "full", "holes", "holes, one window")
     SETTINGS = {name: SETTINGS[name] for name in names}
     TWO_WORKERS_SETTINGS["two workers, one window"] = Setting(
@@ -270,7 +270,7 @@ def test_a_salt_hits_its_own_only(setting: Served) -> None:
 @pytest.mark.parametrize("name", HOLES_TOKENS)
 @pytest.mark.parametrize("setting", with_scenario("holes"), indirect=True)
 def test_only_holes_are_computed_before_what_is_loaded(setting: Served, name: str) -> None:
-    """Three prompts share what is lost. The first two have nothing to resume behind it."""
+    """Three prompts share the lost tokens. The first two have nothing to resume from behind it."""
     lost_tokens = sum(end - first for first, end in HOLES_TOKENS[name])
     label, computed_tokens = f"hole: {name}", setting.report["facts"][f"hole: {name}"]
     assert computed_tokens >= lost_tokens
@@ -303,7 +303,7 @@ def test_another_schedule_plans_steps_only_while_there_are_holes(setting: Served
     assert setting.counted_in_all("steps before another schedule", others) == 0
 
 
-# Controls: the tests above can fail.
+# The controls show that the tests above can fail.
 
 
 @pytest.mark.parametrize("name", HOLES_TOKENS)
@@ -350,7 +350,7 @@ def test_requests_were_preempted(setting: Served) -> None:
 def test_what_is_preempted_comes_back(setting: Served) -> None:
     own = setting.report["own"]
     assert own["host_swapped_requests"] > 0
-    # No other request of the storm has anything to load.
+    # No other request of the storm can load anything.
     assert setting.hit_tokens("storm") == [0] * 10
     assert own["host_hit_requests"] > len(setting.answers("after the storm"))
 

@@ -61,7 +61,7 @@ by_layout = {"ids": lambda layout: layout.name}
 
 @contextmanager
 def engine_with_holes(*holes: tuple[int, int], **options: Any) -> Iterator[SimulatedEngine]:
-    """`PROMPT` is stored but for some tokens."""
+    """Store `PROMPT` without some tokens."""
     with engine_of(FULL, **options) as engine:
         serve(engine, plan_of("first", PROMPT))
         assert engine.reset()
@@ -72,7 +72,7 @@ def engine_with_holes(*holes: tuple[int, int], **options: Any) -> Iterator[Simul
 
 
 def computed_holes(computed: dict[str, list[tuple[int, int]]]) -> list[tuple[int, int]]:
-    """Tokens that steps have computed as holes, of what was watched."""
+    """The tokens that steps have computed as holes, of the watched requests."""
     found: list[tuple[int, int]] = []
     for first, end in sorted(
         run for row, runs in computed.items() if "hole" in row for run in runs
@@ -93,7 +93,7 @@ HOLES = {
     "at the end": ([(384, 400)], []),
     "larger than a step": ([(32, 320)], [(32, 320)]),
 }
-"""Tokens that are missing in the tier, and those that are computed before the request goes on."""
+"""The missing tokens, and the tokens that are computed before the request goes on."""
 
 
 @pytest.mark.parametrize("caching", [False, True], ids=["host", "both"])
@@ -116,7 +116,7 @@ def test_only_holes_and_the_end_are_computed(name: str, is_async: bool, caching:
 def test_hole_begins_at_the_last_tails_before_what_is_missing(
     layout: PagedLayout, num_tokens: int, is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three turns, whose ends have tails; rows of the second are missing."""
+    """The ends of three turns have tails. Rows of the second turn are missing."""
     monkeypatch.setattr(loads, "MIN_RUN_TOKENS", 0)
     with engine_of(layout, max_num_batched_tokens=num_tokens, is_async=is_async) as engine:
         chunk_tokens = engine.tier.geometry.chunk_tokens
@@ -247,12 +247,12 @@ def test_the_first_request_answers_before_the_holes_of_all_are_computed() -> Non
         for number, step in enumerate(steps_of(engine, "second-7")):
             for request_id, *_ in step.outputs:
                 steps.setdefault(request_id, number)
-        # A step has room for one hole, or for the ends of eight.
+        # A step has room for one hole, or for the ends of eight holes.
         assert steps["second-0"] < steps["second-7"] / 2, steps
 
 
 def steps_of(engine: SimulatedEngine, request_id: str) -> Iterator[Any]:
-    """Steps that are made while a request is there."""
+    """The steps that are made while a request is there."""
     while request_id in engine.scheduler.requests:
         yield engine.step()
 
@@ -297,7 +297,7 @@ def test_tokens_of_a_request_are_read_once_for_all_its_rows(looks_at_prompts: bo
 
 @pytest.mark.parametrize("hole_reuse", [False, True], ids=["no-holes", "holes"])
 def test_a_request_that_has_loaded_does_not_wait_for_itself(hole_reuse: bool) -> None:
-    """A reset takes its blocks before it runs: then it finds its own load to be expected."""
+    """A reset takes its blocks before it runs. Then it finds that its own load is expected."""
     options = offloading(FULL, hole_reuse=hole_reuse)
     with engine_with_holes(offloading=options, caching=True) as engine:
         engine.add_request(plan_of("second", PROMPT, max_tokens=20))

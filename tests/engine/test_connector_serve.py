@@ -67,14 +67,14 @@ rng = random.Random(0)
 
 @pytest.fixture(scope="module")
 def reference(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """An engine without plugin, connector and prefix caching."""
+    """A server without plugin, connector and prefix caching."""
     plans = {"reference": Plan(tiny_model, SCENARIOS, engine=NO_PREFIX_CACHING)}
     return processes.serve(tmp_path_factory, plans, PLUGIN_OFF)["reference"]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A word for each token, and chats that are the words of their messages."""
+    """A tokenizer with one token per word, and chats that are the words of their messages."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -95,7 +95,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Client]:
-    """A client that has asked all scenarios of a server, which still runs."""
+    """A client of a running server, which has answered all scenarios."""
     arguments, environ = SERVERS[request.param]
     log = tmp_path_factory.mktemp("server") / "log"
     with serving(model, [*COMMON_ARGUMENTS, *arguments], environ, log) as client:
@@ -153,7 +153,7 @@ def test_segments_are_stored_and_reused_by_name(client: Client) -> None:
     stored = client.complete(document, 1, kvext_store_segment=True)
     assert stored["kv_transfer_params"] == {"kvext_stored_tokens": len(document)}
     client.count_up("kvext_blend_stored_segments_total")
-    client.reset()  # The device has the document, too, behind the sink.
+    client.reset()  # The device also has the document, behind the sink.
     in_place, elsewhere = [2, *document, *question], [*question, *document, *question]
     answers = {}
     for name, prompt in (("in place", in_place), ("elsewhere", elsewhere)):
@@ -227,7 +227,7 @@ def test_without_a_hint_less_is_hit(client: Client, path: str) -> None:
 @of_one
 @pytest.mark.vllm("<0.30")
 def test_only_chats_take_lists(client: Client) -> None:
-    """Why the documents name the text."""
+    """The reason why the docs tell to name the text."""
     found, _ = host_hit_tokens(client, CHAT, kvext_checkpoint_tokens=[333])
     assert found == floor(DOCUMENT_TOKENS)
     with pytest.raises(requests.HTTPError, match="400"):

@@ -65,12 +65,12 @@ def busy_counters() -> ConnectorCounters:
 
 
 def sample(name: str, engine: int = 0, **labels: str) -> float | None:
-    """What Prometheus shows; None if there is no such metric."""
+    """The value that Prometheus shows; None if there is no such metric."""
     labels |= {"model_name": "model", "engine": str(engine)}
     return REGISTRY.get_sample_value(f"vllm:kvext_{name}", labels)
 
 
-# On the way.
+# The way of a report.
 
 
 @pytest.mark.parametrize("send", [pickle.dumps, MsgpackEncoder().encode], ids=["pickle", "msgpack"])
@@ -191,7 +191,7 @@ def test_ray_keeps_labels_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     values: dict[tuple[str, ...], float] = {}
 
     def metric(name: str, description: str, tag_keys: tuple[str, ...]) -> Any:
-        """What vLLM uses of one of Ray's metrics."""
+        """The part of one of Ray's metrics that vLLM uses."""
         made = Mock(_tag_keys=tag_keys)
 
         def change(value: float, tags: dict[str, str] | None = None) -> None:

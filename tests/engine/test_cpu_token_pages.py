@@ -30,7 +30,7 @@ WriteRows = Callable[..., None]
 
 @pytest.fixture(autouse=True)
 def current_config() -> Iterator[None]:
-    """Modules of vLLM choose their implementation by it."""
+    """The configuration by which vLLM's modules choose their implementation."""
     with set_current_vllm_config(VllmConfig()):
         yield
 
@@ -124,7 +124,7 @@ def host_rows(pages: CpuTokenPages, num_rows: int, first_row: int = 0) -> HostRo
 
 
 def rows_in(host: HostRows, pages: CpuTokenPages, num_tokens: int) -> list[torch.Tensor]:
-    """Integers, plane by plane. shape: [num_tokens, row_elements] each."""
+    """The rows as integers, plane by plane. shape: [num_tokens, row_elements] each."""
     found = []
     for plane, offset in zip(pages.planes, host.plane_offsets_bytes, strict=True):
         first = offset + host.first_row * plane.row_bytes
@@ -147,7 +147,7 @@ def test_rows_are_those_of_the_write_op(dtype, block_size, num_heads, head_size)
     made = Pages(dtype, block_size, num_heads, head_size, page_padding=64)
     pages = made.token_pages()
     random = np.random.default_rng(0)
-    # A start within a page, and pages that are not in order; some tokens of most pages are left.
+    # The range starts within a page, pages are in no order, and most pages keep some tokens.
     slots = random.permutation(np.arange(block_size + 3, NUM_PAGES * block_size))
     slots = slots[: len(slots) // 2]
     rows = made.random_rows(len(slots))
@@ -171,7 +171,7 @@ def test_rows_are_those_of_the_write_op(dtype, block_size, num_heads, head_size)
 
 
 def test_both_ways_of_ordering_a_page_are_met() -> None:
-    """On x86 without AMX: a block of 32 tokens, and one of 16."""
+    """On x86 without AMX, blocks of 32 tokens have one order, and blocks of 16 tokens another."""
     assert {_get_attn_isa(torch.float32, size, 64) for size in (16, 32)} >= {"vec16"}
     assert _get_attn_isa(torch.float32, 32, 64) != "vec16"
 

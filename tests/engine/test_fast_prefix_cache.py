@@ -73,14 +73,14 @@ SETTINGS = [
 
 @pytest.fixture(autouse=True)
 def same_hashes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM derives its block hashes from it
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM derives its block hashes from this seed.
     yield
 
 
 def transcript_of(workload: Workload, setting: Setting, is_fast: bool) -> Transcript:
     layout = workload.layout
     interval = None if setting.units is None else setting.units * layout.unit_tokens
-    # Upstream refuses it for other models: before vLLM 0.30 unless this package retains.
+    # Upstream refuses it for other models. Before vLLM 0.30 it does so unless this package retains.
     is_taken = layout.has_mamba if CONFIGURES_RETENTION else setting.retains
     if not (is_taken or layout.has_window):
         interval = None
@@ -195,7 +195,7 @@ UNUSUAL = ("preempted", "loads more", "cached later", "reserved", "step ends")
 
 
 def blocks_left(world: BlockManager) -> list[object]:
-    """The block tables, the free queue in its order, and what each block holds."""
+    """The block tables, the free queue in its order, and the contents of each block."""
     return [
         *(
             [[block.block_id for block in blocks] for blocks in manager.req_to_blocks.values()]
@@ -278,7 +278,7 @@ def test_keeps_nothing_of_requests_that_are_gone(enable_caching: bool) -> None:
 
 
 def _num_entries(manager: object) -> dict[str, int]:
-    """Sizes of all that a block manager and what it is made of hold in their attributes."""
+    """The sizes of everything that a block manager and its parts hold in their attributes."""
     coordinator = manager.coordinator
     return {
         f"{type(owner).__name__}.{name}": len(value)

@@ -47,7 +47,7 @@ EACH_ALONE = [
 
 @functools.cache
 def stock_hits(cell: Cell) -> Hits:
-    """Stock cannot have our connector: it is compared with one that has nothing either."""
+    """Stock cannot have our connector. It is compared with a connector that also holds nothing."""
     return hits_of(replace(cell, beside=FOREIGN[0]) if cell.beside is OURS else cell)
 
 
@@ -89,7 +89,7 @@ def test_no_repair_on_its_own_takes_hits(repair: str) -> None:
 
 
 def lost_hits(cell: Cell, stock: Hits, own: Hits) -> dict[str, tuple[int, int]]:
-    """Requests that hit less, with what stock hits; of a cell as a whole, where it can only be."""
+    """Requests that hit less, with stock's hits. Some cells can be compared only as a whole."""
     assert stock.tokens.keys() == own.tokens.keys()
     if not cell.is_checked and cell.beside.may_load:
         return {cell.name: (stock.total, own.total)} if own.total < stock.total else {}

@@ -35,7 +35,7 @@ WIDE_BLOCKS = {"block_size": 2 * processes.CPU.block_tokens}
 
 
 def connected(port: int) -> dict[str, Any]:
-    """What a user sets: where the server is, and on a CPU the transfer mode."""
+    """A user's settings: the address of the server, and on a CPU the transfer mode."""
     address = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
     return {
         "kv_transfer_config": {
@@ -94,7 +94,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 def engines_that_differ(port: int) -> Engines:
-    """Two engines of each model: one of them stores what the other one must not read."""
+    """Two engines of each model. One of them stores KV that the other must not read."""
     return {
         "single": ("alternating", connected(port) | NO_HYBRID),
         "hybrid": ("alternating", connected(port)),
@@ -126,12 +126,12 @@ def stored(run: Run, port: int) -> Reports:
 
 @pytest.fixture(scope="module")
 def warm(run: Run, port: int, stored: Reports) -> Reports:
-    """The same engines in another process, behind the first one."""
+    """The same engines in another process, after the first one."""
     return run(engines_that_differ(port))
 
 
 def require_right(found: Served, seeds: Sequence[int], without: Served) -> None:
-    """The engine has answered all prompts as one without a connector, and holds nothing."""
+    """The engine has answered all prompts like one without a connector, and holds nothing."""
     found.check_nothing_is_left()
     references = without.answers("prompts")
     for seed, answer in zip(seeds, found.answers("prompts"), strict=True):
@@ -160,7 +160,7 @@ def test_a_fresh_process_hits_what_its_like_has_stored_and_answers_the_same(
 def test_without_the_layout_in_their_names_objects_of_another_layout_are_read(
     by_itself: Reports, plain: Reports, stores: str, reads: str
 ) -> None:
-    """The defect: other groups, or blocks of another size, and log-probabilities are off by 1."""
+    """The defect: with other groups or another block size, log-probabilities are off by 1."""
     require_right(by_itself[stores], [1, 2], plain[MODELS[stores]])
     assert by_itself[reads].hit_tokens("prompts") == [HIT_TOKENS, HIT_TOKENS]
     references = plain[MODELS[reads]].answers("prompts")[:2]
@@ -175,7 +175,7 @@ def test_below_multi_connector_it_stores_blocks_under_their_own_tokens(
     multi = run(engine, seeds=(1, 3, 3))["multi"]
     assert "##kvext-" in multi.log
     assert multi.report["num_groups"] > 1
-    # Another process has stored the first, with the same groups and without MultiConnector.
+    # Another process has stored the first prompt, with the same groups, without MultiConnector.
     assert multi.hit_tokens("prompts") == [HIT_TOKENS, 0, HIT_TOKENS]
     require_right(multi, [1, 3, 3], plain["alternating"])
 
@@ -198,7 +198,7 @@ def test_without_it_blocks_are_stored_under_the_tokens_of_others_below_multi_con
 
 
 def test_a_server_that_dies_during_a_load_costs_no_token(plain: Reports, run: Run) -> None:
-    """What was stored is asked for twice."""
+    """The stored prompt is asked for twice."""
     (port,) = lmcache_server.free_ports(1)
     engine = connected(port)
     engine["kv_transfer_config"]["kv_load_failure_policy"] = "recompute"

@@ -74,7 +74,7 @@ def test_a_loader_of_files_says_what_it_reads(
     model: torch.nn.Module,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The package that lists them is of servers of objects.
+    # The package that lists them belongs to object stores.
     monkeypatch.setattr(
         runai_streamer_loader, "list_safetensors", lambda path: [*Path(path).glob("*.safetensors")]
     )

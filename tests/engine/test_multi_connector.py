@@ -21,7 +21,7 @@ RANKS = {
 
 
 class Child(NullConnector):
-    """One that says its name, and keeps what it is told."""
+    """A connector that says its name, and keeps what it is told."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -35,7 +35,7 @@ class Child(NullConnector):
 
 
 def told(setter: str) -> list[list[str]]:
-    """What each of two connectors is told of two workers."""
+    """The calls that each of two connectors gets for two workers."""
 
     def connector() -> Any:
         found = object.__new__(MultiConnector)

@@ -32,7 +32,7 @@ class Report:
 
     def __init__(self, model: str, folder: Path, reports: processes.Reports) -> None:
         self.folder, self.check_layer = folder, CHECK_LAYERS[model]
-        # Windows reach from a segment into what stands before it.
+        # Windows reach from a segment into the text before it.
         self.head_tokens = HEAD_TOKENS if model == "full" else WINDOW_TOKENS - 1
         served = [reports[name] for name in ("cold", "blends", "asynchronous")]
         self.answers = {label: each.answers(label) for each in served for label in each.labels}
@@ -46,7 +46,7 @@ class Report:
         return errors(self.answers[label], self._of(other, places))
 
     def worst(self, label: str, other: str, places: Sequence[int]) -> float:
-        """The largest of them; the answers have to have the same tokens."""
+        """The largest of these differences. The answers must have the same tokens."""
         replies = [answer.reply for answer in self.answers[label]]
         assert replies == [answer.reply for answer in self._of(other, places)]
         return max(self.errors(label, other, places))

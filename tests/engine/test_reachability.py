@@ -90,7 +90,7 @@ def test_a_request_hits_what_dense_caching_hits(layout_name: str, policy: str) -
 
 @pytest.mark.skipif(IS_ASCEND_0_30, reason="interval 0 is dense caching there")
 def test_stock_loses_hits() -> None:
-    """The same comparison on vLLM's own interval 0 is red, in each of the known ways."""
+    """The same comparison fails on vLLM's own interval 0, in each of the known ways."""
     difference = Difference()
     for specs in LAYOUTS.values():
         unit_tokens = unit_of(specs)
@@ -146,7 +146,7 @@ def test_stock_keeps_blocks_that_no_lookup_needs() -> None:
 
 @pytest.mark.parametrize("layout_name", LAYOUTS)
 def test_no_block_is_kept_in_vain(layout_name: str) -> None:
-    """Every block that is not surplus serves the same prompt or the next turn."""
+    """The same prompt or the next turn uses every block that is not surplus."""
     specs = LAYOUTS[layout_name]
     unit_tokens = unit_of(specs)
     with retention_installed():
@@ -163,7 +163,7 @@ def test_no_block_is_kept_in_vain(layout_name: str) -> None:
 def unneeded_blocks(
     world: BlockManager, num_prompt_tokens: int, num_output_tokens: int
 ) -> list[bytes]:
-    """Keys in the cache of one request without which its prompt and the next turn hit as much."""
+    """The keys in a request's cache without which its prompt and its next turn hit as much."""
     request = world.request(range(num_prompt_tokens))
     world.prefill(request, 20)
     world.decode(request, range(1000, 1000 + num_output_tokens))
@@ -194,7 +194,7 @@ def unneeded_blocks(
 def serve_in_chunks(
     world: BlockManager, token_ids: Sequence[int], hints: Sequence[int] = ()
 ) -> int:
-    """Run a request to its end; returns the tokens hit."""
+    """Run a request to its end; returns the hit tokens."""
     request = world.request(token_ids)
     if hints:
         request.sampling_params.extra_args = {HINT_ARGUMENT: list(hints)}
@@ -205,7 +205,7 @@ def serve_in_chunks(
 
 
 def branches(num_shared_tokens: int, num_own_tokens: int) -> Iterator[list[int]]:
-    """Prompts that begin with the same tokens, and then part ways."""
+    """Prompts that begin with the same tokens, and then part."""
     for number in itertools.count(1):
         own = range(number * 10_000, number * 10_000 + num_own_tokens)
         yield [*range(num_shared_tokens), *own]
@@ -264,7 +264,7 @@ WIDE = pytest.param(
     "layout_name", [*(name for name in ADAPTIVE_LAYOUTS if name not in WIDE.values), WIDE]
 )
 def test_interval_0_keeps_the_junctions_that_upstream_keeps(layout_name: str) -> None:
-    """A third request that shares a prefix hits at least what it hits at upstream's interval 0."""
+    """A third request that shares a prefix hits at least as much as at upstream's interval 0."""
     specs = LAYOUTS[layout_name]
     unit_tokens = unit_of(specs)
     num_hits = 0
@@ -301,7 +301,7 @@ def test_hits_that_end_within_a_state_are_left_to_upstream(mocker: MockerFixture
 def test_groups_with_a_manager_of_others_are_left_to_upstream(mocker: MockerFixture) -> None:
     mocker.patch.object(
         FullAttentionManager, "cache_blocks", lambda *args, **kwargs: None
-    )  # a function of this module
+    )  # A function of this module.
     warning = mocker.patch("vllm.logger.init_logger").return_value.warning
     with adaptive_retention():
         world = BlockManager(Layout((full(4), window(4, 9))), None, NUM_BLOCKS)
@@ -396,7 +396,7 @@ def test_a_step_ends_where_states_are_shared(layout: EngineLayout, num_shared_to
 def test_a_prompt_of_whole_blocks_hits_when_it_is_sent_again(
     layout: EngineLayout, num_blocks: int
 ) -> None:
-    """Its last token is computed again: it resumes one block before its end."""
+    """The last token is computed again, so the request resumes one block before its end."""
     num_tokens = num_blocks * UNIT_TOKENS
     prompts = [range(1, num_tokens + 1)] * 3
     stock = step_ends(layout, prompts)

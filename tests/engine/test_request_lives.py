@@ -29,7 +29,7 @@ LAYOUTS = {
 
 
 class Lives(RuleBasedStateMachine):
-    """One block manager; subclasses choose layout and interval."""
+    """One block manager. Subclasses choose the layout and the interval."""
 
     layout: Layout
     interval: int | None
@@ -42,7 +42,7 @@ class Lives(RuleBasedStateMachine):
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.written: dict[int, tuple[int, ...]] = {}
-        """Block id -> the tokens of the prompt up to the end of what was written last."""
+        """By block id, the tokens of the prompt up to the end of the last write."""
 
     @property
     def groups(self):
@@ -116,7 +116,7 @@ class Lives(RuleBasedStateMachine):
         self.world.reset()
 
     def write(self, request: Request, num_tokens: int) -> None:
-        """Compute the next tokens: their blocks then hold the tokens up to each block's end."""
+        """Compute the next tokens. Their blocks then hold the tokens up to each block's end."""
         first = request.num_computed_tokens
         request.num_computed_tokens += num_tokens
         for group in self.groups:

@@ -68,7 +68,7 @@ def workload_of_seed(layout: Layout, seed: int) -> Workload:
 
 
 def interval_of_seed(layout: Layout, policy: str, seed: int) -> int | None:
-    """Every third adaptive workload has a grid besides."""
+    """Every third adaptive workload also has a grid."""
     if policy == "interval":
         return 2 * layout.unit_tokens * (seed % 2)
     return 2 * layout.unit_tokens if seed % 3 == 0 else None
@@ -86,7 +86,7 @@ def all_checks(workload: Workload) -> list[Check]:
 
 @functools.cache
 def outcome_of(layout: Layout, policy: str) -> tuple[list[str], Counter[str]]:
-    """What is wrong in the workloads of a layout, and what happens in them."""
+    """The faults in the workloads of a layout, and the events of them."""
     counts: Counter[str] = Counter()
     violations = []
     with INSTALLED[policy]():
@@ -146,7 +146,7 @@ def first_violation(
     make_checks: Callable[[Workload], list[Check]],
     read_check: ReadCheck = ReadCheck.NONE,
 ) -> str:
-    """What the checks say about the first workload in which something is wrong."""
+    """The findings of the checks for the first workload with a fault."""
     failures = (failure_of(each, make_checks(each), read_check) for each in workloads)
     return next(filter(None, failures), "")
 
@@ -183,7 +183,7 @@ def test_stock_frees_useless_blocks_first() -> None:
 
 @pytest.mark.parametrize("method", ["touch", "free_blocks"])
 def test_sees_lost_and_shared_blocks(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool that forgets to take hit blocks, or to give one back, does not go unnoticed."""
+    """The checks notice a pool that forgets to take hit blocks, or to give one back."""
     original = getattr(BlockPool, method)
 
     def forget_one(self: BlockPool, blocks: Iterable[KVCacheBlock], **kwargs: Any) -> None:
@@ -200,14 +200,14 @@ def with_events(layout: Layout) -> list[Workload]:
 
 
 def swap_the_last_two(engine: SchedulerEngine, step: Step) -> None:
-    """Exchange the content of the cached blocks that are evicted last."""
+    """Exchange the contents of the cached blocks that are evicted last."""
     hashed = [block for block in step.free_queue if step.blocks[block][1] is not None]
     if len(hashed) >= 2:
         engine.runner.memory.swap(hashed[-1], hashed[-2])
 
 
 def uncache_a_needed_block(engine: SchedulerEngine, step: Step) -> None:
-    """Take a block from a checkpoint behind its back."""
+    """Take a block from a checkpoint without telling it."""
     cache_state = cache_state_of(engine.scheduler.kv_cache_manager)
     for block_id in reversed(step.free_queue):
         if inspection.num_needs(cache_state, block_id):
@@ -216,7 +216,7 @@ def uncache_a_needed_block(engine: SchedulerEngine, step: Step) -> None:
 
 
 def spoil_the_order(engine: SchedulerEngine, step: Step) -> None:
-    """Make the first cached block that nothing needs the last one to be reallocated."""
+    """Move the first cached block that nothing needs to the end of the queue."""
     cache_state = cache_state_of(engine.scheduler.kv_cache_manager)
     queue = engine.block_pool.free_block_queue
     for block_id in step.free_queue:

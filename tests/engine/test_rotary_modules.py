@@ -79,7 +79,7 @@ if find_spec(f"{rotary_embedding.__name__}.telechat3_scaling_rope"):  # vLLM 0.3
 
 @pytest.fixture(autouse=True, params=["none", "all"])
 def current_config(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Modules of vLLM choose their implementation by it: plain torch, or vLLM's own ops."""
+    """The config by which vLLM's modules choose plain torch, or vLLM's own ops."""
     compilation = CompilationConfig(custom_ops=[request.param])
     with set_current_vllm_config(VllmConfig(compilation_config=compilation)):
         rotary_embedding._ROPE_DICT.clear()
@@ -106,7 +106,7 @@ def classes_of_vllm() -> dict[str, type]:
 
 
 NOT_EMBEDDINGS = {f"{ApplyRotaryEmb.__module__}.{ApplyRotaryEmb.__qualname__}"}
-"""Turns by angles that it is handed."""
+"""A module that turns by given angles."""
 
 
 def installed(names: Iterable[str]) -> set[str]:
@@ -156,7 +156,7 @@ def test_the_rotated_part_of_a_latent_is_moved(dtype: torch.dtype) -> None:
 
 
 def wrong_signatures(module: RotaryEmbedding, dtype: torch.dtype) -> list[RotarySignature]:
-    """What a reader that is wrong would return."""
+    """The frequencies that a wrong reader would return."""
     right = read_rotary_signature(module, dtype)
     num_pairs = len(right.frequencies)
     not_scaled = tuple(10_000.0 ** (-i / num_pairs) for i in range(num_pairs))
@@ -183,7 +183,7 @@ def _off_by_one(module, right, rows, signature, dtype, shifts):
 
 
 def _factor_again(module, right, rows, signature, *others):
-    """The attention factor is in stored keys: a difference of positions has none."""
+    """Stored keys have the attention factor. A difference of positions has none."""
     moved = right(rows, signature, *others)
     moved[..., : signature.rotary_elements] *= module.mscale
     return moved
@@ -215,7 +215,7 @@ def test_keys_that_are_moved_wrongly_are_found(monkeypatch, wrong, name, message
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_module_is_left_as_it_was(dtype: torch.dtype) -> None:
-    """Asked for bfloat16 keys, vLLM rounds the module's table, and does not get it back."""
+    """Bfloat16 keys make vLLM round the module's table, and vLLM does not restore it."""
     module = rope("base", dtype)
     table, bits = module.cos_sin_cache, module.cos_sin_cache.clone()
     for row in DTYPES:

@@ -45,13 +45,13 @@ REPAIRED = {
 }
 """What is repaired of this version. Of what it has mended, the functions show nothing wrong."""
 
-# Fewer do not show every defect that is repaired on the main version.
+# Fewer workloads do not show every defect that is repaired on the main version.
 WORKLOADS = list(random_workloads(range(4 if IS_SAMPLE else 8)))
 
 
 @pytest.fixture(autouse=True)
 def same_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM derives its block hashes from it
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM derives its block hashes from this seed.
 
 
 def hits_less_than_it_hands_out(manager: KVCacheManager, _: Request, found: Any) -> bool:
@@ -70,7 +70,7 @@ def holds_a_block_twice(coordinator: KVCacheCoordinator, request_id: str, _: Non
 
 
 def windows_move_with_drafts(manager: KVCacheManager, request: Request) -> bool:
-    # The harness has at most one step in flight, which yields one token besides its drafts.
+    # The harness has at most one step in flight, which yields one token and its drafts.
     num_drafts = max(0, request.num_output_placeholders - 1)
     computed = request.num_computed_tokens
     return any(
@@ -92,7 +92,7 @@ def has_cached_what_it_has_not_computed(manager: KVCacheManager, request: Reques
 
 
 def resets_with_drafts_in_flight(scheduler: Scheduler, reset_running_requests: bool) -> bool:
-    # At most one step is in flight: one placeholder is one frame.
+    # At most one step is in flight, so one placeholder is one frame.
     placeholders = (request.num_output_placeholders for request in scheduler.running)
     return reset_running_requests and max(placeholders, default=0) > 1
 
@@ -118,7 +118,7 @@ It is given the function's first argument, and what the function has returned.
 
 @contextmanager
 def observed_defects() -> Iterator[set[str]]:
-    """The defects that stock vLLM runs into; no decision is changed."""
+    """Collect the defects that stock vLLM runs into. No decision changes."""
     defects: set[str] = set()
 
     def watched(repair: str, original: Any, shows: Callable[..., bool]) -> Callable[..., Any]:
@@ -144,7 +144,7 @@ def decided(workload: Workload) -> Transcript | str:
     try:
         return run(workload).transcript
     except (AssertionError, RuntimeError) as error:
-        # What a defect has come to: the schedule is no longer one that can be executed.
+        # The result of a defect: the schedule can no longer be executed.
         return f"{type(error).__name__}: {error}"
 
 
@@ -183,7 +183,7 @@ def test_nothing_asked_for_nothing_changed() -> None:
 
 
 def check_counts(stock: list[Transcript | str]) -> None:
-    """The workloads exercise what they should."""
+    """The workloads exercise the intended features."""
     counts = sum((one.counts for one in stock if isinstance(one, Transcript)), Counter())
     for what in (
         "preemptions",
@@ -209,7 +209,7 @@ def with_interval() -> Iterator[Transcript | str]:
 
 
 def check_sees_an_interval(default: list[Transcript | str], sparse: list[Transcript | str]) -> None:
-    """The control: with retention asked for, windows and states are cached differently."""
+    """The control: with retention on, windows and states are cached differently."""
     names = differing(default, sparse).keys()
     windows = {workload.name for workload in WORKLOADS if workload.layout.has_window}
     states = {workload.name for workload in WORKLOADS if workload.layout.has_mamba}

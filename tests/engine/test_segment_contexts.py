@@ -56,14 +56,14 @@ def store(engine: LearningEngine, *documents: tuple[int, ...], **more: Any) -> N
 
 
 def learn(engine: LearningEngine, *documents: tuple[int, ...]) -> None:
-    """Two requests have each of them."""
+    """Have two requests with each of these segments."""
     for document in documents:
         for _ in range(2):
             engine.answer(document)
 
 
 def lose(engine: LearningEngine, prefix: SegmentPrefix) -> None:
-    """Host memory loses a document behind a sink."""
+    """Let host memory lose a document behind a sink."""
     keys = {prefix.key_at(end) for end in range(1, prefix.num_tokens + 1)}
     engine.tier.evict(lambda entry: entry.key in keys)
 
@@ -74,7 +74,7 @@ def context_of(engine: LearningEngine, cache_salt: str | None = None) -> tuple[i
 
 
 def is_stored_everywhere(engine: LearningEngine, *documents: tuple[int, ...]) -> bool:
-    """Whether documents are stored alone, and behind both contexts."""
+    """Whether the documents are stored alone, and behind both contexts."""
     store = engine.segments.store
     prefixes = [prefix for each in documents for prefix in store.prefixes(each, None)]
     return len(prefixes) == 3 * len(documents) and not any(map(store.is_missing, prefixes))
@@ -99,7 +99,7 @@ PROMPTS = [tuple(tokens(random.Random(f"prompt {n}"), 40)) for n in range(NUM_PR
 
 
 def begin(engine: LearningEngine) -> None:
-    """Prompts come that begin alike, and go on differently."""
+    """Ask prompts that begin alike, and go on differently."""
     for number, segment in enumerate(PROMPTS):
         engine.answer(segment, beginning=(*BEGINNING, number))
 
@@ -135,7 +135,7 @@ def test_documents_are_learned_once_more_when_it_is_known_what_prompts_begin_wit
 
 
 def reused_tokens(engine: LearningEngine, *documents: tuple[int, ...], **more: Any) -> int:
-    """Tokens that a request reuses."""
+    """The tokens that a request reuses."""
     before = engine.counts.reused_tokens
     engine.answer(*documents, **more)
     return engine.counts.reused_tokens - before
@@ -160,7 +160,7 @@ def test_contexts_are_computed_once() -> None:
         for number, document in enumerate(LATER):
             engine.store(document)
             computed_tokens = sum(engine.step_tokens() for _ in iter(engine.has_work, False))
-            if number:  # Alone, and behind both contexts.
+            if number:  # The document is stored alone, and behind both contexts.
                 behind = [tokens % FULL.unit_tokens + len(document) for tokens in sinks_tokens]
                 assert computed_tokens == num_first + len(document) + sum(behind)
 
@@ -342,7 +342,7 @@ def test_a_part_behind_a_context_does_not_hide_what_is_stored_whole() -> None:
         store(engine, *FIRST, *LATER)
         segments = engine.segments.store
         best = segments.prefixes(LATER[0], None, num_before=2)[0]
-        end_key = best.key_at(best.num_tokens)  # Ends are evicted first.
+        end_key = best.key_at(best.num_tokens)  # Entries are evicted from the ends of segments on.
         engine.tier.evict(lambda entry: entry.key == end_key)
         assert segments.is_missing(best)
         engine.answer(LATER[1], LATER[2], LATER[0])
@@ -351,7 +351,7 @@ def test_a_part_behind_a_context_does_not_hide_what_is_stored_whole() -> None:
 
 @pytest.mark.parametrize("learns", [False, True])
 def test_contexts_take_no_host_memory_from_documents(learns: bool) -> None:
-    """It has room for all of them once; what contexts lose is not learned again and again."""
+    """Host memory has room for each document once. Lost ones are not learned again and again."""
     documents = [tuple(tokens(random.Random(f"document {n}"), 60)) for n in range(32)]
     connector = {"host_memory_gib": 70 / (1 << 20), "store_policy": "second_touch"}
     rng = random.Random(1)
@@ -458,7 +458,7 @@ def test_what_was_taken_back_is_tried_again() -> None:
         store(engine, *FIRST[:-1])
         engine.store(FIRST[-1])
         engine.step_until(lambda: engine.own_ids)
-        for _ in range(2):  # They have to wait for it.
+        for _ in range(2):  # The requests have to wait for it.
             engine.ask(LATER[0], max_tokens=20)
         engine.step()
         assert not engine.own_ids
@@ -468,7 +468,7 @@ def test_what_was_taken_back_is_tried_again() -> None:
 
 
 def test_engines_share_what_has_no_context(tmp_path: Path) -> None:
-    """Each has one of its own."""
+    """Each salt has a context of its own."""
     connector = {"shared_tier": f"file://{tmp_path}"}
     with choosing(connector=connector) as engine:
         store(engine, *FIRST, *LATER)

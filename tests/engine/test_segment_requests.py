@@ -98,7 +98,7 @@ def test_with_separators_segments_are_learned_by_default(
 @pytest.mark.parametrize("sink", [SINK, tokens(random.Random("sink"), 50)], ids=["", "cached"])
 def test_nothing_of_it_is_answered_or_counted_as_a_query(sink: list[int]) -> None:
     with learning_engine(segments={"sink": sink}) as engine:
-        if sink is not SINK:  # Its blocks are in the prefix cache then.
+        if sink is not SINK:  # The blocks of the sink are in the prefix cache then.
             engine.store(OTHER)
             engine.serve()
             del engine.answers[f"request-{engine.num_asked}"]
@@ -179,7 +179,7 @@ def test_no_request_is_preempted_for_it() -> None:
 
 @pytest.mark.parametrize("is_blended", [False, True], ids=["prompt", "segments"])
 def test_it_is_taken_back_where_what_has_been_loaded_cannot_go_on(is_blended: bool) -> None:
-    """It has left some tokens when that was admitted, and another request has taken these."""
+    """It has left some tokens when the other was admitted, and another request has taken them."""
     steps = {"max_num_batched_tokens": 32, "long_prefill_tokens": 16}
     plain = {SEGMENTS_KEY: []}
     with learning_engine(**steps) as engine:
@@ -217,7 +217,7 @@ def test_it_waits_for_the_stores_of_others() -> None:
 
 @pytest.mark.parametrize("comes_first", [False, True])
 def test_clients_store_what_it_computes(comes_first: bool) -> None:
-    """Neither waits for the other for good, in a pool that has room for one store."""
+    """Neither store waits for the other forever, in a pool that has room for one of them."""
     documents = [tuple(tokens(_rng, 150)) for _ in range(4)]
     with learning_engine(num_blocks=100, max_num_batched_tokens=64, **SLOW_STORES) as engine:
         if comes_first:
@@ -361,7 +361,7 @@ def test_where_keys_are_not_what_they_should_be_nothing_more_is_learned() -> Non
 
 
 def test_a_reset_that_waits_for_stores_begins_nothing() -> None:
-    """What is queued begins in the first step of a client that comes after it."""
+    """Queued segments begin in the first step of the next client."""
     with learning_engine(script=TransferScript(max_per_step=1)) as engine:
         documents = [ONE, OTHER, LONG]
         engine.show_twice(*documents)
@@ -425,7 +425,7 @@ def checks(engine: LearningEngine) -> list[tuple[int, ...]]:
 
 @pytest.fixture
 def comparing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Workers compare only what has pairs, and find what is in the list, if anything is."""
+    """Workers compare only texts with pairs, and find the failures in the list, if any."""
     wrong: list[str] = []
 
     def check_keys(mover: SimulatedMover, rows: Sequence[SegmentRows]) -> str | None:
@@ -556,7 +556,7 @@ def test_a_request_that_cannot_reuse_what_is_stored_has_keys_compared_again(
 def test_thousands_of_requests_do_not_have_keys_compared_in_vain(
     learns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each time that it is given up, twice as many requests pass before the next one."""
+    """Each time that the check is given up, twice as many requests pass before the next one."""
     document, num_requests = ALL_DIFFERENT[0], 100
     with learning_engine(segments={"learn": learns}) as engine:
         segments = engine.segments.store
@@ -631,7 +631,7 @@ STORED_ONLY = {"learn": False}
 
 
 def params_of_answers(engine: LearningEngine) -> list[Any]:
-    """What responses will say, in the order in which requests end."""
+    """The fields of responses, in the order in which requests end."""
     params: list[Any] = []
     finished = engine.scheduler._connector_finished
 
@@ -668,7 +668,7 @@ def test_a_document_is_found_whatever_a_tokenizer_has_put_before_it(sent: list[i
 
 @pytest.mark.parametrize("num_blocks", [140, 200, 260])
 def test_nobody_waits_for_more_blocks_than_the_pool_has(num_blocks: int) -> None:
-    """Windows of what is computed between segments take blocks beside those of the request."""
+    """Tokens computed between segments need blocks for windows, beside the request's own."""
     with learning_engine(GEMMA, num_blocks=num_blocks, segments=STORED_ONLY) as engine:
         engine.choose(min_tokens=1)
         engine.clock = lambda: 0.0  # No request has ever waited for long.

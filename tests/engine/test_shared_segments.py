@@ -69,7 +69,7 @@ def reused_tokens(engine: LearningEngine, *documents: tuple[int, ...], **more: A
 def test_a_reset_while_a_segment_is_being_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its entries are gone when the store ends."""
+    """The entries are gone when the store ends."""
     with sharing(tmp_path) as engine:
         engine.store(ONE)
         engine.serve()
@@ -124,7 +124,7 @@ def test_segments_are_put_once_keys_are_compared(
         engine.serve()
         engine.serve()
         assert names_of(tmp_path) == ["S0-16", "S16-32", "S32-48", "S48-56"]
-        engine.answer(ONE)  # It is used: so it is put, too.
+        engine.answer(ONE)  # The segment is used, so it is put, too.
         assert len(objects(tmp_path)) == 4 + 3
 
 
@@ -223,7 +223,7 @@ def test_damaged_segments_are_computed(damage: str, tmp_path: Path) -> None:
 
 
 def test_wrong_bytes_with_a_right_checksum_are_seen(tmp_path: Path) -> None:
-    """A control: the tests here would notice segments that are mixed up."""
+    """The control: the tests here would notice segments that are mixed up."""
     store_in(tmp_path, ONE)
     for path in objects(tmp_path):
         forge(tmp_path, path, bytes(len(payload(path))))

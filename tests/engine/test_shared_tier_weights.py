@@ -84,7 +84,7 @@ def weights(
 def references(
     model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Served]:
-    """Engines with nothing of ours, which compute all, by their weights."""
+    """By weights, engines without this package, which compute everything."""
     weights = Weights(model_folder("full"), tmp_path_factory)
     plans = {
         name: Plan(model, ("shared",), engine=NO_PREFIX_CACHING)
@@ -98,7 +98,7 @@ def check(served: Served, reference: Served) -> None:
 
 
 def test_kv_of_other_weights_would_change_answers(references: Mapping[str, Served]) -> None:
-    """A control."""
+    """The control."""
     error = references["others"].logprob_error("shared", references["mine"])
     assert error > 100 * LOGPROB_TOLERANCE
 
@@ -131,7 +131,7 @@ def test_weights_that_are_replaced_are_refused_by_several_workers(weights: Weigh
 def test_weights_of_another_load_format_do_not_meet(
     weights: Weights, references: Mapping[str, Served]
 ) -> None:
-    """Two sets in one folder, of which ``load_format`` chooses."""
+    """One folder has two sets of weights, of which ``load_format`` chooses one."""
     import torch
     from safetensors.torch import load_file
 

@@ -68,7 +68,7 @@ def watch_planning(engine: SimulatedEngine) -> list[bool]:
 
 
 def num_times_off(planned: list[bool]) -> int:
-    """How often another function was there, and was gone again."""
+    """The number of times that another function came and went."""
     return sum(not before and after for before, after in pairwise(planned))
 
 
@@ -90,7 +90,7 @@ def test_upstreams_function_plans_every_step_of_an_engine_without_holes(
         check_nothing_is_left(engine)
 
 
-# Another function is there while holes are, and no longer.
+# Another function is there while there are holes, and no longer.
 
 
 def serve_with_a_hole(engine: SimulatedEngine, name: str) -> None:
@@ -272,14 +272,14 @@ def standing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What steps are, and what has been counted of hits after each of them."""
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # Block hashes of all engines begin alike.
+    """The steps, and the counts of hits after each of them."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # The block hashes of all engines begin alike.
     found: list[Any] = []
     shake_hands, record = SimulatedEngine._shake_hands, SimulatedEngine._record
 
     def begin(engine: SimulatedEngine) -> None:
         shake_hands(engine)
-        engine.clock = lambda: 0.0  # How long a request waits, and what is paid, is the same.
+        engine.clock = lambda: 0.0  # Waiting and computing take no time.
         engine.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
 
     def note(engine: SimulatedEngine, output: Any, results: dict[int, Any]) -> Any:

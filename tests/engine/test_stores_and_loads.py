@@ -42,14 +42,14 @@ def let_go(engine: SimulatedEngine) -> None:
 
 
 def watch_jobs(engine: SimulatedEngine) -> list[ConnectorMetadata]:
-    """What workers are told from now on, step by step."""
+    """The messages to workers from now on, step by step."""
     found: list[ConnectorMetadata] = []
     watch(engine.side, "build_connector_meta", lambda jobs, *_: found.append(jobs))
     return found
 
 
 def test_pages_are_zeroed_before_what_is_stored_is_loaded_into_them() -> None:
-    """A load may fill parts of a page; the rest may be bytes of another precision."""
+    """A load may fill parts of a page. The rest may be bytes of another precision."""
     with zeroing(), engine_of(FULL) as engine:
         serve(engine, plan_of("first", PROMPT, max_tokens=1))
         zeroed: list[set[int]] = []
@@ -140,7 +140,7 @@ def test_whole_chunks_of_what_is_aborted_are_stored(policy: str, hits: list[int]
 
 
 def test_stores_leave_blocks_for_others() -> None:
-    """Stores that do not end hold three quarters of the pool at most. A swap holds none."""
+    """Stores that do not end hold at most three quarters of the pool. A swap holds none."""
     rng = random.Random(1)
     with engine_of(FULL, NEVER, num_blocks=200) as engine:
         for number in range(12):
@@ -173,7 +173,7 @@ def referenced_in_steps(engine: SimulatedEngine) -> list[int]:
 
 
 def preempt(engine: SimulatedEngine) -> None:
-    """Others have all free blocks while a step is made in which a request needs one."""
+    """Other requests have all free blocks during a step in which a request needs one."""
     pool = engine.block_pool
     taken = pool.get_new_blocks(pool.get_num_free_blocks())
     (request,) = engine.scheduler.running
@@ -278,7 +278,7 @@ def test_stores_that_are_abandoned_hold_nothing_and_are_worth_nothing(is_under_w
 
 
 def test_the_end_of_the_last_transfer_is_reported_in_one_more_step() -> None:
-    """What is counted travels with a step, and no step may follow for a while."""
+    """The counts travel with a step, and it may take long until the next step."""
     with engine_of(FULL, NEVER) as engine:
         jobs = watch_jobs(engine)
         engine.add_request(plan_of("first", PROMPT, max_tokens=1))
@@ -347,7 +347,7 @@ def test_pins_last_until_the_load_has_ended_or_the_request_goes() -> None:
 
 
 def test_what_was_found_follows_what_the_device_has() -> None:
-    """It had the beginning when the request was looked up, and has lost it since."""
+    """The device had the beginning when the request was looked up, and has lost it since."""
     with engine_of(FULL, caching=True) as engine:
         serve(engine, plan_of("first", PROMPT, max_tokens=1))
         assert engine.reset()
@@ -364,7 +364,7 @@ def test_what_was_found_follows_what_the_device_has() -> None:
 
 
 def test_an_abort_while_it_loads_stores_nothing() -> None:
-    """Its pages do not hold yet what its count of computed tokens says."""
+    """Its pages do not have the KV yet that its count of computed tokens claims."""
     with engine_of(FULL) as engine:
         serve(engine, plan_of("first", PROMPT))
         before = len(engine.entries)
@@ -384,7 +384,7 @@ def test_an_abort_while_it_loads_stores_nothing() -> None:
 JOINED = {
     "joined": (FULL, True, {"second"}),
     "no local cache": (FULL, False, {"second", "third"}),
-    # A local hit drops its last block: who waited would have to load all the same.
+    # A local hit drops its last block, so a waiting request would have to load all the same.
     "drafts": (DEEPSEEK_V4_EAGLE, True, {"second", "third"}),
 }
 
@@ -434,7 +434,7 @@ def test_a_load_that_costs_more_than_computing_is_not_made(hole_reuse: bool) -> 
 
 
 def test_a_request_that_waits_for_room_is_not_looked_up_in_every_step() -> None:
-    """Two of them would leave too few blocks for either to go on."""
+    """Two of them would leave too few blocks for either request to go on."""
     prompt = tokens(random.Random(5), 384)
     with engine_of(FULL, num_blocks=1 + 384 // UNIT_TOKENS * 3 // 2) as engine:
         serve(engine, plan_of("first", prompt, max_tokens=1))

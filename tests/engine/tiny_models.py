@@ -26,7 +26,7 @@ _GEMMA3 = _SIZES | {
     "num_key_value_heads": 1,
     "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
     "sliding_window": WINDOW_TOKENS,
-    "query_pre_attn_scalar": 8,  # Sharp attention, so that each cached token matters.
+    "query_pre_attn_scalar": 8,  # Attention is sharp, so that each cached token matters.
 }
 _GPT_OSS = _SIZES | {
     "num_local_experts": 4,

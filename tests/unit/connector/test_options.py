@@ -201,7 +201,7 @@ def test_the_default_chunk_is_rounded_up_to_whole_units(
 def test_a_chunk_is_no_longer_than_what_a_request_may_have(
     chunk_tokens: int, unit_tokens: int, max_model_len: int, most_tokens: int
 ) -> None:
-    """What is the default is taken with any model."""
+    """The default values are accepted with any model."""
     options = parse(chunk_tokens=chunk_tokens)
     if not most_tokens:
         assert options.chunk_tokens_of(unit_tokens, max_model_len) == chunk_tokens

@@ -55,7 +55,7 @@ def test_an_option_without_a_tier_is_refused() -> None:
         secondary_tier_of("config", WITH_TIER)
 
 
-# On a worker.
+# The worker has it.
 
 
 class Jobs(NamedTuple):

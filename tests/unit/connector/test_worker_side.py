@@ -49,7 +49,7 @@ NUM_PAGES, LAYER = 64, "model.layers.0.c4.attn"
 
 
 class Move:
-    """`page_transfer` behind a gate; numbers of loads, from 1, that fail can be named."""
+    """`page_transfer` behind a gate. Loads with these numbers, counted from 1, fail."""
 
     def __init__(self) -> None:
         self.gate = Gate()
@@ -286,7 +286,7 @@ def test_pages_of_a_failed_load_are_those_it_should_have_filled(
     ("tables", "pages"),
     [
         ((), set()),
-        ((TablePart(7, (5, 6)),), {5}),  # 6 is behind the last token
+        ((TablePart(7, (5, 6)),), {5}),  # Page 6 is behind the last token.
         ((TablePart(9, (5, 6)),), set()),
         ((TablePart(1, (5, 6, 7)),), {5, 6, 7}),
         ((TablePart(0, (*range(1, 8), NUM_PAGES)),), {*range(1, 8), NUM_PAGES}),
@@ -307,7 +307,7 @@ def test_a_job_that_cannot_be_planned_fails(
 
 @pytest.mark.parametrize("host_bytes", [1 << 20, 4096])
 def test_a_store_that_lacks_rows_or_memory_fails(host_bytes: int, make: Make) -> None:
-    """Rows behind the last whole one of a chunk; host memory is never left."""
+    """These rows lie behind the last whole row of a chunk. Reads stay in host memory."""
     worker = make("single_group", options=worker_options(host_bytes=host_bytes))
     job = worker.job
     if host_bytes > 4096:
@@ -399,7 +399,7 @@ def test_a_worker_without_caches() -> None:
 
 
 def test_a_pool_that_has_moved_fails_its_jobs(worker: SmallWorker) -> None:
-    """Memory that was taken away without a word is not written to."""
+    """Memory that was taken away without notice is not written to."""
     pools = worker.side._runner.pools
     pools.tensors = tuple(tensor.clone() for tensor in pools.tensors)
     with pytest.raises(DescriptorError):

@@ -24,7 +24,7 @@ def make_cache() -> ModelCache:
 
 
 def put(cache: ModelCache, blocks: list[ModelBlock]) -> None:
-    """Cache blocks that hold what no prompt does."""
+    """Cache blocks with content that no prompt has."""
     for block in blocks:
         block._block_hash = b"loose %d" % block.block_id
         cache.pool.cached_block_hash_to_block.insert(block._block_hash, block)
@@ -119,7 +119,7 @@ class FreeOrderMachine(RuleBasedStateMachine):
 
     @rule(units=st.lists(st.sampled_from("aab"), min_size=1, max_size=5))
     def serve(self, units: list[str]) -> None:
-        """Checkpoints come, and where room is short some go."""
+        """Checkpoints come, and some go where room is short."""
         self._compare_surplus(lambda: served(self.cache, spelled(units)))
 
     @rule(number=st.integers(1, 6))
@@ -131,7 +131,7 @@ class FreeOrderMachine(RuleBasedStateMachine):
         )
 
     def _compare_surplus(self, event: Callable[[], Any]) -> None:
-        """What was surplus and stays it comes first, in the order that it had."""
+        """Blocks that were surplus, and stay surplus, come first, in their old order."""
         _, surplus, _ = self.parts()
         before = [(block, block._block_hash) for block in surplus]
         self.touch.reset_mock()

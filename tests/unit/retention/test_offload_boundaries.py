@@ -58,7 +58,7 @@ def test_ends_of_prompts_junctions_and_hints_are_planned(
     boundary: int,
     origin: Origin,
 ) -> None:
-    """At the last unit below them. The last token of a prompt is always computed."""
+    """They are at the last unit below the ends. The last token of a prompt is always computed."""
     request = a_request(prompt_tokens, **hints)
     plan = OffloadBoundaries(groups, UNIT_TOKENS).plan(request, hit_tokens, shared_tokens)
     assert plan[boundary].origin is origin

@@ -124,7 +124,7 @@ def test_the_salts_that_are_known_are_bounded(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(segment_contexts, "MAX_SALTS", 2)
     contexts = SegmentContexts(FIRST, 1000)
     for salt in ("a", "b", "c"):
-        contexts.sinks("full a", ())  # It is used all the time.
+        contexts.sinks("full a", ())  # The context is used all the time.
         contexts.add(document(1), salt, 1)
         fill(contexts, f"full {salt}")
     assert len(contexts._documents) <= 2 and len(contexts._contexts) == 2
@@ -183,7 +183,7 @@ def test_contexts_begin_like_the_prompts_before_them() -> None:
 
 
 def test_contexts_get_a_beginning_once_it_is_known_and_keep_it() -> None:
-    """What is stored behind those before is found, too."""
+    """Segments that were stored behind the earlier sinks are found, too."""
     contexts = SegmentContexts(FIRST, 1000)
     fill(contexts)
     note_prompts(contexts, *BEGUN)

@@ -205,7 +205,7 @@ def test_another_model_fails_by_a_text_of_different_tokens(name: str, dtype: Row
 
 
 def test_positions_between_which_tokens_are_missing_are_turned_as_far() -> None:
-    """Chunks of a segment that are stored already are not stored again."""
+    """Stored chunks of a segment are not stored again."""
     model = Model(signature_of())
     model.positions[NUM_TOKENS // 2 :] += 160
     found = model.check()

@@ -35,7 +35,7 @@ PAGE_TOKENS = 16
 HEADS = Heads(16, 0)
 WITH_WINDOWS = Heads(16, 63)
 
-# What is asked.
+# The questions.
 
 
 def prompts(repaired: int = 16, min_reused: int = 32, room: int = 4096) -> GatePrompts:
@@ -197,7 +197,7 @@ def test_what_cannot_be_asked_is_said(
         check(engine)
 
 
-# What the answers say.
+# The judgement of the answers.
 
 ALONE = {5: -0.5, 6: -1.5, 7: -2.5}
 FAR = {5: -2.5, 6: -3.5, 7: -4.5}
@@ -236,7 +236,7 @@ CASES: dict[str, tuple[list[InPlace], list[Moved], str, str]] = {
         "expected that computing the first tokens of segments brings answers nearer",
     ),
     "no numbers": ([in_place(INF)], [], "float32", "expected at most"),
-    # The limit is no number either.
+    # The limit may be NaN, too.
     "no numbers anywhere": ([(INF, INF, INF)], [], "float32", "expected at most"),
     **{
         f"moved, no numbers {number}": (

@@ -128,7 +128,7 @@ def test_a_key_of_an_earlier_release_is_refused_with_what_stands_in_its_place(
 
 def test_each_key_stands_in_place_of_one_of_an_earlier_release() -> None:
     news = [new.replace("...", "0") for new in FORMER_KEYS.values()]
-    # Segments were off with `false`: that is not to turn them on.
+    # Segments were off with `false`. The message must not tell to turn them on.
     assert news[0].endswith(", or nothing where it was false,")
     given = [json.loads("{" + new.partition(", or")[0] + "}") for new in news]
     assert [key for each in given for key in each["segments"]] == KEYS
