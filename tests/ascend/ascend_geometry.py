@@ -2,8 +2,8 @@
 """KV cache layouts of DeepSeek-V4 on Ascend, as the scheduler sees them.
 
 The true layouts come out of vllm-ascend's own planning; the small one has the same shape at sizes
-that can be enumerated. Built from the spec classes of the installed vllm-ascend, which must be
-active (see ``conftest.py``). Knows nothing of requests or retention.
+that can be enumerated. They are built from the spec classes of the installed vllm-ascend, which
+must be active (see ``conftest.py``). This module knows nothing of requests or retention.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class BlockSizes:
     """The block sizes that one ``--block-size`` stands for, in rows, and its page sizes.
 
     Attributes:
-        mla: Of both compressed groups; a row covers ``compress_ratio`` tokens.
-        window: Of the sliding-window groups.
-        c4_state: Of the compressor states of ratio 4.
-        c128_state: Of the compressor states of ratio 128.
+        mla: The size for both compressed groups; a row covers ``compress_ratio`` tokens.
+        window: The size for the sliding-window groups.
+        c4_state: The size for the compressor states of ratio 4.
+        c128_state: The size for the compressor states of ratio 128.
         page_bytes: Page sizes of the indexer's planes and of all others.
     """
 
@@ -65,7 +65,7 @@ SMALL_HIT_UNIT_TOKENS = 32
 def _published_block_sizes() -> dict[int, BlockSizes]:
     """The table in vllm-ascend's sources, by ``--block-size``.
 
-    Read as text: the module that holds it needs a device to import.
+    The table is read as text, because its module needs a device to import.
     """
     path = Path(vllm_ascend.__file__).parent / "models/layer/attention/layer.py"
     for node in ast.walk(ast.parse(path.read_text())):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV caches as vllm-ascend's own model runner allocates and shapes them, on a CPU.
 
-``worker/model_runner_v1.py`` needs a device to import. The methods that make KV caches do not: they
-are taken out of its text, unchanged, and compiled into a runner that has what they read. Knows no
-layout of ours. vllm-ascend must be active (see ``conftest.py``).
+``worker/model_runner_v1.py`` needs a device to import, but its methods that make KV caches do not.
+They are taken out of its text, unchanged, and compiled into a runner with the attributes that they
+read. This module knows no layout of this package. vllm-ascend must be active (see ``conftest.py``).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def kv_caches(
     """The tensors that the runner registers for a config.
 
     Args:
-        config: Of the worker.
+        config: The worker's config.
         backend: Gives the shapes.
         has_connector: With one, memory is aligned to 2 MiB, so that tensors begin within storages.
         is_compressed: DeepSeek-V4.

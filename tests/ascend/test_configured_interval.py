@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM-Ascend 0.30 overlooks the configured retention interval; with the repair it is obeyed.
 
-0, vLLM's default, is left as vLLM-Ascend has it: nobody has asked for it. On DeepSeek-V4's true
-layout. A test named ``test_stock_...`` shows vLLM-Ascend on its own.
+An interval of 0 is vLLM's default, and no user's choice, so it is left as vLLM-Ascend has it. The
+tests use DeepSeek-V4's true layout. A test named ``test_stock_...`` shows vLLM-Ascend on its own.
 """
 
 from __future__ import annotations

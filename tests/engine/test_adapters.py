@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV of an adapter never meets KV of the base model, or of another adapter.
 
-On vLLM's real scheduler, with real pages. That a shared tier has no KV of adapters at all is in
-``test_shared_tier``; that holes are not computed for them, in ``test_connector_holes``.
+The tests run vLLM's real scheduler, with real pages. ``test_shared_tier`` shows that a shared tier
+has no KV of adapters. ``test_connector_holes`` shows that their holes are not computed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill steps of models with states: they come to an end, and cache no state that is not there.
 
-A step may end inside a block of states, if the next one ends with that block. On vLLM's real
-scheduler and vLLM-Ascend's, with images, thresholds and budgets for which a block is too long, and
-with all that of ours that ends steps. What a request reads is checked in every step.
+A step may end inside a block of states, if the next one ends with that block. The tests run vLLM's
+real scheduler and vLLM-Ascend's, with images, thresholds and budgets that are too small for a
+block, and with all features of this package that end steps. Every step checks what requests read.
 """
 
 from __future__ import annotations

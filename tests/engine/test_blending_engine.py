@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blended requests on the real engine: what they answer is what plain torch says of their spans.
 
-What others see of random ones is checked on the scheduler: `test_request_machine`.
+`test_request_machine` checks on the scheduler what other requests see of random blended ones.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ PARAMS = {"kvext_exact_tokens", "kvext_reused_tokens", "kvext_recomputed_tokens"
 class Setting(NamedTuple):
     """An engine that blends, and what it is asked; see `support.scenarios.blending`.
 
-    One that ``is_main_only`` says nothing about other versions of vLLM.
+    An engine that ``is_main_only`` shows nothing about other versions of vLLM.
     """
 
     model: str

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which function is called, for each method that the fast path or retention has one for.
 
-Both bind methods of single block managers, and of what a manager is made of. An engine that asks
-for neither runs upstream's own function objects, whatever is installed in its process.
+Both features bind methods of single block managers, and of the parts of a manager. An engine that
+asks for neither runs upstream's own function objects, whatever is installed in its process.
 """
 
 from __future__ import annotations

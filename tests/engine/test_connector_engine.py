@@ -38,7 +38,7 @@ BLOCK_TOKENS = CPU.block_tokens
 class Setting(NamedTuple):
     """An engine with a connector, and what it is asked; see `Plan`.
 
-    One that ``is_main_only`` says little about other versions of vLLM.
+    An engine that ``is_main_only`` shows little about other versions of vLLM.
     """
 
     scenarios: Sequence[str]

@@ -128,7 +128,7 @@ def test_soak_has_met_everything(soaked: Counter[str]) -> None:
 def test_loads_do_not_stop_the_engine(layout: PagedLayout, failing: float) -> None:
     """Several prompts are loaded at once, in pools that hold little more than one of them.
 
-    Those whose loads fail are computed, before others that have loaded and hold their blocks.
+    Prompts whose loads fail are computed before others that have loaded and hold their blocks.
     """
     rng = random.Random(layout.name)
     unit = layout.unit_tokens

@@ -2,8 +2,8 @@
 """A KV connector fails to load, and the model is not all full attention in one KV cache group.
 
 Random workloads, in which half of all loads fail, run on real schedulers. The model runner of the
-harness checks every position that is read, `CacheContents` every block that can be hit. Then one
-case after the other, spelled out.
+harness checks every position that is read. `CacheContents` checks every block that can be hit.
+Single cases follow.
 """
 
 from __future__ import annotations

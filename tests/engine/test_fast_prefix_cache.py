@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The faster prefix-cache functions decide what upstream's decide.
 
-Random workloads on vLLM's real scheduler, each run twice in this process: as it is, and with the
-feature. Compared is all that `support.scheduler.transcript.Step` holds: requests, tokens and block
-ids of every step, preemptions, the order of the free queue, reference counts, keys, events and
-outputs.
+Random workloads run on vLLM's real scheduler, each twice in this process: as it is, and with the
+feature. The tests compare all that `support.scheduler.transcript.Step` holds: requests, tokens and
+block ids of every step, preemptions, the order of the free queue, reference counts, keys, events
+and outputs.
 """
 
 from __future__ import annotations
@@ -136,8 +136,9 @@ def left_by_calls(
 ) -> list[object]:
     """What random calls for four requests leave, some of which a scheduler makes seldom or never.
 
-    Of the drafts of each step, a random number is rejected. Requests end where the model does, and
-    slots for drafts are asked for beyond; others take over their ids. States begin with a block.
+    A random number of the drafts of each step is rejected. Requests end where the model does, and
+    ask for slots for drafts beyond this end. Other requests take over their ids. States begin with
+    a block.
     """
     manager, running = world.manager, []
     left: list[object] = []

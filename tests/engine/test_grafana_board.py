@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``examples/grafana.json``: Grafana knows every field, and every legend its label.
 
-That a server has what it asks for: `test_connector_serve`.
+`test_connector_serve` shows that a server has the metrics that the board asks for.
 """
 
 from __future__ import annotations

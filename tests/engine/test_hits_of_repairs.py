@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A default install hits at least what stock upstream hits and is right: repairs take no hits.
 
-Over KV cache layouts, KV connectors, their roles, and drafts, on upstream's real scheduler, in a
-pool with room for all. ``-s`` prints the tokens that are hit. `hits.Hits` are told apart by whether
-what was hit is the request's own; where they cannot be (states of drafts) and steps end elsewhere
-with a repair, totals are compared. ``preempted-in-step`` and ``failed-loads`` take hits of blocks
-that hold no KV of theirs, which do not occur here.
+The cells are KV cache layouts, KV connectors, their roles, and drafts. They run on upstream's real
+scheduler, in a pool with room for all. ``-s`` prints the tokens that are hit. `hits.Hits` separates
+hits of the request's own KV from wrong hits. This is not possible for states of drafts, and then
+totals are compared if steps end elsewhere with a repair. ``preempted-in-step`` and ``failed-loads``
+take away hits of blocks that hold wrong KV. Such hits do not occur here.
 """
 
 from __future__ import annotations

@@ -79,9 +79,9 @@ def engine_with_a_hole() -> Iterator[tuple[SimulatedEngine, RequestPlan]]:
 @pytest.mark.parametrize("waits_long", [False, True], ids=["for a while", "for long"])
 @pytest.mark.usefixtures("any_run")
 def test_a_request_waits_for_the_blocks_of_its_holes(waits_long: bool, was_found: bool) -> None:
-    """Upstream asks only for those of the request: with one too few, the load would fail.
+    """Upstream asks only for the blocks of the request. With one too few, the load would fail.
 
-    Also where it was found with enough free blocks, and then not admitted.
+    So it would if the hit was found with enough free blocks, but the request was not admitted then.
     """
     used_blocks: list[int] = []
     for num_missing in (0, 1):
@@ -424,7 +424,7 @@ def test_a_failed_load_behind_a_request_that_does_not_fit_gives_its_blocks_back(
 ) -> None:
     """The first request, which is computed, needs what the second holds until vLLM comes to it.
 
-    vLLM comes to nobody behind a request that does not fit: nothing would run any more.
+    vLLM tries no request behind one that does not fit, so no request would run any more.
     """
     (layout,) = UPSTREAM_LAYOUTS
     rng = random.Random(4)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LMCacheMPConnector on the real engine with real LMCache servers, where LMCache is installed.
 
-What is wrong without this package is shown beside what is right with it. `make test-lmcache` runs
-this in an environment that has LMCache.
+The tests show the faults without this package beside the right results with it. `make test-lmcache`
+runs them in an environment that has LMCache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two connectors with handshakes below one MultiConnector: vLLM's own class.
 
-That engines start and answer is in ``test_connector_engine.py``.
+``test_connector_engine.py`` shows that such engines start and answer.
 """
 
 from __future__ import annotations

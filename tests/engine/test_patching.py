@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The patching machinery on the real vLLM: revert restores, whatever the order.
 
-Patches take what upstream's functions take, by position and by name. What installs them is a
-process of its own: patches and imports stay for a process's life.
+Patches take the arguments of upstream's functions, by position and by name. A process of its own
+installs them, because patches and imports stay for a process's life.
 """
 
 from __future__ import annotations

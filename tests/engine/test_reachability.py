@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can be hit where retention decides what stays, against dense caching without evictions.
 
-On vLLM's real block managers and on vLLM-Ascend's. At interval 0 a request that comes back, goes on
-or resumes hits what dense caching hits, for every length and choice of EAGLE groups, although
-others have taken all that is surplus. Adaptively, so does the third request that shares a prefix;
-with a hint, already the second.
+The tests run vLLM's real block managers and vLLM-Ascend's. At interval 0 a request that comes back,
+goes on or resumes has the hits of dense caching, for every length and choice of EAGLE groups. It
+has them even if other requests have taken all surplus blocks. With adaptive retention, the third
+request that shares a prefix has these hits, too. With a hint, the second request has them.
 """
 
 from __future__ import annotations
@@ -213,10 +213,10 @@ def branches(num_shared_tokens: int, num_own_tokens: int) -> Iterator[list[int]]
 
 @pytest.mark.parametrize("layout_name", ADAPTIVE_LAYOUTS)
 def test_prefixes_that_requests_share_are_hit(layout_name: str) -> None:
-    """While there is room, from the second request on, as in dense caching.
+    """While there is room, the second request hits it, as in dense caching.
 
-    Where others have taken all that is surplus: by the third, after two have shared the prefix, or
-    by the second, where the first has named it.
+    If others have taken all surplus blocks, the third request hits it, after two have shared the
+    prefix. The second request hits it if the first has named it.
     """
     specs = LAYOUTS[layout_name]
     unit_tokens = unit_of(specs)
@@ -343,10 +343,10 @@ OPTIONS = EngineOptions(
 def step_ends(
     layout: EngineLayout, prompts: Sequence[Sequence[int]], hints: tuple[int, ...] = ()
 ) -> list[list[int]]:
-    """Of each request: the tokens hit, and where steps of the prompt and of the answer end.
+    """The hit tokens of each request, and the ends of the steps of its prompt and its answer.
 
-    One is served after the other on the real scheduler, whose steps end where they like. The first
-    may name a boundary.
+    The real scheduler serves one request after the other. It chooses where steps end. The first
+    request may name a boundary.
     """
     plans = [
         RequestPlan(

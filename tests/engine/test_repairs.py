@@ -103,8 +103,8 @@ def with_resets() -> Iterator[Workload]:
 def with_priorities() -> Iterator[Workload]:
     """A request is preempted, by priority, in the step that has scheduled it.
 
-    Prompts are computed together and in chunks, in a small pool. Whoever comes later is more
-    urgent: who came first is scheduled first, too, and then preempted.
+    Prompts are computed together and in chunks, in a small pool. A later request is more urgent.
+    The earliest request is scheduled first, and is then preempted.
     """
     for layout in LAYOUTS:
         for seed in PRIORITY_SEEDS:

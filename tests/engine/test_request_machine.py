@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random lives of requests on vLLM's real scheduler and block manager, with holes and segments.
 
-Requests come, come back, are aborted and preempted in any order, while the tier and the device lose
-entries, transfers are slow or fail, caches are reset and the scheduler is paused. With blending,
-segments are stored and reused in any order beside that, and the same prompts come without them.
-After each step, what attention has read, all that anybody could find by a hash of tokens, and what
-blocks count is checked; at the end, requests have their own outputs, and nothing is left.
+Requests come, come back, are aborted and preempted in any order. Meanwhile the tier and the device
+lose entries, transfers are slow or fail, caches are reset and the scheduler is paused. With
+segments, these are also stored and reused in any order, and the same prompts come without them.
+After each step, the machine checks the KV that attention has read, the KV that any request could
+find by a hash of tokens, and the reference counts of blocks. At the end, requests must have their
+own outputs, and nothing may be left.
 """
 
 from __future__ import annotations
@@ -344,11 +345,11 @@ class Router:
 
 
 class RequestMachine(RuleBasedStateMachine):
-    """One engine, and those who use it.
+    """One engine, and its users.
 
     Attributes:
         is_blending: Whether segments are reused.
-        layouts: One of which it has.
+        layouts: The layouts of which it has one.
     """
 
     is_blending: bool
@@ -441,7 +442,8 @@ class RequestMachine(RuleBasedStateMachine):
     ) -> None:
         """A prompt that shares documents with others, and their order with some.
 
-        They are segments that it names, or that separators show, if it does not want all computed.
+        The documents are segments that the prompt names, or that separators mark. A plain prompt
+        wants all of its tokens computed.
         """
         prompt, segments = self._prompt(documents, num_own, not named, beginning)
         self._add(prompt, PLAIN if is_plain else {SEGMENTS_KEY: segments} if named else {}, **asked)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nothing asked for, nothing changed: every scheduling decision is that of stock vLLM.
 
-With the defaults, in workloads that run into none of the defects that they repair; with all
-features installed and nothing configured, what the defaults decide. Random workloads on vLLM's
-real scheduler. What is compared is in `support.scheduler.transcript.Step`.
+With the defaults, this holds in workloads that run into none of the repaired defects. With all
+features installed and nothing configured, every decision is that of the defaults. Random workloads
+run on vLLM's real scheduler. `support.scheduler.transcript.Step` has the compared facts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ALL = tuple(feature.name for feature in FEATURES)
 REPAIRED = {
     patch.feature for patch in PATCHES if any(version_in(VLLM, versions) for versions in patch.vllm)
 }
-"""What is repaired of this version. Of what it has mended, the functions show nothing wrong."""
+"""The repairs of this version. Defects that upstream has mended do not show."""
 
 # Fewer workloads do not show every defect that is repaired on the main version.
 WORKLOADS = list(random_workloads(range(4 if IS_SAMPLE else 8)))

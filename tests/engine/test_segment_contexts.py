@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Segments that are stored behind others of their salt, on vLLM's real scheduler, in real pages.
 
-What is stored, and what is read of it, is compared in every step: see `LearningEngine`.
+Every step compares the stored KV, and the KV that is read of it: see `LearningEngine`.
 """
 
 from __future__ import annotations

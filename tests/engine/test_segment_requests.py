@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Segments that clients store, or that are learned: on vLLM's real scheduler, real pages.
 
-What is computed, loaded, counted and answered in general is looked at by ``test_request_machine``.
+``test_request_machine`` checks in general what is computed, loaded, counted and answered.
 """
 
 from __future__ import annotations

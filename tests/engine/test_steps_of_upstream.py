@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps vLLM's own ``schedule`` plans, and that no step comes out differently for it.
+"""The steps that vLLM's own ``schedule`` plans. Another function would not change any step.
 
 On vLLM's real scheduler, with real pages and without a model: see ``test_connector_scheduler``.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Single cases of stores and loads, on vLLM's real scheduler, with real pages and without a model.
 
-What random requests meet rarely, or cannot tell: what is refused, waited for, counted and logged.
+The cases are rare in random requests, or not visible there: refusals, waits, counts and logs.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_what_drafts_keep_before_a_window_is_loaded_with_it(
 ) -> None:
     """MTP of several modules (``extra_retained_tokens``): vLLM has blocks for it, and caches them.
 
-    Those of the second request are the third one's window.
+    The second request's blocks are the third one's window.
     """
     to_spec = Group.to_spec
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The build of ``csrc/ascend``, with a stand-in for CANN: see `support.transfer.stand_in_cann`.
 
-Shows that the launcher compiles against the declared calls, that both libraries land in the
-package's folder and load from there. What CANN's own compiler makes of the kernel it cannot show.
+The tests show that the launcher compiles against the declared calls, and that both libraries land
+in the package's folder and load from there. They cannot show what CANN's own compiler makes of the
+kernel.
 """
 
 from __future__ import annotations

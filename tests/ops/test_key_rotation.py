@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transfer op that rotates keys: exact angles, one rounding, and no other byte.
 
-What must come out is computed in numpy, in float64, row by row.
+The expected rows are computed in numpy, in float64, row by row.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def pairs_of(numbers: Numbers, style: int) -> tuple[Numbers, Numbers]:
 def rotated_parts(
     case: RotatedCase, memory: TransferMemory, allocations: tuple[Bytes, ...], of_source: bool
 ) -> Iterator[tuple[list[int], int, Bytes]]:
-    """What turns of the rows of each run: its row of rotations, its shift, and a view of its bytes.
+    """The rotated part of each run: its row of rotations, its shift, and a view of its bytes.
 
     ``allocations`` are as of ``TransferMemory.snapshot``. shape: [rows, heads, bytes].
     """

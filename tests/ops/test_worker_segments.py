@@ -118,11 +118,11 @@ class Worker:
         scale: float = 0,
         only: slice = slice(None),
     ) -> None:
-        """As a forward would, in the first layer; other layers add what stands before.
+        """Write tokens as a forward would, in the first layer. Other layers add the tokens before.
 
         Args:
             scale: Keys are scaled behind the rotation by one plus this much per element.
-            only: Those of the tokens that are written, the first of them at ``first``.
+            only: The tokens that are written, the first of them at ``first``.
         """
         of_token = torch.randn((12, 2, HEADS, HEAD), generator=torch.manual_seed(1))
         positions = torch.arange(first, first + len(token_ids[only]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people write into ``kv_connector_extra_config``, and what becomes of it."""
+"""The values of ``kv_connector_extra_config``, and the options that are made of them."""
 
 from __future__ import annotations
 

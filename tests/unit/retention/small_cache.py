@@ -2,8 +2,8 @@
 """A cache manager on a block pool, both small enough to be searched by brute force.
 
 Requests are admitted, computed in chunks, preempted and finished on it. It does what upstream does,
-with the real `CheckpointRetention`. A request's hash is the text up to there: whoever sees a key
-knows the whole prefix.
+with the real `CheckpointRetention`. The hash of a block is the text up to its end, so a key shows
+the whole prefix.
 """
 
 from __future__ import annotations

@@ -353,8 +353,8 @@ def test_what_was_cached_for_a_boundary_that_is_not_reached_is_uncached() -> Non
 def lost_first_blocks(layout: str, num_tokens: int, groups: Sequence[int]) -> ModelCache:
     """A cache from which the first block of some groups was uncached while a request had it.
 
-    As a connector uncaches what it failed to load. Those who come next get it, and cache what they
-    compute in it.
+    A connector uncaches blocks like this when it fails to load them. Later requests get the block,
+    and cache in it what they compute.
     """
     cache = ModelCache(layout, 30)
     request = ModelRequest("loads", "a" * (num_tokens + 1))

@@ -41,8 +41,8 @@ def served(cache: ModelCache, text: str) -> bool:
 class FreeOrderMachine(RuleBasedStateMachine):
     """Blocks are allocated, cached, freed, hit, needed, and needed no more, in any order.
 
-    Those that this test allocates it knows the exact order of. What requests do to the others is
-    checked by what has to hold of any order.
+    The test knows the exact order of the blocks that it allocates itself. For blocks of requests it
+    checks the rules that hold for any order.
     """
 
     def __init__(self) -> None:

@@ -212,7 +212,7 @@ def test_a_foreign_manager_caches_its_full_attention_blocks_itself(
 class StoppingTable(ModelKeyTable):
     """Raises when one block more than ``num_blocks`` is cached.
 
-    Its dict is no plain one: the compiled module has to ask the table.
+    Its dict is of another type, so the compiled module has to ask the table.
     """
 
     num_blocks = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a model before its segments are reused, and what follows from the answers."""
+"""The questions to a model before its segments are reused, and the judgement of its answers."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def test_with_little_room_fewer_segments_stand_together() -> None:
 
 
 class FakeEngine:
-    """Answers the same, whatever is asked, unless it is told otherwise.
+    """Gives the same answer to every question, unless a test has set another.
 
     Attributes:
-        asked: What was computed together, in order; None where the prefix cache was emptied.
+        asked: The questions that were computed together, in order; None for an emptied cache.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people write into the object ``segments``, and what becomes of it."""
+"""The values of the object ``segments``, and the options that are made of them."""
 
 from __future__ import annotations
 
