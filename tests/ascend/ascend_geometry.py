@@ -2,8 +2,8 @@
 """KV cache layouts of DeepSeek-V4 on Ascend, as the scheduler sees them.
 
 The true layouts come out of vllm-ascend's own planning; the small one has the same shape at sizes
-that can be enumerated. Built from the spec classes of the installed vllm-ascend, which must be
-active (see ``conftest.py``). Knows nothing of requests or retention.
+that can be enumerated. They are built from the spec classes of the installed vllm-ascend, which
+must be active (see ``conftest.py``). This module knows nothing of requests or retention.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INDEXER_HEAD_DIM = 128
 INDEXER_ON_A3 = {"dtype": torch.int8, "scale_dtype": torch.float16}
 
 NUM_LAYERS = 43
-"""A Flash-like model: two layers without compression, then ratios 4 and 128 in turn."""
+"""A model like Flash: two layers without compression, then ratios 4 and 128 in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class BlockSizes:
     """The block sizes that one ``--block-size`` stands for, in rows, and its page sizes.
 
     Attributes:
-        mla: Of both compressed groups; a row covers ``compress_ratio`` tokens.
-        window: Of the sliding-window groups.
-        c4_state: Of the compressor states of ratio 4.
-        c128_state: Of the compressor states of ratio 128.
+        mla: The size for both compressed groups; a row covers ``compress_ratio`` tokens.
+        window: The size for the sliding-window groups.
+        c4_state: The size for the compressor states of ratio 4.
+        c128_state: The size for the compressor states of ratio 128.
         page_bytes: Page sizes of the indexer's planes and of all others.
     """
 
@@ -57,7 +57,7 @@ class BlockSizes:
 
 
 HIT_UNIT_TOKENS = {128: 16384, 32: 4096}
-"""Per ``--block-size``: the least common multiple of the tokens per block of all groups."""
+"""The least common multiple of the tokens per block of all groups, by ``--block-size``."""
 
 SMALL_HIT_UNIT_TOKENS = 32
 
@@ -65,7 +65,7 @@ SMALL_HIT_UNIT_TOKENS = 32
 def _published_block_sizes() -> dict[int, BlockSizes]:
     """The table in vllm-ascend's sources, by ``--block-size``.
 
-    Read as text: the module that holds it needs a device to import.
+    The table is read as text, because its module needs a device to import.
     """
     path = Path(vllm_ascend.__file__).parent / "models/layer/attention/layer.py"
     for node in ast.walk(ast.parse(path.read_text())):
@@ -97,7 +97,7 @@ def plan(
     specs: dict[str, KVCacheSpec], block_size: int, num_blocks: int
 ) -> tuple[KVCacheConfig, KVCacheConfig]:
     """The configs of a worker and of the scheduler, by vLLM and vllm-ascend."""
-    # As the engine core does before planning.
+    # The engine core does this before planning, too.
     single_type_kv_cache_manager.register_all_kvcache_specs(VllmConfig())
     return upstream_line.plan(specs, {"": AttentionBackend}, num_blocks, block_size)
 

@@ -43,7 +43,7 @@ def deepseek_v4(
 
 
 def deepseek_v4_on_a5(num_blocks: int = 88) -> LayoutFixture:
-    """Six layers; the indexer registers a third view, over keys and scales."""
+    """Six layers. The indexer registers a third view, over keys and scales."""
     specs = ascend_geometry.layer_specs(
         A5_BLOCK_SIZES,
         num_layers=6,
@@ -94,7 +94,7 @@ def _deepseek_v4(
 
 
 def _reaches(config: KVCacheConfig, sizes: BlockSizes) -> dict[str, Reach]:
-    """By layer; the layer's number and place say what it is."""
+    """The reaches by layer. The number and the place of a layer say what it is."""
     ratios = {
         name.removesuffix(".attn"): 4 if int(name.split(".")[2]) % 2 == 0 else 128
         for group in config.kv_cache_groups
@@ -245,7 +245,7 @@ _INT8_CACHES = (
     if HAS_ONE_VIEW
     else {"c8_k_cache_dtype": torch.int8, "c8_k_scale_cache_dtype": torch.float16}
 )
-"""What the defaults of vLLM-Ascend 0.23 are where the device is not A5: they ask for the device."""
+"""vLLM-Ascend 0.23's defaults where the device is not A5. It would ask the device for them."""
 
 FIXTURES: dict[str, Callable[[], LayoutFixture]] = {
     "DeepSeek-V4": partial(deepseek_v4, 32, 88),
@@ -258,5 +258,5 @@ FIXTURES: dict[str, Callable[[], LayoutFixture]] = {
     "DeepSeek-V4 on A5": deepseek_v4_on_a5,
 }
 if HAS_ONE_VIEW:
-    # vLLM-Ascend 0.23 arranges states by what its configuration has made of the sizes of blocks.
+    # vLLM-Ascend 0.23 arranges states by the block sizes that its configuration has computed.
     FIXTURES["attention and Mamba"] = attention_and_mamba

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV caches as vllm-ascend's own model runner allocates and shapes them, on a CPU.
 
-``worker/model_runner_v1.py`` needs a device to import. The methods that make KV caches do not: they
-are taken out of its text, unchanged, and compiled into a runner that has what they read. Knows no
-layout of ours. vllm-ascend must be active (see ``conftest.py``).
+``worker/model_runner_v1.py`` needs a device to import, but its methods that make KV caches do not.
+They are taken out of its text, unchanged, and compiled into a runner with the attributes that they
+read. This module knows no layout of this package. vllm-ascend must be active (see ``conftest.py``).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def kv_caches(
     """The tensors that the runner registers for a config.
 
     Args:
-        config: Of the worker.
+        config: The worker's config.
         backend: Gives the shapes.
         has_connector: With one, memory is aligned to 2 MiB, so that tensors begin within storages.
         is_compressed: DeepSeek-V4.
@@ -136,7 +136,7 @@ def _runner_methods() -> list[ast.FunctionDef]:
 
 
 def _imported_by_the_runner(methods: Iterable[ast.AST]) -> dict[str, Any]:
-    """What these functions name, from where the runner imports it; not what needs a device."""
+    """The names that these functions use, from the runner's imports; none needs a device."""
     named = {node.id for each in methods for node in ast.walk(each) if isinstance(node, ast.Name)}
     found = {}
     for node in ast.walk(ast.parse(_text("worker/model_runner_v1.py"))):
@@ -166,7 +166,7 @@ def _text(path: str) -> str:
 
 
 def _compiled(functions: list[ast.FunctionDef], namespace: dict[str, object]) -> type:
-    """A class that has these functions; their annotations are not looked up."""
+    """A class that has these functions. Their annotations are not evaluated."""
     body = ast.ClassDef(
         name="Made", bases=[], keywords=[], body=functions, decorator_list=[], type_params=[]
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM-Ascend 0.30 overlooks the configured retention interval; with the repair it is obeyed.
 
-0, vLLM's default, is left as vLLM-Ascend has it: nobody has asked for it. On DeepSeek-V4's true
-layout. A test named ``test_stock_...`` shows vLLM-Ascend on its own.
+An interval of 0 is vLLM's default, and no user's choice, so it is left as vLLM-Ascend has it. The
+tests use DeepSeek-V4's true layout. A test named ``test_stock_...`` shows vLLM-Ascend on its own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def repaired() -> Iterator[None]:
 
 
 def served(interval: int | None) -> tuple[int, int]:
-    """Window blocks that one prompt leaves in the cache, and what it hits when it comes again."""
+    """The window blocks that one prompt leaves in the cache, and its hit when it comes again."""
     layout = planned_layout(128)
     world = BlockManager(layout, interval, num_blocks=16000)
     request = world.request(range(NUM_TOKENS))
@@ -76,7 +76,7 @@ def test_an_interval_that_is_no_multiple_is_refused() -> None:
 
 
 def test_a_wrong_variable_is_refused_with_the_unit_of_hits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM-Ascend looks for the variable, and must not judge it: its unit need not be ours."""
+    """vLLM-Ascend reads the variable, and must not check it: its unit may differ from ours."""
     configured = {"prefix_cache_retention_interval": 0}
     monkeypatch.setattr(layouts, "retention_fields", lambda: configured)
     expected = f"RETENTION_INTERVAL='{UNIT_TOKENS + 1}' is not a multiple of {UNIT_TOKENS}"
@@ -95,11 +95,11 @@ DRAFTING = {
     "window": Layout((full(16), window(4, 5)), frozenset({1})),
     "state": Layout((full(16), mamba(16)), frozenset({0})),
 }
-"""Layouts with MTP. Without a connector, lookups of vLLM-Ascend drop no block all the same."""
+"""Layouts with MTP. Without a connector, lookups of vLLM-Ascend drop no block nevertheless."""
 
 
 INTERVALS = (None, 96)
-"""Dense caching, and an interval beyond the prompts: what is kept is where they can be resumed."""
+"""Dense caching, and an interval beyond the prompts, which keeps the places to resume them."""
 
 
 @pytest.mark.usefixtures("repaired")
@@ -116,7 +116,7 @@ def test_the_end_of_a_prompt_of_whole_blocks_is_kept_where_its_state_is() -> Non
 
 
 def hit_of_next(layout: Layout, interval: int | None, num_tokens: int, next_tokens: int) -> int:
-    """What a prompt hits that begins like one of ``num_tokens``, computed in steps of 48."""
+    """The tokens hit by a prompt that begins like one of ``num_tokens``, in steps of 48."""
     world = BlockManager(layout, interval)
     request = world.request(range(num_tokens))
     world.prefill(request, 48)

@@ -14,7 +14,7 @@ MAX_TOKENS = 1160
 
 @pytest.fixture(scope="module", params=FIXTURES)
 def pages(request: pytest.FixtureRequest) -> Iterator[PageRoundTrip]:
-    """Of DeepSeek-V4 with ``--block-size 32``: pages of up to 4,096 tokens."""
+    """Pages of DeepSeek-V4 with ``--block-size 32``: up to 4,096 tokens."""
     pages = PageRoundTrip(FIXTURES[request.param](), seed=3)
     yield pages
     pages.shutdown()

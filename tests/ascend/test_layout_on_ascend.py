@@ -22,7 +22,7 @@ def test_groups_are_those_of_the_fixture(name: str) -> None:
 
 
 def geometry(layout: KVLayout) -> set[tuple[object, ...]]:
-    """Kind, tokens per page, page stride, offset in the page, row bytes, rows per page."""
+    """The kind, tokens per page, page stride, offset in the page, row bytes, and rows per page."""
     return {
         (
             group.kind,
@@ -41,7 +41,7 @@ FULL, WINDOW = GroupKind.FULL, GroupKind.WINDOW
 
 
 def test_deepseek_v4_byte_for_byte() -> None:
-    """By hand, from the sizes of rows and pages that the model's specs have."""
+    """The bytes are computed by hand, from the sizes of rows and pages in the model's specs."""
     fixture = deepseek_v4(128)
     layout = fixture.layout()
     assert geometry(layout) == {
@@ -59,7 +59,7 @@ def test_deepseek_v4_byte_for_byte() -> None:
 
 
 def test_pages_in_tiles_are_one_row() -> None:
-    """Of the same tensors, which do not say that kernels write tiles of 16 elements."""
+    """The same tensors do not say that kernels write tiles of 16 elements."""
     by_row, tiled = (
         make().layout().groups[0]
         for make in (ascend_layouts.latent_and_rope, ascend_layouts.tiled_latent_and_rope)
@@ -78,7 +78,7 @@ NZ_CACHE_MODES = {
         'cache_mode="nzcache" if atten_obj.enable_kv_nz else "krope_ctkv",',
     ],
 }
-"""Where vllm-ascend 0.23 writes pages in tiles; the second is under ``fa_quant_layer``."""
+"""Settings with which vllm-ascend 0.23 writes tiles; the second is under ``fa_quant_layer``."""
 
 NZ_CACHE_MODES_SINCE_0_30 = {
     "attention/mla_v1.py": [
@@ -87,11 +87,11 @@ NZ_CACHE_MODES_SINCE_0_30 = {
     ],
     "attention/attention_c8_mxfp.py": ['cache_mode="PA_NZ",', 'QFA_LAYOUT_PA_NZ = "PA_NZ"'],
 }
-"""The second is that of the cache dtype ``mxfp8``, whose tensors are refused."""
+"""The second case is the cache dtype ``mxfp8``, whose tensors are refused."""
 
 
 def test_pages_are_tiled_where_the_worker_config_looks() -> None:
-    """Read as text: the modules need a device to import."""
+    """The sources are read as text, because the modules need a device to import."""
     package = Path(vllm_ascend.__file__).parent
     found = {
         str(path.relative_to(package)): [
@@ -113,7 +113,7 @@ def test_pages_are_tiled_where_the_worker_config_looks() -> None:
 
 def test_blobs_are_shared_by_layers_of_different_groups() -> None:
     layout = deepseek_v4(128).layout()
-    # 22 layer tuples; the last has no layer of small pages. Since 0.30 all lie in one blob.
+    # There are 22 layer tuples; the last has no layer of small pages. Since 0.30 one blob has all.
     assert len(layout.storages) == (1 if HAS_ONE_VIEW else 22 + 21)
     groups_of_pages: dict[tuple[int, int], set[int]] = {}
     for group in layout.groups:
@@ -125,7 +125,7 @@ def test_blobs_are_shared_by_layers_of_different_groups() -> None:
 
 
 def test_a_connector_moves_tensors_away_from_the_start_of_their_storage() -> None:
-    """vllm-ascend then aligns them to 2 MiB."""
+    """vllm-ascend then aligns the tensors to 2 MiB."""
     offsets = {
         has_connector: min(
             plane.base_bytes

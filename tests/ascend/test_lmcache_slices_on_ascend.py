@@ -33,7 +33,7 @@ PROMPTS_TOKENS = (1024, 8192, 16384, 17000, 40000)
 
 
 class Pages:
-    """Block ids of one group, and what each row of them holds, laid down token by token."""
+    """Block ids of one group, and the contents of each of their rows, by token."""
 
     def __init__(self, spec: Any, prompt_tokens: int, first_id: int) -> None:
         tokens_per_row = getattr(spec, "compress_ratio", None) or 1
@@ -51,7 +51,7 @@ class Pages:
 def stored(
     config: KVCacheConfig, pages: list[Pages], prompt_tokens: int, chunk_tokens: int
 ) -> tuple[tuple[int, int], list[list[int]]] | None:
-    """What LMCache would store of a prompt that has been computed: tokens, and ids per group."""
+    """The part of a computed prompt that LMCache would store: tokens, and ids per group."""
     sampling = SamplingParams(max_tokens=1)
     request = Request("a", list(range(prompt_tokens)), sampling, None)
     tracker = metadata.LMCacheMPRequestTracker(request)

@@ -130,8 +130,8 @@ def test_status_accepts_this_combination(interval: str | None):
 
 @pytest.mark.skipif(HAS_ONE_VIEW, reason="vllm-ascend 0.30 has no such scheduler")
 def test_dynamic_batch_cannot_be_constructed_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/tested_on_ascend.md says."""
-    monkeypatch.setitem(sys.modules, "pandas", ModuleType("pandas"))  # it may be missing
+    """docs/tested_on_ascend.md says so."""
+    monkeypatch.setitem(sys.modules, "pandas", ModuleType("pandas"))  # The module may be missing.
     module = importlib.import_module("vllm_ascend.core.scheduler_dynamic_batch")
     configs = ("vllm_config", "kv_cache_config", "structured_output_manager")
     with pytest.raises(TypeError, match="unexpected keyword argument 'hash_block_size'"):

@@ -36,14 +36,14 @@ LOADS = (ExternalLoad.NEVER, ExternalLoad.BETWEEN_STEPS)
 
 @pytest.fixture
 def schedulers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines get the scheduler that is wrong in this release, and a connector as it takes it."""
+    """Engines get the scheduler that is wrong in this release, and a connector that it can have."""
     if IS_SINCE_0_30:
         from vllm_ascend.patch.platform import patch_balance_schedule as balance
 
         monkeypatch.setattr(balance, "_balance_scheduling_enabled", lambda config: True)
         assert engines.Scheduler is balance.BalanceScheduler
         assert issubclass(engines.AsyncScheduler, balance.BalanceScheduler)
-        # What it loads has a state at its end.
+        # The loaded tokens end with a state.
         monkeypatch.setattr(ScriptedConnector, "supports_divergent_local_hybrid_hits", True)
         return
     from vllm_ascend.core import recompute_scheduler as recompute
@@ -61,7 +61,7 @@ def schedulers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def workload(seed: int, load: ExternalLoad, is_async: bool) -> Workload:
-    """Prompts that begin alike and end elsewhere, one after the other."""
+    """The prompts begin alike and end differently, one after the other."""
     rng = random.Random(seed)
 
     def tokens(number: int) -> list[int]:
@@ -82,7 +82,7 @@ def workload(seed: int, load: ExternalLoad, is_async: bool) -> Workload:
 
 
 def wrong_seeds(load: ExternalLoad, is_async: bool) -> tuple[list[int], int]:
-    """Seeds in which a request reads what is not its own, or answers wrong; loads of the others."""
+    """The seeds in which a request reads or answers wrong; the number of loads of the others."""
     wrong, num_loads = [], 0
     for seed in range(NUM_SEEDS):
         each = workload(seed, load, is_async)
@@ -125,7 +125,7 @@ TURNS_TOKENS = (5 * BLOCK_TOKENS + 3, 4 * BLOCK_TOKENS + 3)
 
 
 def load_balanced_hits(brings_states: bool) -> tuple[int, int]:
-    """Tokens that the scheduler offers its connector, and those that all groups hit."""
+    """The tokens that the scheduler offers to its connector, and the tokens that all groups hit."""
     from vllm_ascend.core.dyntra_lb_scheduler import DyntraLBScheduler
 
     world = BlockManager(Layout((full(BLOCK_TOKENS), mamba(BLOCK_TOKENS))), 0)

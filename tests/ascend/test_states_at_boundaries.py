@@ -21,7 +21,7 @@ from support.scheduler.workload import RequestPlan
 pytestmark = pytest.mark.vllm(">=0.30")
 
 NUM_TOKENS = 45
-"""Blocks are of 8 tokens."""
+"""Blocks have 8 tokens."""
 
 
 @pytest.fixture
@@ -49,11 +49,11 @@ def test_states_that_are_hit_are_their_positions(beside: Beside, step_offset_tok
 @pytest.mark.parametrize(
     ("computed_tokens", "num_new_tokens", "expected"),
     [
-        (8, 20, 16),  # The prompt goes on: the step ends where a block does.
+        (8, 20, 16),  # The prompt goes on, so the step ends where a block does.
         (12, 20, 4),  # A step that begins within a block ends with it.
         (8, 37, 32),  # The last whole block of the prompt leaves its state.
         (40, 5, 5),
-        (44, 3, 3),  # The last token of the prompt and two drafts, which are verified together.
+        (44, 3, 3),  # The last token of the prompt and two drafts are verified together.
         (45, 3, 3),  # An answer.
     ],
 )

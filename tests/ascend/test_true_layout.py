@@ -25,11 +25,11 @@ from vllm_ascend_kvext.patches.repairs.async_scheduler import drafts_in_flight
 from vllm_ascend_kvext.upstream_state import BlockManagerState
 
 NUM_BLOCKS = 16000
-"""Room for three units of every group, cached densely."""
+"""The room for three units of every group, cached densely."""
 
 CHUNK_TOKENS = 2048
 FIRST_OUTPUT = 1 << 24
-"""Token ids of outputs; those of prompts lie below, so that no prefix repeats by accident."""
+"""The token ids of outputs. Ids of prompts lie below, so that no prefix repeats by accident."""
 
 UNIT_TOKENS = HIT_UNIT_TOKENS[128]
 C4, C128, WINDOW_A, WINDOW_B, C4_STATE, C128_STATE = range(6)
@@ -98,7 +98,7 @@ def _preempted_in_prefill(world: BlockManager, num_tokens: int) -> Hits:
 
 
 def _preempted_in_decode(world: BlockManager, num_tokens: int) -> Hits:
-    """The boundaries next to ``num_tokens`` are crossed by decoding, one token at a time."""
+    """Decoding crosses the boundaries next to ``num_tokens``, one token at a time."""
     world.reset()
     num_prompt_tokens = max(1, num_tokens - 10)
     request = world.request(prompt(num_prompt_tokens))
@@ -121,7 +121,7 @@ def retention() -> Iterator[None]:
 
 
 def lengths(block_size: int) -> Iterator[int]:
-    """Around boundaries of three units: at them, and up to one block of each size behind them."""
+    """Lengths around boundaries of three units: at them, and one block of each size behind."""
     sizes = BLOCK_SIZES[block_size]
     blocks = {0, sizes.c4_state, sizes.c128_state, sizes.window}
     distances = sorted({-1, *(block + extra for block in blocks for extra in (0, 1))})
@@ -144,7 +144,7 @@ def test_interval_0_hits_what_dense_caching_hits(block_size: int, eagle: str) ->
 
 @pytest.mark.vllm("<0.30")
 def test_stock_loses_a_resend_with_mtp() -> None:
-    """The same comparison is red without the features: the look-ahead block does not fit."""
+    """The same comparison fails without the features: the look-ahead block does not fit."""
     mtp, num_tokens = EAGLE_SETS["MTP"], 2 * UNIT_TOKENS + 32
     assert hits_around(true_world(None, mtp), num_tokens)["resend"] == UNIT_TOKENS
     assert hits_around(true_world(0, mtp), num_tokens)["resend"] == 0
@@ -152,7 +152,7 @@ def test_stock_loses_a_resend_with_mtp() -> None:
 
 @pytest.mark.parametrize("eagle", EAGLE_SETS)
 def test_adaptive_retention_hits_at_least_what_dense_caching_hits(eagle: str) -> None:
-    """Sent again, extended, resumed; and the third of those that share a prefix."""
+    """The prompt is sent again, extended and resumed; and a third prompt shares its prefix."""
     dense = true_world(None, EAGLE_SETS[eagle])
     with adaptive_retention():
         adaptive = true_world(None, EAGLE_SETS[eagle])
@@ -169,7 +169,7 @@ def test_adaptive_retention_hits_at_least_what_dense_caching_hits(eagle: str) ->
 
 
 def hit_of_the_third(world: BlockManager, num_shared_tokens: int) -> int:
-    """What the third of three prompts hits that begin with the same tokens, and then part ways."""
+    """The hit of the third of three prompts that begin with the same tokens, and then part."""
     world.reset()
     for start in (10**6, 2 * 10**6):
         own = range(start, start + UNIT_TOKENS + 500)
@@ -178,7 +178,7 @@ def hit_of_the_third(world: BlockManager, num_shared_tokens: int) -> int:
     return world.hit_tokens(world.request([*prompt(num_shared_tokens), *own]))
 
 
-@pytest.mark.vllm("<0.30")  # From then on vLLM refuses it.
+@pytest.mark.vllm("<0.30")  # vLLM 0.30 refuses it.
 @pytest.mark.usefixtures("retention")
 @pytest.mark.parametrize(
     "interval, nearest",
@@ -196,10 +196,10 @@ def test_an_interval_is_refused_with_unit_and_nearest_values(
 
 @pytest.mark.usefixtures("retention")
 def test_blocks_kept_per_group() -> None:
-    """One tail per group: of a window of 128 tokens one block, or four blocks of 32 tokens."""
+    """Each group has one tail: one block for a window of 128 tokens, or four of 32 tokens."""
     world = UnderPressure(planned_layout(128), 0, NUM_BLOCKS)
     serve(world, prompt(2 * UNIT_TOKENS + UNIT_TOKENS // 2))
-    world.request(())  # looks the cache up when the surplus is gone
+    world.request(())  # This looks the cache up when the surplus is gone.
     cached = [block.block_hash for block in world.pool.blocks if block.block_hash is not None]
     assert Counter(int.from_bytes(key[-4:], "big") for key in cached) == {
         C4: 2 * UNIT_TOKENS // TOKENS_PER_C4_BLOCK,
@@ -211,7 +211,7 @@ def test_blocks_kept_per_group() -> None:
     }
 
 
-@pytest.mark.vllm("<0.30")  # The fast path is not for others.
+@pytest.mark.vllm("<0.30")  # Other managers do not get the fast path.
 def test_steps_between_two_blocks_are_quiet() -> None:
     num_output_tokens = 300
     with installed(FAST_PREFIX_CACHE.name, *(repair.name for repair in REPAIRS)):
@@ -221,13 +221,13 @@ def test_steps_between_two_blocks_are_quiet() -> None:
         world.decode(request, outputs(num_output_tokens))
         steps = BlockManagerState.of(world.manager).steps
     assert steps is not None and steps.groups
-    # In the group of the smallest blocks one begins, and one leaves the window, every 8 tokens.
+    # A block of the group of the smallest blocks begins, and one leaves the window, every 8 tokens.
     assert min(group.limits.block_tokens for group in steps.groups) == 8
     assert steps.counts.quiet >= 5 / 8 * num_output_tokens
 
 
 def test_no_second_allowance_is_made_for_drafts() -> None:
-    """vllm-ascend has its managers wait for the tokens in flight, drafts included."""
+    """vllm-ascend makes its managers wait for the tokens in flight, drafts included."""
     request: Request = true_world(None).request(range(10))
     request.num_output_placeholders, request.spec_token_ids = 4, [-1] * 3
     assert hasattr(request, "num_in_flight_tokens")

@@ -15,7 +15,7 @@ import pytest
 from vllm_ascend_kvext.segments.keys.rotary import ASCEND_READERS
 
 _MAY_DEFINE = {"__init__", "forward_oot"}
-"""Nothing by which angles are computed."""
+"""The methods that a class may define: none of them computes angles."""
 
 
 def class_of(name: str) -> ast.ClassDef:

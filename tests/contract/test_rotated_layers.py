@@ -28,17 +28,17 @@ NO_MODULE_WHERE_NOT_ROTATED = {
     f"{_MODELS}.zamba2.Zamba2Attention",
     "vllm.model_executor.layers.mla.MultiHeadLatentAttentionWrapper",
 }
-"""The module is made under the same condition, or is None: no rotary module is found."""
+"""The module is made under the same condition, or is None. Then no rotary module is found."""
 
 HARMLESS = {
     # Layers that use the pages of another layer.
     f"{_MODELS}.gemma3n.Gemma3nAttention",
     f"{_MODELS}.gemma4.Gemma4Attention",
-    # Its attention modules are in a list: no rotary module beside them.
+    # Its attention modules are in a list, so no rotary module is beside them.
     f"{_MODELS}.iquest_loopcoder.LoopCoderAttention",
-    # Recurrent states.
+    # This layer has recurrent states.
     f"{_MODELS}.bailing_moe_linear.BailingMoELinearAttention",
-    # Rotated by a kernel where not by the module, from the module's own table.
+    # A kernel rotates keys that the module does not rotate, from the module's own table.
     f"{_MODELS}.hy_v3.HYV3Attention",
     # An image encoder.
     f"{_MODELS}.keye.KeyeSiglipEncoder",
@@ -48,7 +48,7 @@ _OTHER_MODULES = ("model_executor/layers/mla.py",)
 
 
 def conditional_rotations(node: ast.AST, owner: str, is_conditional: bool) -> Iterator[str]:
-    """Classes that call a rotary module of their own under a condition."""
+    """The classes that call a rotary module of their own under a condition."""
     if isinstance(node, ast.Call) and is_conditional and _is_rotation(node):
         yield owner
     for name, field in ast.iter_fields(node):

@@ -79,9 +79,9 @@ def serving(
 
 
 class Client:
-    """What a scenario asks, sent to the server at ``url``."""
+    """Send the questions of a scenario to the server at ``url``."""
 
-    has_connector = False  # No scenario looks into it.
+    has_connector = False  # No scenario reads it.
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -111,12 +111,12 @@ class Client:
             return False
 
     def metrics(self) -> Iterator[Metric]:
-        """Of Prometheus."""
+        """The metrics of Prometheus."""
         page = requests.get(f"{self._url}/metrics", timeout=60).text
         return text_string_to_metric_families(page)
 
     def read_counted(self) -> dict[str, float]:
-        """By name and one more label: ``kvext_transfers_total.load``."""
+        """The counters, by name and one more label: ``kvext_transfers_total.load``."""
         labels = ("reason", "direction", "outcome")
         return {
             ".".join(
@@ -128,7 +128,7 @@ class Client:
         }
 
     def count_up(self, name: str, more_than: float = 0) -> None:
-        """Ask until the server has counted so much: reports come with steps."""
+        """Ask until the server has counted this much. Reports come with steps."""
         deadline_s = time.monotonic() + 60
         while self.read_counted()[name] <= more_than:
             assert time.monotonic() < deadline_s, name
@@ -136,7 +136,7 @@ class Client:
             time.sleep(0.1)
 
     def complete(self, prompt: Tokens, reply_tokens: int, **extra_args: Any) -> dict[str, Any]:
-        """What a client is sent."""
+        """The answer that a client gets."""
         body = {
             "vllm_xargs": extra_args,
             "prompt": prompt,

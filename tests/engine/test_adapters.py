@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV of an adapter never meets KV of the base model, or of another adapter.
 
-On vLLM's real scheduler, with real pages. That a shared tier has no KV of adapters at all is in
-``test_shared_tier``; that holes are not computed for them, in ``test_connector_holes``.
+The tests run vLLM's real scheduler, with real pages. ``test_shared_tier`` shows that a shared tier
+has no KV of adapters. ``test_connector_holes`` shows that their holes are not computed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_a_document_that_a_client_stores_with_an_adapter_is_refused() -> None:
 
 
 def test_vllm_gives_the_first_block_of_an_adapter_the_hash_of_a_salt_of_the_same_name() -> None:
-    """A defect of vLLM, which docs/offload.md warns of: name no salt like an adapter."""
+    """docs/offload.md warns of this defect of vLLM: no salt may be named like an adapter."""
     world = BlockManager(Layout((full(4),)))
     adapter = world.request(range(8), lora_request=LoRARequest("name", 1, "/adapter"))
     salted = world.request(range(8), cache_salt="name")

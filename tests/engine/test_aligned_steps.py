@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill steps of models with states: they come to an end, and cache no state that is not there.
 
-A step may end inside a block of states, if the next one ends with that block. On vLLM's real
-scheduler and vLLM-Ascend's, with images, thresholds and budgets for which a block is too long, and
-with all that of ours that ends steps. What a request reads is checked in every step.
+A step may end inside a block of states, if the next one ends with that block. The tests run vLLM's
+real scheduler and vLLM-Ascend's, with images, thresholds and budgets that are too small for a
+block, and with all features of this package that end steps. Every step checks what requests read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FEATURE = "aligned-steps"
 BLOCK_TOKENS = 32
 PROMPT_TOKENS = 200
 MAX_IDLE_STEPS = 3
-"""In which nothing is scheduled although requests are there: asynchronous outputs are awaited."""
+"""The maximum number of consecutive idle steps with requests: asynchronous outputs are awaited."""
 IS_ASCEND_0_30 = family.IS_ASCEND and IS_SINCE_0_30
 
 
@@ -50,7 +50,7 @@ def tokens_of(number: int, num_tokens: int) -> tuple[int, ...]:
 
 
 class Progress:
-    """A `support.scheduler.run.Check`: some request gets on, if there is one."""
+    """A `support.scheduler.run.Check`: if there are requests, some request gets on."""
 
     def __init__(self) -> None:
         self.num_idle_steps = 0
@@ -87,7 +87,7 @@ def ends_of(result: Run, request_id: str) -> list[int]:
 
 
 IMAGES = (Image("one", 5, 40), Image("another", 50, 40))
-"""The encoder's cache has room for one of them."""
+"""The encoder's cache has room for one image."""
 TOO_SHORT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "before an image": ({"images": IMAGES}, {}),
     "threshold": ({}, {"long_prefill_tokens": 20}),
@@ -95,7 +95,7 @@ TOO_SHORT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "budget": ({}, {"max_num_batched_tokens": BLOCK_TOKENS - 1}),
     "before an image, asynchronous": ({"images": IMAGES}, {"is_async": True}),
 }
-"""By name, what of a request and of an engine makes a step shorter than a block."""
+"""The settings of a request and of an engine that make a step shorter than a block, by name."""
 
 
 def request(number: int = 0, **values: Any) -> RequestPlan:
@@ -113,7 +113,7 @@ def test_stock_stands_still(name: str) -> None:
 
 @pytest.mark.parametrize("name", TOO_SHORT)
 def test_a_prompt_is_computed_in_steps_shorter_than_a_block(name: str) -> None:
-    """And every state that a block's end is cached with is found and right."""
+    """Every state that is cached with a block's end is also found, and is right."""
     of_request, of_engine = TOO_SHORT[name]
     prompt = tokens_of(1, PROMPT_TOKENS)
     branches = [
@@ -140,7 +140,7 @@ def test_a_prompt_is_computed_in_steps_shorter_than_a_block(name: str) -> None:
 
 
 def test_a_step_waits_where_others_have_taken_its_tokens() -> None:
-    """A later step has more of them: it is no shorter than a block."""
+    """A later step with more drafts is no shorter than a block."""
     plans = [request(), request(1, prompt=tokens_of(9, 2 * BLOCK_TOKENS + 5))]
     options = {"max_num_batched_tokens": 3 * BLOCK_TOKENS - 8}
     stock = served(states(BLOCK_TOKENS), *plans, **options)
@@ -171,7 +171,7 @@ def test_an_engine_starts_whose_threshold_is_shorter_than_a_block() -> None:
 
 
 def branches_served(layout: Layout, **options: Any) -> Run:
-    """A prompt in steps of 80 tokens, and others that go on as it does up to a block."""
+    """A prompt in steps of 80 tokens, and other prompts that share a beginning up to a block."""
     prompt = tokens_of(1, 9 * BLOCK_TOKENS + 12)
     shared = range(len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS, 0, -BLOCK_TOKENS)
     plans = [
@@ -220,12 +220,12 @@ LOOKAHEAD_TOKENS = 3
 
 @pytest.fixture
 def several_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts come from MTP modules, which read on as far behind a prefill step."""
+    """The drafts come from MTP modules, which read as far beyond a prefill step."""
     monkeypatch.setattr(SpeculativeConfig, "use_multi_module_mtp", lambda config: True)
 
 
 def served_with_drafts(full_block_tokens: int) -> list[Run]:
-    """Prompts that end a little behind a block, in steps that do, too."""
+    """The prompts end a little behind a block, in steps that do so, too."""
     full = Group(Attention.FULL, full_block_tokens, is_eagle=True)
     state = Group(Attention.MAMBA, BLOCK_TOKENS, draft_blocks=LOOKAHEAD_TOKENS)
     results = []
@@ -264,7 +264,7 @@ def test_a_step_may_end_with_a_block_in_what_drafts_read(full_block_tokens: int)
         engine = results[0].engine
         assert engine.replaced_methods.count("_reserve_prefill_lookahead") == 1
     assert "_reserve_prefill_lookahead" not in engine.replaced_methods
-    # It ends nowhere else among the last tokens of a prompt.
+    # The steps end nowhere else among the last tokens of a prompt.
     for result in results:
         num_tokens = len(result.engine.plans["request-0"].prompt)
         ends = [end for end in ends_of(result, "request-0") if end < num_tokens]
@@ -288,7 +288,7 @@ if IS_SINCE_0_30 and not IS_ASCEND_0_30:
 
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
-    """Prompts that share beginnings, with images, in steps of which many are too short."""
+    """The prompts share beginnings, and have images. Many of their steps are too short."""
     block_tokens = draw(st.sampled_from((8, 16, 24, 48)))
     layout = states(block_tokens)
     if draw(st.booleans()):
@@ -305,7 +305,7 @@ def workloads(draw: st.DrawFn) -> Workload:
             length = draw(st.integers(1, 60))
             if offset + length > len(prompt):
                 break
-            # What an image is called says how long it is.
+            # The name of an image says how long it is.
             images.append(Image(f"{draw(st.integers(0, 3))} of {length}", offset, length))
             offset += length + draw(st.integers(0, 40))
         plans.append(

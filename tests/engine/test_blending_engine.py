@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blended requests on the real engine: what they answer is what plain torch says of their spans.
 
-What others see of random ones is checked on the scheduler: `test_request_machine`.
+`test_request_machine` checks on the scheduler what other requests see of random blended ones.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from support.scenarios.processes import (
 from tiny_models import WINDOW_TOKENS
 
 ORACLE_TOLERANCE = 1e-3
-"""Log-probabilities, fp32; 3e-4 has been seen."""
+"""The tolerance of log-probabilities in fp32. The largest seen difference was 3e-4."""
 SINK_IDS = (7, 8, 9)
 LONG_SINK_IDS = tuple(range(100, 175))
-"""Some blocks and some tokens, more than a window."""
+"""A sink of some blocks and some tokens, longer than a window."""
 WRONG = 0.1
-"""Log-probabilities: what is wrong differs by more."""
+"""The minimum difference of log-probabilities if something is wrong."""
 IN_SMALL_POOL = CROWD | {"num_gpu_blocks_override": CROWD_POOL_TOKENS // CPU.block_tokens}
 PARAMS = {"kvext_exact_tokens", "kvext_reused_tokens", "kvext_recomputed_tokens"}
 
@@ -59,7 +59,7 @@ PARAMS = {"kvext_exact_tokens", "kvext_reused_tokens", "kvext_recomputed_tokens"
 class Setting(NamedTuple):
     """An engine that blends, and what it is asked; see `support.scenarios.blending`.
 
-    One that ``is_main_only`` says nothing about other versions of vLLM.
+    An engine that ``is_main_only`` shows nothing about other versions of vLLM.
     """
 
     model: str
@@ -119,12 +119,12 @@ CROWDS = [name for name in SETTINGS if "crowd" in SETTINGS[name].scenarios]
 
 Oracles = Callable[[str], Oracle]
 Models = Callable[[str], Path]
-"""What the fixture ``model_folder`` is."""
+"""The type of the fixture ``model_folder``."""
 
 
 @pytest.fixture(scope="module")
 def reports(model_folder: Models, tmp_path_factory: pytest.TempPathFactory) -> LazyReports:
-    """By setting. Two workers have a process with a CPU for each."""
+    """The reports, by setting. Two workers have a process with a CPU for each."""
     plans = {name: setting.plan(model_folder(setting.model)) for name, setting in SETTINGS.items()}
     of_two = {name: plans.pop(name) for name in [*plans] if name == TWO_WORKERS}
     started = [({}, plans), (TWO_CPUS, of_two)]
@@ -135,7 +135,7 @@ def reports(model_folder: Models, tmp_path_factory: pytest.TempPathFactory) -> L
 def references(
     reports: LazyReports, model_folder: Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Reports:
-    """Prompts of which nothing may be approximate, without plugin, connector and prefix caching."""
+    """Prompts of which no KV may be approximate, without plugin, connector and prefix caching."""
     plans = {}
     for name, setting in SETTINGS.items():
         prompts = {
@@ -163,13 +163,13 @@ def oracles(model_folder: Models, reports: LazyReports) -> Oracles:
 
 
 def unblended(reports: LazyReports, name: str, label: str) -> list[Answer]:
-    """Answers that are to be those of an engine without a connector."""
+    """Answers that must equal those of an engine without a connector."""
     found = reports[name].answers(label)
     return [each for each in found if not each.segments or label.startswith("exact")]
 
 
 def difference(some: Sequence[Answer], others: Sequence[Answer]) -> float:
-    """The largest difference of a top-5 log-probability. The first replies may be shorter ones."""
+    """The largest difference of a top-5 log-probability. The first replies may be shorter."""
     for one, other in zip(some, others, strict=True):
         assert one.prompt == other.prompt
         assert one.reply == other.reply[: len(one.reply)]
@@ -185,7 +185,7 @@ OF_HEADS = [
 EXACT = [name for name, setting in SETTINGS.items() if "exact" in setting.scenarios]
 
 
-# What is approximate is what it is said to be.
+# The approximate answers are marked as approximate.
 
 
 @pytest.mark.parametrize(("name", "label", "head_tokens"), OF_HEADS)
@@ -201,14 +201,14 @@ def test_blended_answers_are_those_of_the_oracle(
         reused = setting.expected_reuse(answer, head_tokens, beginning)
         assert answer.reused_tokens == num_tokens(reused) > 0
         assert oracle_error(oracles(name), answer, reused) <= ORACLE_TOLERANCE
-        # It could be told from full recompute.
+        # The answer can be told from full recompute.
         assert oracle_error(oracles(name), answer, ()) > WRONG
 
 
 def test_short_documents_of_different_tokens_are_reused_at_their_third_sighting(
     reports: LazyReports, oracles: Oracles
 ) -> None:
-    """Keys have been compared by a text of the engine's own: these documents cannot be asked."""
+    """A text of the engine's own has compared keys, because these documents have too few pairs."""
     for label in ("first", "second"):
         (answer,) = reports[SHORT].answers(label)
         assert answer.params is None
@@ -247,7 +247,7 @@ def test_tokens_of_a_response_add_up(reports: LazyReports, name: str) -> None:
         assert set(answer.params or ()) == PARAMS
         assert sum((answer.params or {}).values()) == len(answer.prompt)
         assert answer.reused_tokens >= MIN_TOKENS
-        if label != "crowd":  # A preempted request may find more.
+        if label != "crowd":  # A preempted request may hit more.
             assert answer.hit_tokens == answer.exact_tokens + answer.reused_tokens
 
 
@@ -263,7 +263,7 @@ def test_what_is_loaded_wrong_shows(reports: LazyReports, oracles: Oracles, labe
     assert error > WRONG if label.startswith("wrong") else error <= ORACLE_TOLERANCE
 
 
-# Exact where it must be.
+# These answers must be exact.
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -279,14 +279,14 @@ def test_with_heads_as_long_as_segments_and_in_place_nothing_is_approximate(
     assert difference(found, references[name].answers(label)) <= SAME_TOLERANCE
 
 
-# Beside others.
+# Requests beside others.
 
 
 @pytest.mark.parametrize("name", CROWDS)
 def test_blended_requests_of_a_crowd_answer_as_alone(
     reports: LazyReports, oracles: Oracles, name: str
 ) -> None:
-    # Which of them are preempted depends on when loads end.
+    # The end of loads decides which requests are preempted.
     assert reports[name].report["facts"]["preemptions"] > 0
     alone = reports[name].answers("alone")
     crowd = [answer for answer in reports[name].answers("crowd") if answer.segments]
@@ -312,7 +312,7 @@ def test_plain_requests_of_a_crowd_answer_as_without_a_connector(
 def test_a_plain_request_sees_nothing_of_a_blended_one(
     reports: LazyReports, references: Reports, label: str
 ) -> None:
-    """It goes on where that has ended. Without protection, it would find approximate blocks."""
+    """The request goes on where the blended one has ended. Unprotected, it would hit its blocks."""
     found = reports["llama"].answers(label)
     error = max(errors(found, references["llama"].answers(label)))
     assert error > WRONG if label == "follows unprotected" else error <= SAME_TOLERANCE

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which function is called, for each method that the fast path or retention has one for.
 
-Both bind methods of single block managers, and of what a manager is made of. An engine that asks
-for neither runs upstream's own function objects, whatever is installed in its process.
+Both features bind methods of single block managers, and of the parts of a manager. An engine that
+asks for neither runs upstream's own function objects, whatever is installed in its process.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ STATES = Layout((full(16), mamba(16)))
 FAST, RETENTION = "fast-prefix-cache", "retention"
 POOL_OF_FAST = {"cache_full_blocks", "get_new_blocks"}
 LOOKUP_IS_BOUND = IS_SINCE_0_30 or not family.IS_ASCEND
-"""The lookup of vLLM-Ascend 0.23 is its own, and left alone."""
+"""vLLM-Ascend 0.23 has a lookup of its own, which is left alone."""
 
 
 def owners_of(manager: Any) -> dict[str, Any]:
-    """A manager, and what it is made of, by the names that tests below use."""
+    """A manager and its parts, by the names that the tests below use."""
     coordinator = manager.coordinator
     groups = enumerate(coordinator.single_type_managers)
     return {
@@ -53,7 +53,7 @@ def owners_of(manager: Any) -> dict[str, Any]:
 
 
 def bound_in(manager: Any) -> dict[str, set[str]]:
-    """The methods that single objects have in place of those of their classes, by owner."""
+    """The methods that single objects have in place of their classes' methods, by owner."""
     found = {
         owner: {name for name in vars(each) if callable(getattr(type(each), name, None))}
         for owner, each in owners_of(manager).items()
@@ -87,7 +87,7 @@ OF_BOTH["group 1"] = OF_BOTH["group 1"] - {"cache_blocks"}
 
 
 def class_functions(manager: Any) -> dict[tuple[str, str], object]:
-    """What the classes have for every method of theirs, by owner."""
+    """The class's own function, for every bound method, by owner."""
     return {
         (owner, name): value
         for owner, each in owners_of(manager).items()
@@ -107,11 +107,11 @@ def test_an_engine_that_asks_for_neither_runs_upstreams_functions(layout: Layout
     stock = class_functions(BlockManager(layout).manager)
     with installed(RETENTION):
         world = BlockManager(layout)  # No interval is set.
-        # The repair that retention requires.
+        # The repair that retention requires is on.
         assert bound_in(world.manager) == {"manager": {"free"}}
         now = class_functions(world.manager)
         differing = {name for _, name in stock if stock.get((_, name)) is not now.get((_, name))}
-        # `get_computed_blocks` is that of another repair.
+        # Another repair has `get_computed_blocks`.
         assert differing <= {"__init__", "get_computed_blocks"}
         for owner, each in owners_of(world.manager).items():
             for name in OF_BOTH.get(owner, set()) - {"free"}:
@@ -132,7 +132,7 @@ def test_retention_binds_what_it_decides() -> None:
 
 
 def layers_of(owner: object, name: str) -> list[str]:
-    """Whose functions are called for a method of one object, the first one first."""
+    """The owners of the functions that one call of an object's method runs, the first one first."""
     called, call = [], vars(owner)[name]
     while hasattr(call, "kvext_layer"):
         called.append(type(call.func.__self__).__name__.removesuffix("Before030"))
@@ -187,7 +187,7 @@ def test_a_group_of_another_kind_is_left_to_upstream() -> None:
     from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
     class TheirManager(SlidingWindowManager):
-        """It caches, frees and is looked up as it likes."""
+        """The model caches, frees and is looked up in any way."""
 
         def cache_blocks(self, *args: Any, **kwargs: Any) -> None:
             super().cache_blocks(*args, **kwargs)
@@ -236,7 +236,7 @@ def test_a_request_is_settled_once_what_it_has_not_computed_is_gone() -> None:
         world = BlockManager(DIRECT, interval=0)
         request = world.request(range(64))
         world.prefill(request, 64)
-        request.num_computed_tokens = 32  # It is preempted in the step that computes the rest.
+        request.num_computed_tokens = 32  # The step that computes the rest preempts it.
         cached_when_settled: list[list[bool]] = []
         retention = vars(world.manager)["free"].args[0].func.__self__._retention
         group = world.manager.coordinator.single_type_managers[0]
@@ -271,7 +271,7 @@ def test_a_scheduler_reports_what_is_retained_and_no_other() -> None:
 
 
 def bound_methods() -> Iterator[tuple[str, object, str, Callable[..., Any]]]:
-    """Feature, owner, name, and the function that is called with what lies below."""
+    """The feature, the owner, the name, and the function, which is called with the one below."""
     for feature, layout in itertools.product((FAST, RETENTION), (DIRECT, STATES)):
         if family.IS_ASCEND and layout is STATES:
             continue
@@ -298,7 +298,7 @@ def test_each_function_that_is_replaced_is_fingerprinted() -> None:
         cls = defining_class(type(owner), name)
         theirs = f"{cls.__module__}:{cls.__qualname__}.{name}"
         if cls.__module__.startswith("vllm_ascend") and feature is RETENTION:
-            continue  # Retention calls those of vLLM-Ascend where it does not know better.
+            continue  # Retention calls vLLM-Ascend's functions unless it knows more.
         assert theirs in relied_on[feature], (feature, theirs)
         num_checked += 1
     assert num_checked >= 15
@@ -314,11 +314,11 @@ def test_bound_methods_take_what_upstreams_take() -> None:
         found = wrapper_chain(resolve(f"{cls.__module__}:{cls.__qualname__}.{name}").found)[-1]
         while hasattr(found, "__wrapped__"):
             found = found.__wrapped__
-        theirs = list(inspect.signature(found).parameters.values())[1:]  # Without self.
-        mine = list(inspect.signature(ours).parameters.values())[1:]  # Without what lies below.
+        theirs = list(inspect.signature(found).parameters.values())[1:]  # Leaves out self.
+        mine = list(inspect.signature(ours).parameters.values())[1:]  # Without the function below.
         named = [parameter for parameter in mine if parameter.kind not in ANY]
         for one, other in zip(named, theirs, strict=False):
-            # The state managers of vLLM 0.23 call the tokens otherwise; all callers go by place.
+            # vLLM 0.23's state managers name it otherwise. All callers pass it by place.
             assert one.name == other.name or name == "remove_skipped_blocks", (name, one, other)
             assert one.kind == other.kind, name
             assert (one.default is one.empty) == (other.default is other.empty), (name, one)
@@ -349,7 +349,7 @@ def test_the_books_of_retention_are_told_of_what_leaves_the_cache() -> None:
             0
         ]
         uncache(world.pool, [held])
-        assert told == [] and held.block_hash is None  # It is not free.
+        assert told == [] and held.block_hash is None  # The block is not free.
         world.finish(request)
         told.clear()
         cached = [block for block in world.pool.blocks if block.block_hash is not None][:2]

@@ -38,7 +38,7 @@ BLOCK_TOKENS = CPU.block_tokens
 class Setting(NamedTuple):
     """An engine with a connector, and what it is asked; see `Plan`.
 
-    One that ``is_main_only`` says little about other versions of vLLM.
+    An engine that ``is_main_only`` shows little about other versions of vLLM.
     """
 
     scenarios: Sequence[str]
@@ -64,7 +64,7 @@ def several(*connectors: Mapping[str, Any]) -> dict[str, Any]:
             "kv_connector": "MultiConnector",
             "kv_connector_extra_config": {"connectors": list(connectors)},
         },
-        # In this process vLLM's logger of a MultiConnector cannot read what connectors report.
+        # vLLM's logger of a MultiConnector cannot read connectors' reports in this process.
         "disable_log_stats": True,
     }
 
@@ -103,7 +103,7 @@ SETTINGS = {
         is_main_only=True,
     ),
     "one of several": Setting(("turns",), engine=several(CONNECTOR)),
-    # Damage is the control: loads come from host memory, and are read.
+    # The damage is the control: it shows that loads from host memory are read.
     "before another handshake": Setting(
         ("turns", "damage", "failures"), engine=several(CONNECTOR, ADDRESSED)
     ),
@@ -124,7 +124,7 @@ TWO_WORKERS_SETTINGS = {
     ),
 }
 ALL_SETTINGS = SETTINGS | ADAPTIVE_SETTINGS
-if IS_V2_RUNNER:  # A step takes some times as long.
+if IS_V2_RUNNER:  # A step takes several times as long.
     names = ("default", "full", "holes", "holes, one window")
     SETTINGS = {name: SETTINGS[name] for name in names}
     TWO_WORKERS_SETTINGS["two workers, one window"] = Setting(
@@ -155,7 +155,7 @@ def with_scenario(scenario: str) -> list[Any]:
 def reports(
     model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> LazyReports:
-    """By setting, and by model what answers without plugin, connector and prefix caching."""
+    """Reports by setting. By model: answers without plugin, connector and prefix caching."""
     chosen = {
         name: setting
         for name, setting in ALL_SETTINGS.items()
@@ -182,7 +182,7 @@ def reports(
         (ADAPTIVE, {name: plans[name] for name in plans if name in ADAPTIVE_SETTINGS}),
         (TWO_CPUS, {name: plans[name] for name in plans if name in TWO_WORKERS_SETTINGS}),
     ]
-    if IS_V2_RUNNER:  # So that none takes longer than a test may.
+    if IS_V2_RUNNER:  # This keeps each engine within the time that a test may take.
         started = [(environ, {name: of[name]}) for environ, of in started for name in of]
     return LazyReports(tmp_path_factory, started)
 
@@ -270,11 +270,11 @@ def test_a_salt_hits_its_own_only(setting: Served) -> None:
 @pytest.mark.parametrize("name", HOLES_TOKENS)
 @pytest.mark.parametrize("setting", with_scenario("holes"), indirect=True)
 def test_only_holes_are_computed_before_what_is_loaded(setting: Served, name: str) -> None:
-    """Three prompts share what is lost. The first two have nothing to resume behind it."""
+    """Three prompts share the lost tokens. The first two have nothing to resume from behind it."""
     lost_tokens = sum(end - first for first, end in HOLES_TOKENS[name])
     label, computed_tokens = f"hole: {name}", setting.report["facts"][f"hole: {name}"]
     assert computed_tokens >= lost_tokens
-    # With windows, a hole is computed from the last tails before it.
+    # A model with windows computes a hole from the last tails before it.
     most_tokens = max(end for _, end in HOLES_TOKENS[name])
     if setting.report["num_groups"] == 1:
         assert computed_tokens % lost_tokens == 0
@@ -303,7 +303,7 @@ def test_another_schedule_plans_steps_only_while_there_are_holes(setting: Served
     assert setting.counted_in_all("steps before another schedule", others) == 0
 
 
-# Controls: the tests above can fail.
+# The controls show that the tests above can fail.
 
 
 @pytest.mark.parametrize("name", HOLES_TOKENS)
@@ -350,7 +350,7 @@ def test_requests_were_preempted(setting: Served) -> None:
 def test_what_is_preempted_comes_back(setting: Served) -> None:
     own = setting.report["own"]
     assert own["host_swapped_requests"] > 0
-    # No other request of the storm has anything to load.
+    # No other request of the storm can load anything.
     assert setting.hit_tokens("storm") == [0] * 10
     assert own["host_hit_requests"] > len(setting.answers("after the storm"))
 

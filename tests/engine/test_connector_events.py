@@ -158,7 +158,7 @@ def test_tails_are_not_told(request_: Request) -> None:
     (stored,) = tier.events.take()
     tails = tier.store(request_, Piece.tails(16))
     assert tier.events.take() == []
-    tier.events.removed(tails)  # Their key is that of the rows.
+    tier.events.removed(tails)  # The events' key is that of the rows.
     assert tier.events.take() == []
     tier.tier.clear()
     assert tier.events.take() == [BlockRemoved(block_hashes=stored.block_hashes, medium="CPU")]

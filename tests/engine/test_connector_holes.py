@@ -54,14 +54,14 @@ WITHOUT_ROWS = (WINDOW, TWO_WINDOWS)
 HYBRIDS = tuple(
     layout for layout in LAYOUTS if layout not in (FULL, TWO_FULL, *WITHOUT_ROWS, DEEPSEEK_V4_EAGLE)
 )
-"""Whose holes read windows, too."""
+"""The layouts whose holes read windows, too."""
 
 by_layout = {"ids": lambda layout: layout.name}
 
 
 @contextmanager
 def engine_with_holes(*holes: tuple[int, int], **options: Any) -> Iterator[SimulatedEngine]:
-    """`PROMPT` is stored but for some tokens."""
+    """Store `PROMPT` without some tokens."""
     with engine_of(FULL, **options) as engine:
         serve(engine, plan_of("first", PROMPT))
         assert engine.reset()
@@ -72,7 +72,7 @@ def engine_with_holes(*holes: tuple[int, int], **options: Any) -> Iterator[Simul
 
 
 def computed_holes(computed: dict[str, list[tuple[int, int]]]) -> list[tuple[int, int]]:
-    """Tokens that steps have computed as holes, of what was watched."""
+    """The tokens that steps have computed as holes, of the watched requests."""
     found: list[tuple[int, int]] = []
     for first, end in sorted(
         run for row, runs in computed.items() if "hole" in row for run in runs
@@ -93,7 +93,7 @@ HOLES = {
     "at the end": ([(384, 400)], []),
     "larger than a step": ([(32, 320)], [(32, 320)]),
 }
-"""Tokens that are missing in the tier, and those that are computed before the request goes on."""
+"""The missing tokens, and the tokens that are computed before the request goes on."""
 
 
 @pytest.mark.parametrize("caching", [False, True], ids=["host", "both"])
@@ -116,7 +116,7 @@ def test_only_holes_and_the_end_are_computed(name: str, is_async: bool, caching:
 def test_hole_begins_at_the_last_tails_before_what_is_missing(
     layout: PagedLayout, num_tokens: int, is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three turns, whose ends have tails; rows of the second are missing."""
+    """The ends of three turns have tails. Rows of the second turn are missing."""
     monkeypatch.setattr(loads, "MIN_RUN_TOKENS", 0)
     with engine_of(layout, max_num_batched_tokens=num_tokens, is_async=is_async) as engine:
         chunk_tokens = engine.tier.geometry.chunk_tokens
@@ -141,7 +141,7 @@ def test_hole_begins_at_the_last_tails_before_what_is_missing(
 def test_blocks_that_only_a_hole_has_are_zeroed_as_others_are(
     mocker: MockerFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where caches differ in precision, what another group left there may be no number."""
+    """Another group may have left bytes that are NaN, where caches differ in precision."""
     monkeypatch.setattr(loads, "MIN_RUN_TOKENS", 0)
     with zeroing(), engine_of(GPT_OSS) as engine:
         chunk_tokens = engine.tier.geometry.chunk_tokens
@@ -178,7 +178,7 @@ def test_adapters_stop_at_the_first_hole() -> None:
         assert engine.side.counters.hit_tokens == 64
 
 
-# Beside other requests, resets and aborts.
+# Holes beside other requests, resets and aborts.
 
 
 def step_until_only_a_hole_is_missing(engine: SimulatedEngine) -> None:
@@ -189,11 +189,11 @@ def step_until_only_a_hole_is_missing(engine: SimulatedEngine) -> None:
 
 @pytest.mark.parametrize("is_paused", [False, True], ids=["unpaused", "paused"])
 def test_a_request_that_waits_for_its_holes_is_restarted_by_a_reset(is_paused: bool) -> None:
-    """Its load has ended: nobody but a step of the scheduler writes to its blocks."""
+    """The load of the request has ended, so only steps of the scheduler write to its blocks."""
     with engine_with_holes((64, 192), max_num_batched_tokens=16) as engine:
         step_until_only_a_hole_is_missing(engine)
         if is_paused:
-            # As ``pause_generation("keep")``: caches are reset once there is nothing to do.
+            # ``pause_generation("keep")`` does the same: caches are reset when the engine is idle.
             engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
             while engine.has_work():
                 engine.step()
@@ -247,18 +247,18 @@ def test_the_first_request_answers_before_the_holes_of_all_are_computed() -> Non
         for number, step in enumerate(steps_of(engine, "second-7")):
             for request_id, *_ in step.outputs:
                 steps.setdefault(request_id, number)
-        # A step has room for one hole, or for the ends of eight.
+        # A step has room for one hole, or for the ends of eight holes.
         assert steps["second-0"] < steps["second-7"] / 2, steps
 
 
 def steps_of(engine: SimulatedEngine, request_id: str) -> Iterator[Any]:
-    """Steps that are made while a request is there."""
+    """The steps that are made while a request is there."""
     while request_id in engine.scheduler.requests:
         yield engine.step()
 
 
 def test_steps_without_holes_do_not_count_what_is_running() -> None:
-    """That takes time in proportion to the requests."""
+    """Such a count takes time in proportion to the requests."""
     with engine_of(FULL) as engine:
         with mock.patch.object(hole_steps, "budget_of_holes", side_effect=AssertionError):
             serve(engine, plan_of("first", PROMPT))
@@ -270,7 +270,7 @@ def test_steps_without_holes_do_not_count_what_is_running() -> None:
 
 @pytest.mark.parametrize("looks_at_prompts", [False, True], ids=["copied", "looked at"])
 def test_tokens_of_a_request_are_read_once_for_all_its_rows(looks_at_prompts: bool) -> None:
-    """Of many steps; the tokens themselves are compared by the model runner of the harness."""
+    """The rows belong to many steps. The harness's model runner compares the tokens themselves."""
     found: list[Any] = []
     read: list[Any] = []
     holes = (64, 192), (256, 320)
@@ -297,7 +297,7 @@ def test_tokens_of_a_request_are_read_once_for_all_its_rows(looks_at_prompts: bo
 
 @pytest.mark.parametrize("hole_reuse", [False, True], ids=["no-holes", "holes"])
 def test_a_request_that_has_loaded_does_not_wait_for_itself(hole_reuse: bool) -> None:
-    """A reset takes its blocks before it runs: then it finds its own load to be expected."""
+    """A reset takes its blocks before it runs. Then it finds that its own load is expected."""
     options = offloading(FULL, hole_reuse=hole_reuse)
     with engine_with_holes(offloading=options, caching=True) as engine:
         engine.add_request(plan_of("second", PROMPT, max_tokens=20))

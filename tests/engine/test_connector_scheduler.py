@@ -61,7 +61,7 @@ ALL_LAYOUTS = SMALL_LAYOUTS + UPSTREAM_LAYOUTS
 
 NUM_SEEDS = sampled(4)
 NUM_REQUESTS = dict.fromkeys(SMALL_LAYOUTS, 20) | dict.fromkeys(UPSTREAM_LAYOUTS, 10)
-"""Of one random run."""
+"""The number of requests of one random run."""
 
 NUM_RUNS_PER_LAYOUT = len(EngineKind) * NUM_SEEDS
 
@@ -80,7 +80,7 @@ OCCURRENCES = (
     "resets of running requests",
     "resets with stores under way",
 )
-"""What a soak has to meet, or it says little."""
+"""The events that a soak has to meet, so that it proves something."""
 
 by_layout = {"ids": lambda layout: layout.name}
 every_layout = pytest.mark.parametrize("layout", ALL_LAYOUTS, **by_layout)
@@ -89,7 +89,7 @@ every_small_layout = pytest.mark.parametrize("layout", SMALL_LAYOUTS, **by_layou
 
 @pytest.fixture(scope="module")
 def soaked() -> Counter[str]:
-    """What has happened in all random runs so far."""
+    """The events of all random runs so far."""
     return Counter()
 
 
@@ -120,7 +120,7 @@ def test_soak_has_met_everything(soaked: Counter[str]) -> None:
     assert {name for name in OCCURRENCES if not soaked[name]} == set()
 
 
-# Loads that wait for each other's blocks.
+# Loads wait for each other's blocks.
 
 
 @pytest.mark.parametrize("failing", [0.0, 0.5], ids=["loaded", "failing"])
@@ -128,7 +128,7 @@ def test_soak_has_met_everything(soaked: Counter[str]) -> None:
 def test_loads_do_not_stop_the_engine(layout: PagedLayout, failing: float) -> None:
     """Several prompts are loaded at once, in pools that hold little more than one of them.
 
-    Those whose loads fail are computed, before others that have loaded and hold their blocks.
+    Prompts whose loads fail are computed before others that have loaded and hold their blocks.
     """
     rng = random.Random(layout.name)
     unit = layout.unit_tokens
@@ -161,7 +161,7 @@ def test_loads_do_not_stop_the_engine(layout: PagedLayout, failing: float) -> No
 
 @every_layout
 def test_hits_are_as_large_as_they_can_be(layout: PagedLayout) -> None:
-    """Without evictions and failures, requests one after the other, compared by brute force."""
+    """Brute force checks requests that run one after the other, without evictions and failures."""
     num_hits = 0
     for seed in range(sampled(2)):
         ended: list[tuple[RequestPlan, list[int]]] = []
@@ -181,7 +181,7 @@ def test_hits_are_as_large_as_they_can_be(layout: PagedLayout) -> None:
 @pytest.mark.parametrize("layout", STATE_LAYOUTS, **by_layout)
 @pytest.mark.parametrize("caching", [False, True], ids=["host", "both"])
 def test_step_ends_where_a_shared_prefix_ends(layout: PagedLayout, caching: bool) -> None:
-    """A state exists only there, so the third request to share the prefix would find none."""
+    """A state exists only there. So the third request that shares the prefix would find none."""
     rng = random.Random(layout.name)
     unit = layout.unit_tokens
     shared = tokens(rng, 3 * unit)
@@ -195,7 +195,7 @@ def test_step_ends_where_a_shared_prefix_ends(layout: PagedLayout, caching: bool
             hits.append(serve_and_count(engine, plan))
             engine.reset()
         check_nothing_is_left(engine)
-    # The first one has left states at some distances before its end, the second where they part.
+    # The first request has left states at distances before its end, the second at the junction.
     assert hits[0] < hits[1] < hits[2] == len(shared)
 
 
@@ -204,11 +204,11 @@ def test_step_ends_where_a_shared_prefix_ends(layout: PagedLayout, caching: bool
 def test_prompt_resumes_where_its_last_state_can_be_hit(
     layout: PagedLayout, over_tokens: int
 ) -> None:
-    """vLLM ends a step with the last block, even if no lookup reaches that far."""
+    """vLLM ends a step with the last block, even if no lookup reaches so far."""
     rng = random.Random(layout.name)
     unit = layout.unit_tokens
     with engine_of(layout, max_num_batched_tokens=64 * unit) as engine:
-        for number in range(40):  # Rungs that nobody resumes from are given up.
+        for number in range(40):  # Rungs that no request resumes from are given up.
             serve(engine, plan_of(f"other-{number}", tokens(rng, 20 * unit), max_tokens=1))
         prompt = tokens(rng, 20 * unit + over_tokens)
         serve(engine, plan_of("first", prompt, max_tokens=1))
@@ -221,7 +221,7 @@ def test_prompt_resumes_where_its_last_state_can_be_hit(
 def test_prompts_in_steps_shorter_than_a_block_come_to_an_end(
     layout: PagedLayout, seed: int
 ) -> None:
-    """Steps end inside blocks, of which no state is stored."""
+    """Steps end inside blocks, and such a block's state is not stored."""
     workload = random_offload(layout, seed, num_requests=12)
     options = replace(workload.options, long_prefill_tokens=1 + seed % layout.unit_tokens)
     run_offloading(workload._replace(options=options))
@@ -229,7 +229,7 @@ def test_prompts_in_steps_shorter_than_a_block_come_to_an_end(
 
 @pytest.mark.parametrize("layout", STATE_LAYOUTS, **by_layout)
 def test_request_that_begins_again_stores_again(layout: PagedLayout) -> None:
-    """After a reset of all, what it computes is stored like that of another request."""
+    """After a reset of all caches, a request's KV is stored like that of another request."""
     unit = layout.unit_tokens
     prompt = tokens(random.Random(layout.name), 20 * unit + 1)
     with engine_of(layout, max_num_batched_tokens=64 * unit, caching=True) as engine:
@@ -247,14 +247,14 @@ def test_request_that_begins_again_stores_again(layout: PagedLayout) -> None:
 
 
 def serve_and_count(engine: SimulatedEngine, plan: RequestPlan) -> int:
-    """Tokens that a request has loaded."""
+    """The tokens that a request has loaded."""
     before = engine.side.counters.hit_tokens
     serve(engine, plan)
     return engine.side.counters.hit_tokens - before
 
 
 def found_in_tier(engine: SimulatedEngine, plan: RequestPlan) -> int:
-    """The largest boundary at which all that is needed is stored."""
+    """The largest boundary at which everything that is needed is stored."""
     geometry = engine.tier.geometry
     prefix = prefix_of(engine, plan)
     keys: dict[Kind, set[bytes]] = {kind: set() for kind in Kind}
@@ -273,11 +273,11 @@ def found_in_tier(engine: SimulatedEngine, plan: RequestPlan) -> int:
 def ends_shared_with(
     engine: SimulatedEngine, plan: RequestPlan, other: RequestPlan, other_tokens: list[int]
 ) -> int:
-    """The largest end, of prompt or answer, of an ended request that this one goes on from."""
+    """The largest end of a prompt or answer of an ended request that this request continues."""
     if (plan.adapter, plan.cache_salt) != (other.adapter, other.cache_salt):
         return 0
     unit: int = engine.tier.geometry.unit_tokens
-    # The last token of a prompt is always computed, the last one of an answer never is.
+    # The last token of a prompt is always computed, and the last token of an answer never.
     ends = {(len(other_tokens) - 1) // unit * unit}
     ends.add((len(other.prompt) - 1) // unit * unit)
     return max(
@@ -287,7 +287,7 @@ def ends_shared_with(
     )
 
 
-# Wrong bytes are noticed.
+# The check notices wrong bytes.
 
 
 def corrupt(host: Any, entry: Entry, others: list[Entry]) -> None:
@@ -306,7 +306,7 @@ def swap(host: Any, entry: Entry, others: list[Entry]) -> None:
 def test_spoilt_host_memory_is_noticed(
     layout: PagedLayout, spoil: Callable[[Any, Entry, list[Entry]], None]
 ) -> None:
-    """The check of every other test here is able to fail."""
+    """The check of all other tests here can fail."""
     rng = random.Random(layout.name)
     prompts = [tokens(rng, 3 * layout.unit_tokens + 1) for _ in range(2)]
     for kind in Kind:
@@ -315,7 +315,7 @@ def test_spoilt_host_memory_is_noticed(
                 serve(engine, plan_of(f"first-{number}", prompt))
             found = [entries_for(engine, prompt, kind) for prompt in prompts]
             if not found[0]:
-                continue  # There are no rows of full attention, or no tails, in such a layout.
+                continue  # Such a layout has no rows of full attention, or no tails.
             (worker,) = engine.workers
             host: Any = worker.side._host
             spoil(host.tensor, found[0][-1], found[1])
@@ -324,7 +324,7 @@ def test_spoilt_host_memory_is_noticed(
 
 
 def entries_for(engine: SimulatedEngine, prompt: list[int], kind: Kind) -> list[Entry]:
-    """What a request with this prompt would load."""
+    """The tokens that a request with this prompt would load."""
     prefix = prefix_of(engine, plan_of("", prompt))
     plan = plan_of_hit(engine.tier.look_up(prefix, len(prompt) - 1))
     return [entry for entry in plan.entries if entry.piece.kind is kind]
@@ -335,7 +335,7 @@ def entries_for(engine: SimulatedEngine, prompt: list[int], kind: Kind) -> list[
 
 @pytest.mark.parametrize("reset_connector", [False, True], ids=["keep", "clear"])
 def test_reset_restarts_requests_that_have_loaded(reset_connector: bool) -> None:
-    """vLLM fails over blocks of requests that do not run, and leaves the connector uncleared."""
+    """vLLM fails over blocks of requests that do not run, and does not clear the connector."""
     layout = LAYOUTS[0]
     prompt = tokens(random.Random(5), 6 * layout.unit_tokens)
     with engine_of(layout) as engine:
@@ -350,7 +350,7 @@ def test_reset_restarts_requests_that_have_loaded(reset_connector: bool) -> None
 
 
 def test_session_that_goes_on_has_the_hashes_of_its_tokens() -> None:
-    """vLLM drops the last token of an answer, and leaves the hash of a block that it completed."""
+    """vLLM drops the last token of an answer, but keeps the hash of the block that it completed."""
     layout = LAYOUTS[0]
     unit = layout.unit_tokens
     prompt = tokens(random.Random(5), 6 * unit - 1)
@@ -380,7 +380,7 @@ def test_step_looks_up_few_of_the_requests_that_have_to_wait() -> None:
     with engine_of(layout, num_blocks=num_blocks, max_num_seqs=num_requests) as engine:
         for number, prompt in enumerate(prompts):
             serve(engine, plan_of(f"first-{number}", prompt))
-        lookups: list[int] = []  # by step
+        lookups: list[int] = []  # Sorted by step.
         look_up, schedule = engine.tier.look_up, engine.scheduler.schedule
 
         def counted(*arguments: Any) -> Any:
@@ -401,7 +401,7 @@ def test_step_looks_up_few_of_the_requests_that_have_to_wait() -> None:
         assert all(request.is_finished() for request in requests)
         assert engine.side.counters.hit_requests == num_requests
         assert max(lookups) <= loads.MAX_LOOKUPS_IN_VAIN + num_at_once
-        # Each is looked up when it comes and when it is its turn, not whenever another ends.
+        # Each request is looked up when it comes and at its turn, but not when another one ends.
         assert sum(lookups) <= 3 * num_requests
 
 
@@ -419,7 +419,7 @@ def test_hints_that_leave_no_checkpoint_are_reported_without_retention(
 
 
 def test_tails_are_stored_at_the_interval_of_retention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The patch that tells the connector of its scheduler brings the interval, too."""
+    """The patch that passes the scheduler to the connector also passes the interval."""
     layout = WINDOW
     interval_tokens = 3 * layout.unit_tokens
     found = CoordinatorState.of
@@ -440,7 +440,7 @@ def test_tails_are_stored_at_the_interval_of_retention(monkeypatch: pytest.Monke
     assert stored.count(Origin.GRID) == 2
 
 
-# What the cases are made of.
+# The parts of the cases.
 
 
 def prefix_of(engine: SimulatedEngine, plan: RequestPlan) -> HashedPrefix:
@@ -448,15 +448,15 @@ def prefix_of(engine: SimulatedEngine, plan: RequestPlan) -> HashedPrefix:
 
 
 def entries_of(engine: SimulatedEngine) -> list[Entry]:
-    """What can be found, the oldest first."""
+    """The stored entries, the oldest first."""
     return [entry for entry in engine.entries if entry.state is EntryState.STORED]
 
 
-# What vLLM's own counters say beside the connector: docs/metrics.md.
+# The counters of vLLM beside the connector: docs/metrics.md.
 
 
 def counted(engine: SimulatedEngine) -> tuple[PrefixCacheStats, PrefixCacheStats]:
-    """What vLLM counts from now on: of the device, and of the connector."""
+    """The numbers that vLLM counts from now on, for the device and for the connector."""
     manager = engine.scheduler.kv_cache_manager
     manager.log_stats, manager.prefix_cache_stats = True, PrefixCacheStats()
     engine.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
@@ -471,7 +471,7 @@ def counts_of(stats: PrefixCacheStats) -> tuple[int, int, int]:
 def test_what_reads_no_cache_is_an_external_miss_to_vllm_and_nothing_here(
     reads_caches: bool,
 ) -> None:
-    """vLLM issue 57596. Its counters of the device leave such a request out."""
+    """vLLM issue 57596: the counters of the device leave such a request out."""
     layout = LAYOUTS[0]
     prompt = tokens(random.Random(6), 6 * layout.unit_tokens)
     assert SamplingParams(prompt_logprobs=1).skip_reading_prefix_cache
@@ -492,7 +492,7 @@ def test_what_reads_no_cache_is_an_external_miss_to_vllm_and_nothing_here(
 
 
 def test_what_waits_for_the_load_of_another_is_one_external_query() -> None:
-    """vLLM 0.23.0 counts it as a query of the device each time that it looks again."""
+    """vLLM 0.23.0 counts a query of the device each time that it looks the request up again."""
     layout = LAYOUTS[0]
     prompt = tokens(random.Random(7), 6 * layout.unit_tokens)
     with engine_of(layout, caching=True) as engine:

@@ -33,9 +33,9 @@ BLOCK_TOKENS = CPU.block_tokens
 CONNECTOR = processes.connector(host_memory_gib=0.25, segments={"sink": [2], "selector": "heads"})[
     "kv_transfer_config"
 ]
-"""With blending: nothing changes for requests that name no segments."""
+"""Segments are on: they change nothing for requests that name no segments."""
 NUM_BLOCKS = POOL_BLOCKS // 3 if IS_SINCE_0_30 else POOL_BLOCKS
-"""With more, the storm preempts nobody on vLLM 0.30."""
+"""The pool's size. With more blocks, the storm preempts no request on vLLM 0.30."""
 COMMON_ARGUMENTS = (
     *("--enforce-eager", "--dtype", "float32"),
     *("--block-size", str(BLOCK_TOKENS), "--max-model-len", "2048"),
@@ -67,14 +67,14 @@ rng = random.Random(0)
 
 @pytest.fixture(scope="module")
 def reference(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """An engine without plugin, connector and prefix caching."""
+    """A server without plugin, connector and prefix caching."""
     plans = {"reference": Plan(tiny_model, SCENARIOS, engine=NO_PREFIX_CACHING)}
     return processes.serve(tmp_path_factory, plans, PLUGIN_OFF)["reference"]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A word for each token, and chats that are the words of their messages."""
+    """A tokenizer with one token per word, and chats that are the words of their messages."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -95,7 +95,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Client]:
-    """A client that has asked all scenarios of a server, which still runs."""
+    """A client of a running server, which has answered all scenarios."""
     arguments, environ = SERVERS[request.param]
     log = tmp_path_factory.mktemp("server") / "log"
     with serving(model, [*COMMON_ARGUMENTS, *arguments], environ, log) as client:
@@ -148,12 +148,12 @@ def test_requests_were_preempted(client: Client) -> None:
 
 
 def test_segments_are_stored_and_reused_by_name(client: Client) -> None:
-    """In its old place a segment is exact; elsewhere it is not, and the response says so."""
+    """A segment is exact in its old place, and not elsewhere. The response says so."""
     question, document = random_tokens(21), random_tokens(203)
     stored = client.complete(document, 1, kvext_store_segment=True)
     assert stored["kv_transfer_params"] == {"kvext_stored_tokens": len(document)}
     client.count_up("kvext_blend_stored_segments_total")
-    client.reset()  # The device has the document, too, behind the sink.
+    client.reset()  # The device also has the document, behind the sink.
     in_place, elsewhere = [2, *document, *question], [*question, *document, *question]
     answers = {}
     for name, prompt in (("in place", in_place), ("elsewhere", elsewhere)):
@@ -198,7 +198,7 @@ def host_hit_tokens(client: Client, path: str, **hint: Any) -> tuple[int, float]
 
 
 def wait_for_stores(client: Client) -> None:
-    """Until what has been stored is reported, which comes with steps."""
+    """Wait until all stores are reported. Reports come with steps."""
     deadline_s = time.monotonic() + 60
     before = -1.0
     while (stored := client.read_counted()["kvext_transfers_total.store"]) != before:
@@ -227,7 +227,7 @@ def test_without_a_hint_less_is_hit(client: Client, path: str) -> None:
 @of_one
 @pytest.mark.vllm("<0.30")
 def test_only_chats_take_lists(client: Client) -> None:
-    """Why the documents name the text."""
+    """The reason why the docs tell to name the text."""
     found, _ = host_hit_tokens(client, CHAT, kvext_checkpoint_tokens=[333])
     assert found == floor(DOCUMENT_TOKENS)
     with pytest.raises(requests.HTTPError, match="400"):

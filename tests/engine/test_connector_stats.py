@@ -48,7 +48,7 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def prom() -> Iterator[KVConnectorProm]:
-    """As ``PrometheusStatLogger`` makes it."""
+    """A connector's metrics, as ``PrometheusStatLogger`` makes them."""
     unregister_vllm_metrics()
     yield KVConnectorProm(CONFIG, LABELS, ENGINES)
     unregister_vllm_metrics()
@@ -65,12 +65,12 @@ def busy_counters() -> ConnectorCounters:
 
 
 def sample(name: str, engine: int = 0, **labels: str) -> float | None:
-    """What Prometheus shows; None if there is no such metric."""
+    """The value that Prometheus shows; None if there is no such metric."""
     labels |= {"model_name": "model", "engine": str(engine)}
     return REGISTRY.get_sample_value(f"vllm:kvext_{name}", labels)
 
 
-# On the way.
+# The way of a report.
 
 
 @pytest.mark.parametrize("send", [pickle.dumps, MsgpackEncoder().encode], ids=["pickle", "msgpack"])
@@ -97,7 +97,7 @@ def test_in_a_multi_connector_a_report_survives_the_way() -> None:
 
 
 def test_a_later_report_is_added_and_leaves_the_data_that_others_read() -> None:
-    """As that of the scheduler side is to those of workers, which are empty."""
+    """The scheduler side's report is added to the workers' reports, which are empty."""
     report = busy_counters().take()
     of_workers = KvextStats()
     joined = of_workers.aggregate(KvextStats(report))
@@ -114,7 +114,7 @@ def test_what_gauges_say_is_nothing_that_happened() -> None:
     assert not KvextStats({**HELD, "host_hit_tokens": 1}).is_empty()
 
 
-# In the log.
+# The log.
 
 
 def test_the_log_line_says_what_moved_how_fast_and_what_was_missing() -> None:
@@ -153,7 +153,7 @@ def test_vllm_logs_what_happened_since_its_last_line_and_nothing_if_nothing_did(
     assert len(lines) == 1
 
 
-# In Prometheus.
+# Prometheus.
 
 
 def test_counters_add_up_and_gauges_are_set(prom: KVConnectorProm) -> None:
@@ -191,7 +191,7 @@ def test_ray_keeps_labels_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     values: dict[tuple[str, ...], float] = {}
 
     def metric(name: str, description: str, tag_keys: tuple[str, ...]) -> Any:
-        """What vLLM uses of one of Ray's metrics."""
+        """The part of one of Ray's metrics that vLLM uses."""
         made = Mock(_tag_keys=tag_keys)
 
         def change(value: float, tags: dict[str, str] | None = None) -> None:

@@ -30,7 +30,7 @@ WriteRows = Callable[..., None]
 
 @pytest.fixture(autouse=True)
 def current_config() -> Iterator[None]:
-    """Modules of vLLM choose their implementation by it."""
+    """The configuration by which vLLM's modules choose their implementation."""
     with set_current_vllm_config(VllmConfig()):
         yield
 
@@ -83,7 +83,7 @@ class Pages:
         self.backend.write_rows(*rows, *caches, torch.as_tensor(slots))
 
     def random_rows(self, num_tokens: int, seed: int = 0) -> list[torch.Tensor]:
-        """Of keys and values of both layers. shape: [num_tokens, num_heads, head_size] each."""
+        """Keys and values of both layers. shape: [num_tokens, num_heads, head_size] each."""
         generator = torch.Generator().manual_seed(seed)
         shape = num_tokens, *self.shape
         return [torch.randn(shape, generator=generator).to(self.dtype) for _ in range(4)]
@@ -96,7 +96,7 @@ class Pages:
 
 
 def shape_of(block_size: int, num_heads: int, head_size: int) -> tuple[int, ...]:
-    """Of a layer's pages; since vLLM 0.30 the backend names the order of axes only (``LBHNC``)."""
+    """The shape of a layer's pages. Since vLLM 0.30 the backend names the axes only (``LBHNC``)."""
     by_backend = getattr(CPUAttentionBackend, "get_kv_cache_shape", None)
     if by_backend is None:
         return NUM_PAGES, num_heads, block_size, 2 * head_size
@@ -124,7 +124,7 @@ def host_rows(pages: CpuTokenPages, num_rows: int, first_row: int = 0) -> HostRo
 
 
 def rows_in(host: HostRows, pages: CpuTokenPages, num_tokens: int) -> list[torch.Tensor]:
-    """Integers, plane by plane. shape: [num_tokens, row_elements] each."""
+    """The rows as integers, plane by plane. shape: [num_tokens, row_elements] each."""
     found = []
     for plane, offset in zip(pages.planes, host.plane_offsets_bytes, strict=True):
         first = offset + host.first_row * plane.row_bytes
@@ -138,7 +138,7 @@ SIZES = [
     *((16, 1, 32), (16, 2, 64), (16, 8, 80), (32, 2, 80), (32, 1, 128), (32, 8, 64)),
     *((128, 1, 64), (128, 2, 128), (128, 8, 32)),
 ]
-"""Of blocks, of heads, and of a head."""
+"""Sizes of blocks, numbers of heads, and sizes of a head."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -147,7 +147,7 @@ def test_rows_are_those_of_the_write_op(dtype, block_size, num_heads, head_size)
     made = Pages(dtype, block_size, num_heads, head_size, page_padding=64)
     pages = made.token_pages()
     random = np.random.default_rng(0)
-    # A start within a page, and pages that are not in order; some tokens of most pages are left.
+    # The range starts within a page, pages are in no order, and most pages keep some tokens.
     slots = random.permutation(np.arange(block_size + 3, NUM_PAGES * block_size))
     slots = slots[: len(slots) // 2]
     rows = made.random_rows(len(slots))
@@ -171,7 +171,7 @@ def test_rows_are_those_of_the_write_op(dtype, block_size, num_heads, head_size)
 
 
 def test_both_ways_of_ordering_a_page_are_met() -> None:
-    """On x86 without AMX: a block of 32 tokens, and one of 16."""
+    """On x86 without AMX, blocks of 32 tokens have one order, and blocks of 16 tokens another."""
     assert {_get_attn_isa(torch.float32, size, 64) for size in (16, 32)} >= {"vec16"}
     assert _get_attn_isa(torch.float32, 32, 64) != "vec16"
 

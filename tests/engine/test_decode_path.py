@@ -39,7 +39,7 @@ ENVIRONMENTS = {
     "interval-64": {RETENTION_INTERVAL_VARIABLE: "64"},
     "adaptive": {RETENTION_VARIABLE: "adaptive"},
 }
-"""What a user sets; each of them brings the fast path along."""
+"""Settings of a user, each of which brings the fast path along."""
 
 NUM_REQUESTS = 3
 PROMPT_TOKENS = 40
@@ -47,7 +47,7 @@ NEW_TOKENS = 160
 
 
 def counts_of(layout: Layout, environment: dict[str, str], **options: object) -> StepCounts:
-    """Steps of a few requests with long outputs, with all that these variables bring."""
+    """Steps of a few requests with long outputs, with everything that these variables bring."""
     workload = Workload(
         name="decode",
         layout=layout,
@@ -72,13 +72,13 @@ def counts_of(layout: Layout, environment: dict[str, str], **options: object) ->
 
 
 CASES = {
-    # Every 16 tokens a block begins, one is full, and one leaves the windows.
+    # A block begins, one becomes full, and one leaves the windows, every 16 tokens.
     **{layout.name: (layout, None, 12 / 16) for layout in WINDOWS},
-    # A state goes as well; with a step in flight, a block leaves the window a step later.
+    # A state leaves, too. With a step in flight, a block leaves the window one step later.
     **{layout.name: (layout, None, 10 / 16) for layout in STATES},
     "drafts": (WINDOWS[1].with_eagle(5), Drafter.EAGLE, 1 / 3),
 }
-"""Layout, drafter, and the least share of quiet steps."""
+"""The layout, the drafter, and the minimum share of quiet steps."""
 
 
 @pytest.mark.parametrize("name", CASES)

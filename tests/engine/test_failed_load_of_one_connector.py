@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("offloading_in_effect")
 
 
 class MultiEngine(SimulatedEngine):
-    """As `SimulatedEngine`, behind a MultiConnector."""
+    """A `SimulatedEngine` behind a MultiConnector."""
 
     @property
     def side(self) -> Any:
@@ -88,7 +88,7 @@ def engine_of_several(
 def test_one_of_several_connectors_loads_what_can_be_read(
     mocker: MockerFixture, request: pytest.FixtureRequest
 ) -> None:
-    """Alone it does: see ``test_loads_that_fail_in_part``."""
+    """A single connector does: see ``test_loads_that_fail_in_part``."""
     prompt = tokens(random.Random(4), 400)
     engine = engine_of_several(request, GEMMA, hole_reuse=False, chunk_tokens=16)
     serve(engine, plan_of("other", prompt[:133], max_tokens=1))
@@ -106,7 +106,7 @@ def test_one_of_several_connectors_loads_what_can_be_read(
 def test_steps_of_holes_alone_do_not_let_go_of_blocks_in_flight(
     request: pytest.FixtureRequest,
 ) -> None:
-    """Upstream counts steps for connectors whose loads wait for none: ours may not be alone."""
+    """Upstream counts steps for connectors whose loads delay no request. There may be others."""
     prompt = tokens(random.Random(4), 400)
     engine = engine_of_several(request, FULL, is_async=True)
     serve(engine, plan_of("first", prompt, max_tokens=1))

@@ -2,8 +2,8 @@
 """A KV connector fails to load, and the model is not all full attention in one KV cache group.
 
 Random workloads, in which half of all loads fail, run on real schedulers. The model runner of the
-harness checks every position that is read, `CacheContents` every block that can be hit. Then one
-case after the other, spelled out.
+harness checks every position that is read. `CacheContents` checks every block that can be hit.
+Single cases follow.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ every_scheduler = pytest.mark.parametrize("is_async", [False, True], ids=["sync"
 
 @pytest.fixture
 def repaired() -> Iterator[None]:
-    """As in a process in which nothing is configured."""
+    """The repairs are in effect, as in a process in which nothing is configured."""
     with repairs_installed():
         yield
 
@@ -87,7 +87,7 @@ def failing(layout: Layout, seed: int, load: ExternalLoad, is_async: bool, **how
         failing_loads=FailingLoads(**{"seed": seed, "max_steps": 3, **how}),
     )
     if layout.has_mamba and load is ExternalLoad.IN_STEP:
-        # Of states that are loaded, vLLM 0.23.0 counts fewer blocks than it allocates.
+        # vLLM 0.23.0 counts fewer blocks of loaded states than it allocates.
         workload = with_options(workload, num_blocks=3 * workload.options.num_blocks)
     # Upstream cannot preempt for a reset while a connector holds blocks.
     resets = tuple(ResetPrefixCache(reset.step, False) for reset in workload.resets)
@@ -95,7 +95,7 @@ def failing(layout: Layout, seed: int, load: ExternalLoad, is_async: bool, **how
 
 
 def run_checked(workload: Workload, *checks: Check) -> Run:
-    """Run with all checks; nothing is held at the end."""
+    """Run with all checks. No block is held at the end."""
     contents = CacheContents(checks_events=False)
     result = run(workload, [blocks_are_conserved, contents, *checks], ReadCheck.ALL)
     check_nothing_is_held(result.engine)
@@ -136,7 +136,7 @@ RUNS: dict[str, tuple[Sequence[Layout], Callable[[], Any], dict[str, Any]]] = {
     "retention": (HYBRIDS, retention_installed, {}),
     "adaptive": (HYBRIDS, adaptive_retention, {}),
 }
-"""Layouts, what is in effect, and how loads fail. Workers may name requests in place of blocks."""
+"""Layouts, features in effect, and kinds of failure. Workers may name requests, and not blocks."""
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ RUNS: dict[str, tuple[Sequence[Layout], Callable[[], Any], dict[str, Any]]] = {
 def test_outputs_are_those_of_a_run_without_failures(
     name: str, layout: Layout, load: ExternalLoad, is_async: bool
 ) -> None:
-    """Retention keeps nothing of a failed load, and a request loads no more once one has failed."""
+    """Retention keeps no block of a failed load. A request loads nothing more after a failure."""
     _, in_effect, how = RUNS[name]
     interval = nullcontext() if in_effect is repairs_installed else retention_interval(0)
     counts: Counter[str] = Counter()
@@ -166,7 +166,7 @@ def test_outputs_are_those_of_a_run_without_failures(
 
 
 def preemptions_are_reported_once(engine: SchedulerEngine, step: Step) -> None:
-    """Connectors cannot tell an admission from a preemption that they hear of at the same time."""
+    """Connectors cannot tell an admission from a preemption if they hear of both at once."""
     scheduled = {request.request_id for request in step.scheduled}
     assert scheduled.isdisjoint(step.preempted)
 
@@ -192,7 +192,7 @@ def test_with_the_policy_fail_requests_fail(
 
 
 def test_methods_are_replaced_only_where_upstream_cannot_recover() -> None:
-    """One group of full attention is left to upstream, and a scheduler without a connector."""
+    """Upstream handles one group of full attention, and a scheduler without a connector."""
     with installed(FEATURE):
         engine = Story(ExternalLoad.IN_STEP)
         assert engine.replaced_methods == REPLACED
@@ -249,7 +249,7 @@ class Story(SchedulerEngine):
         num_steps: int = 0,
         report_when_left: int = 0,
     ) -> None:
-        """The next load fails, in the blocks chosen from its block tables; those after do not."""
+        """Let the next load fail, in blocks chosen from its block tables. Later loads succeed."""
         fates = [lambda load: (which(load.block_ids), num_steps, report_when_left)]
         self.runner._fate = lambda load: fates.pop()(load) if fates else (set(), 0, 0)
 
@@ -260,7 +260,7 @@ class Story(SchedulerEngine):
         return self.steps[-1]
 
     def finish(self, max_steps: int = 100) -> list[Step]:
-        """Run to the end; all outputs are right and nothing is held."""
+        """Run to the end. All outputs must be right, and no block may be held."""
         steps = super().finish(max_steps)
         outputs: dict[str, list[int]] = defaultdict(list)
         for step in self.steps:
@@ -273,7 +273,7 @@ class Story(SchedulerEngine):
         return steps
 
     def admissions(self, number: int) -> list[int]:
-        """Computed tokens with which a request was admitted, each time."""
+        """The computed tokens at each admission of a request."""
         return [
             request.num_computed_tokens
             for step in self.steps
@@ -326,7 +326,7 @@ class TestOneCaseAtATime:
         assert sorted(story.preempted()) == ["request-2", "request-3"]
 
     def test_who_loads_more_on_top_of_it_starts_again(self) -> None:
-        """It loads between steps what follows a local hit that turns out to be garbage."""
+        """Between steps, the request loads tokens behind a local hit that becomes garbage."""
         story = Story(ExternalLoad.IN_STEP)
         story.fail_next_load()
         connector = story.scheduler.connector
@@ -371,7 +371,7 @@ class TestOneCaseAtATime:
             scheduler._preempt_request(request, 0)
             scheduler.prev_step_scheduled_req_ids.clear()
         assert any(block.block_hash for block in story.block_pool.blocks)
-        # The next step hits it, and is on its way when the report comes in.
+        # The next step hits it, and is under way when the report comes in.
         story.add(3, range(self.PROMPT_TOKENS + 8))
         story.step()
         story.finish()
@@ -389,7 +389,7 @@ class TestOneCaseAtATime:
 
     @pytest.mark.parametrize("report_when_left", range(4))
     def test_blocks_are_held_until_they_are_received(self, report_when_left: int) -> None:
-        """What the worker still writes to belongs to nobody else."""
+        """No other request gets blocks to which the worker still writes."""
         story = Story(ExternalLoad.BETWEEN_STEPS)
         story.fail_next_load(num_steps=3, report_when_left=report_when_left)
         story.add(2, range(self.PROMPT_TOKENS))
@@ -402,7 +402,7 @@ class TestOneCaseAtATime:
     @pytest.mark.parametrize("num_steps", range(1, 5))
     @every_scheduler
     def test_a_reset_of_the_prefix_cache_meanwhile(self, is_async: bool, num_steps: int) -> None:
-        """It preempts as well, and counts the outputs that are to be discarded."""
+        """The reset also preempts, and counts the outputs that must be discarded."""
         story = Story(ExternalLoad.IN_STEP, is_async)
         story.fail_next_load()
         story.add(2, range(self.PROMPT_TOKENS), max_tokens=8)
@@ -410,7 +410,7 @@ class TestOneCaseAtATime:
             story.step()
         try:
             story.reset_prefix_cache(reset_running_requests=True)
-        except RuntimeError:  # vLLM 0.30 cannot while it defers what it frees.
+        except RuntimeError:  # vLLM 0.30 cannot do it while it defers freeing blocks.
             assert [*deferred_blocks(story.scheduler)]
         story.finish()
 
@@ -434,7 +434,7 @@ class TestOneCaseAtATime:
 
     @every_load
     def test_the_connector_is_asked_again(self, load: ExternalLoad, mocker: MockerFixture) -> None:
-        """Some renew what they know of a request only then (LMCache's, vLLM's offloading)."""
+        """Some connectors renew a request's data only then (LMCache's, vLLM's offloading)."""
         asked = mocker.spy(ScriptedConnector, "get_num_new_matched_tokens")
         story = Story(load)
         story.fail_next_load()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The faster prefix-cache functions decide what upstream's decide.
 
-Random workloads on vLLM's real scheduler, each run twice in this process: as it is, and with the
-feature. Compared is all that `support.scheduler.transcript.Step` holds: requests, tokens and block
-ids of every step, preemptions, the order of the free queue, reference counts, keys, events and
-outputs.
+Random workloads run on vLLM's real scheduler, each twice in this process: as it is, and with the
+feature. The tests compare all that `support.scheduler.transcript.Step` holds: requests, tokens and
+block ids of every step, preemptions, the order of the free queue, reference counts, keys, events
+and outputs.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ SETTINGS = [
 
 @pytest.fixture(autouse=True)
 def same_hashes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM derives its block hashes from it
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM derives its block hashes from this seed.
     yield
 
 
 def transcript_of(workload: Workload, setting: Setting, is_fast: bool) -> Transcript:
     layout = workload.layout
     interval = None if setting.units is None else setting.units * layout.unit_tokens
-    # Upstream refuses it for other models: before vLLM 0.30 unless this package retains.
+    # Upstream refuses it for other models. Before vLLM 0.30 it does so unless this package retains.
     is_taken = layout.has_mamba if CONFIGURES_RETENTION else setting.retains
     if not (is_taken or layout.has_window):
         interval = None
@@ -136,8 +136,9 @@ def left_by_calls(
 ) -> list[object]:
     """What random calls for four requests leave, some of which a scheduler makes seldom or never.
 
-    Of the drafts of each step, a random number is rejected. Requests end where the model does, and
-    slots for drafts are asked for beyond; others take over their ids. States begin with a block.
+    A random number of the drafts of each step is rejected. Requests end where the model does, and
+    ask for slots for drafts beyond this end. Other requests take over their ids. States begin with
+    a block.
     """
     manager, running = world.manager, []
     left: list[object] = []
@@ -195,7 +196,7 @@ UNUSUAL = ("preempted", "loads more", "cached later", "reserved", "step ends")
 
 
 def blocks_left(world: BlockManager) -> list[object]:
-    """The block tables, the free queue in its order, and what each block holds."""
+    """The block tables, the free queue in its order, and the contents of each block."""
     return [
         *(
             [[block.block_id for block in blocks] for blocks in manager.req_to_blocks.values()]
@@ -256,7 +257,7 @@ def test_hits_that_end_within_a_state_are_left_to_upstream() -> None:
 
 @pytest.mark.parametrize("enable_caching", [True, False], ids=["cached", "uncached"])
 def test_keeps_nothing_of_requests_that_are_gone(enable_caching: bool) -> None:
-    """Those that finish after their prompt, while preempted, and after some tokens."""
+    """Requests finish after their prompt, while preempted, or after some tokens."""
     with installed(*(feature.name for feature in FEATURES)):
         world = BlockManager(DIRECT, num_blocks=NUM_BLOCKS, enable_caching=enable_caching)
         sizes = []
@@ -278,7 +279,7 @@ def test_keeps_nothing_of_requests_that_are_gone(enable_caching: bool) -> None:
 
 
 def _num_entries(manager: object) -> dict[str, int]:
-    """Sizes of all that a block manager and what it is made of hold in their attributes."""
+    """The sizes of everything that a block manager and its parts hold in their attributes."""
     coordinator = manager.coordinator
     return {
         f"{type(owner).__name__}.{name}": len(value)

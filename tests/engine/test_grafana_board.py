@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``examples/grafana.json``: Grafana knows every field, and every legend its label.
 
-That a server has what it asks for: `test_connector_serve`.
+`test_connector_serve` shows that a server has the metrics that the board asks for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def board() -> dict[str, Any]:
 
 
 def unknown_to_schema(given: Any, understood: Any, path: str = "board") -> Iterator[str]:
-    """Where Grafana's classes, having read ``given``, have something else or nothing."""
+    """The paths at which Grafana's classes, having read ``given``, have another value or none."""
     if isinstance(given, dict) and isinstance(understood, dict):
         for key, value in given.items():
             yield from unknown_to_schema(value, understood.get(key), f"{path}.{key}")

@@ -56,7 +56,7 @@ by_layout = {"ids": lambda layout: layout.name}
 
 @pytest.fixture
 def any_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs behind holes are loaded however short they are."""
+    """Runs behind holes are loaded, however short they are."""
     monkeypatch.setattr(loads, "MIN_RUN_TOKENS", 0)
 
 
@@ -79,9 +79,9 @@ def engine_with_a_hole() -> Iterator[tuple[SimulatedEngine, RequestPlan]]:
 @pytest.mark.parametrize("waits_long", [False, True], ids=["for a while", "for long"])
 @pytest.mark.usefixtures("any_run")
 def test_a_request_waits_for_the_blocks_of_its_holes(waits_long: bool, was_found: bool) -> None:
-    """Upstream asks only for those of the request: with one too few, the load would fail.
+    """Upstream asks only for the blocks of the request. With one too few, the load would fail.
 
-    Also where it was found with enough free blocks, and then not admitted.
+    So it would if the hit was found with enough free blocks, but the request was not admitted then.
     """
     used_blocks: list[int] = []
     for num_missing in (0, 1):
@@ -115,7 +115,7 @@ def test_a_request_waits_for_the_blocks_of_its_holes(waits_long: bool, was_found
 
 @pytest.mark.usefixtures("any_run")
 def test_a_request_that_lacked_blocks_once_has_its_holes_when_there_are_enough() -> None:
-    """It waits for its turn since: upstream asks nobody while as many run as may."""
+    """The request waits for its turn meanwhile: a full vLLM does not ask about waiting requests."""
     with engine_with_a_hole() as (engine, following):
         pool = engine.block_pool
         held = pool.get_new_blocks(pool.get_num_free_blocks() - 2)
@@ -132,14 +132,14 @@ def test_a_request_that_lacked_blocks_once_has_its_holes_when_there_are_enough()
 
 
 class Again(NamedTuple):
-    """What became of a request whose prompt is stored: tokens computed, loaded, and so on."""
+    """The results of a request whose prompt is stored: tokens computed, loaded, and so on."""
 
     computed: list[int]
     hit_tokens: int
     num_loads: int
     num_removed: int
     parts: list[Entry]
-    """What its first load has read, in this order."""
+    """The reads of its first load, in this order."""
 
 
 def serve_again(
@@ -149,7 +149,7 @@ def serve_again(
     is_async: bool = False,
     **options: Any,
 ) -> Again:
-    """Serve a prompt that is stored, but for what is missing; some calls of loads fail."""
+    """Serve a prompt that is stored except for missing tokens. Some calls of loads fail."""
     values = offloading(layout, chunk_tokens=CHUNK_TOKENS) | options
     with engine_of(layout, offloading=values, is_async=is_async) as engine:
         serve(engine, plan_of("other", PROMPT[: len(PROMPT) // 3], max_tokens=1))
@@ -192,7 +192,7 @@ def serve_again(
 def test_parts_that_cannot_be_read_cost_as_much_as_if_they_were_missing(
     layout: PagedLayout, hole: tuple[int, ...], is_async: bool, hole_reuse: bool
 ) -> None:
-    """Those that fail in the middle are the neighbours of a hole, if there is one."""
+    """Parts that fail in the middle are the neighbours of a hole, if there is one."""
 
     def serve_without(gone: set[Piece], *failing: int) -> Again:
         return serve_again(
@@ -227,7 +227,7 @@ def test_the_tails_of_a_hole_that_cannot_be_read_are_done_without() -> None:
     assert with_hole.num_loads == 2
     tails = min(part.piece for part in with_hole.parts if part.piece.kind is Kind.TAILS)
     assert tails.end_tokens < 240
-    # One call for all rows, which is well; one for the tails; then each part, these tails last.
+    # One call for all rows succeeds, one for the tails fails; then each part, these tails last.
     failed = serve_again(GEMMA, 2, 2 + len(with_hole.parts), missing=is_of_hole)
     without = serve_again(GEMMA, missing=lambda e: is_of_hole(e) or e.piece == tails)
     assert failed.num_removed == 1
@@ -258,12 +258,12 @@ def test_load_fails_as_a_whole_where_requests_are_to_fail_with_it(
             engine.step()
         counters = engine.side.counters
         assert counters.hit_tokens == counters.hole_tokens == 0
-        assert counters.tier.removed_entries[Removal.LOAD_FAILED] == 1  # The others stay.
+        assert counters.tier.removed_entries[Removal.LOAD_FAILED] == 1  # The other rows stay.
         check_nothing_is_left(engine)
 
 
 def test_a_load_that_covers_too_little_still_fails() -> None:
-    """A plan that is wrong is not tried part by part."""
+    """A wrong plan is not tried part by part."""
     with engine_of(FULL) as engine:
         serve(engine, plan_of("first", PROMPT))
         plan_step = engine.side.build_connector_meta
@@ -280,7 +280,7 @@ def test_a_load_that_covers_too_little_still_fails() -> None:
 
 
 def store_beside_another(engine: SimulatedEngine) -> None:
-    """One entry of the prompt is of a prompt that is another one from token 80 on."""
+    """One entry of the prompt belongs to a prompt that differs from token 80 on."""
     other = tokens(random.Random(7), 129)
     for number, stored in enumerate((PROMPT[:65], PROMPT[:80] + other[80:], PROMPT[:113], PROMPT)):
         serve(engine, plan_of(f"first-{number}", stored, max_tokens=1))
@@ -289,7 +289,7 @@ def store_beside_another(engine: SimulatedEngine) -> None:
 
 
 def test_an_entry_that_was_read_well_stays_when_its_neighbour_fails() -> None:
-    """Its rows behind the place where the neighbour begins are those of another prompt."""
+    """Its rows behind the beginning of the neighbour belong to another prompt."""
     with engine_of(FULL, offloading=offloading(FULL, chunk_tokens=128)) as engine:
         store_beside_another(engine)
         (entry,) = [each for each in engine.entries if each.piece[1:] == (64, 128)]
@@ -301,7 +301,7 @@ def test_an_entry_that_was_read_well_stays_when_its_neighbour_fails() -> None:
 
 
 def test_a_load_writes_no_rows_of_others_into_a_hole_that_is_computed_beside_it() -> None:
-    """The entry of another prompt has a row of this one too, but the run of it is too short."""
+    """The entry of another prompt also has a row of this prompt, but its run is too short."""
     with engine_of(FULL, offloading=offloading(FULL, chunk_tokens=128)) as engine:
         store_beside_another(engine)
         engine.tier.evict(lambda entry: entry.piece[1:] in [(0, 64), (80, 112)])
@@ -315,7 +315,7 @@ def test_a_load_writes_no_rows_of_others_into_a_hole_that_is_computed_beside_it(
 
 
 def test_hits_of_a_request_are_not_negative_after_a_reset() -> None:
-    """Its load leaves something out; before the next step, a reset takes its blocks."""
+    """The load leaves something out. Before the next step, a reset takes its blocks."""
     found: list[Any] = []
 
     def note(results: Any, *_: Any) -> None:
@@ -344,7 +344,7 @@ def test_hits_of_a_request_are_not_negative_after_a_reset() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS, **by_layout)
 def test_a_second_load_does_not_wait_for_the_blocks_of_the_first(layout: PagedLayout) -> None:
-    """In a pool that has room for one of them: vLLM 0.23.0 counts both."""
+    """The pool has room for one of the two loads: vLLM 0.23.0 counts both."""
     values = offloading(layout, hole_reuse=False, chunk_tokens=CHUNK_TOKENS)
     num_blocks = blocks_for_longest(layout, (SECOND,), 256)
     with engine_of(layout, offloading=values, num_blocks=num_blocks) as engine:
@@ -359,7 +359,7 @@ def test_a_second_load_does_not_wait_for_the_blocks_of_the_first(layout: PagedLa
 
 
 def test_a_full_model_without_holes_is_looked_up_again_behind_a_local_hit() -> None:
-    """The device has the beginning, and only what is missing is computed."""
+    """The device has the beginning, so only the missing tokens are computed."""
     local_tokens = 32
     values = offloading(FULL, hole_reuse=False, chunk_tokens=CHUNK_TOKENS)
     with engine_of(FULL, offloading=values, caching=True) as engine:
@@ -370,7 +370,7 @@ def test_a_full_model_without_holes_is_looked_up_again_behind_a_local_hit() -> N
         assert len(kept) == local_tokens // FULL.groups[0].block_tokens
         computed = watch_computed(engine)
         num_parts = (len(PROMPT) - local_tokens) // CHUNK_TOKENS
-        fail_next(engine, 1, num_parts)  # The whole, and the last part but one.
+        fail_next(engine, 1, num_parts)  # The whole load is tried, and the last part but one.
         serve(engine, SECOND)
         assert engine.side.counters.tier.removed_entries[Removal.LOAD_FAILED] == 1
         num_computed = sum(end - first for first, end in computed["second"])
@@ -382,7 +382,7 @@ def test_a_full_model_without_holes_is_looked_up_again_behind_a_local_hit() -> N
 def test_a_load_that_fails_as_a_whole_and_not_in_parts_is_reported(
     layout: PagedLayout, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All parts can be read: nothing is lost, but each load is made twice."""
+    """All parts can be read. No KV is lost, but each load is made twice."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.DEBUG, "vllm.ascend_kvext"):
         assert serve_again(layout, 1).num_removed == 0
@@ -391,7 +391,7 @@ def test_a_load_that_fails_as_a_whole_and_not_in_parts_is_reported(
 
 
 def test_the_reason_for_a_shorter_hit_is_counted_once_for_each_request() -> None:
-    """However often it is asked about, and where its load fails."""
+    """The number of questions about a request does not matter, nor where its load fails."""
     values = offloading(GEMMA, hole_reuse=False, chunk_tokens=CHUNK_TOKENS)
     with engine_of(GEMMA, offloading=values) as engine:
         serve(engine, plan_of("first", PROMPT, max_tokens=1))
@@ -424,7 +424,7 @@ def test_a_failed_load_behind_a_request_that_does_not_fit_gives_its_blocks_back(
 ) -> None:
     """The first request, which is computed, needs what the second holds until vLLM comes to it.
 
-    vLLM comes to nobody behind a request that does not fit: nothing would run any more.
+    vLLM tries no request behind one that does not fit, so no request would run any more.
     """
     (layout,) = UPSTREAM_LAYOUTS
     rng = random.Random(4)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LMCacheMPConnector on the real engine with real LMCache servers, where LMCache is installed.
 
-What is wrong without this package is shown beside what is right with it. `make test-lmcache` runs
-this in an environment that has LMCache.
+The tests show the faults without this package beside the right results with it. `make test-lmcache`
+runs them in an environment that has LMCache.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ LMCACHE_MODE = {"lmcache.mp.mp_transfer_mode": "lmcache_driven", "lmcache.mp.mq_
 A worker waits so many seconds for an answer that does not come; by default it waits 300.
 """
 HEARTBEAT = {"lmcache.mp.heartbeat_interval": 1.0}
-"""In seconds: so soon the connector notices that its server is gone."""
+"""The heartbeat in seconds, after which the connector notices that its server is gone."""
 NO_HYBRID = {"disable_hybrid_kv_cache_manager": True}
 WIDE_BLOCKS = {"block_size": 2 * processes.CPU.block_tokens}
 
 
 def connected(port: int) -> dict[str, Any]:
-    """What a user sets: where the server is, and on a CPU the transfer mode."""
+    """A user's settings: the address of the server, and on a CPU the transfer mode."""
     address = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
     return {
         "kv_transfer_config": {
@@ -57,7 +57,7 @@ def below_multi_connector(port: int) -> dict[str, Any]:
 
 Run = Callable[..., Reports]
 Engines = Mapping[str, tuple[str, Mapping[str, Any]]]
-"""By name: model, and arguments of ``LLM``."""
+"""Engines by name: the model, and arguments of ``LLM``."""
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def run(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Of a server that runs as long as the tests of this file."""
+    """The port of a server that runs as long as the tests of this file."""
     (port,) = lmcache_server.free_ports(1)
     log = tmp_path_factory.mktemp("server") / "server.log"
     server = lmcache_server.LMCacheServer(["--port", str(port), "--l1-size-gb", "1"], log)
@@ -94,7 +94,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 def engines_that_differ(port: int) -> Engines:
-    """Two engines of each model: one of them stores what the other one must not read."""
+    """Two engines of each model. One of them stores KV that the other must not read."""
     return {
         "single": ("alternating", connected(port) | NO_HYBRID),
         "hybrid": ("alternating", connected(port)),
@@ -108,30 +108,30 @@ MODELS = {"single": "alternating", "hybrid": "alternating", "full": "full", "wid
 
 @pytest.fixture(scope="module")
 def plain(run: Run) -> Reports:
-    """By model, answers to prompts 1 to 3 of an engine without a connector."""
+    """The answers to prompts 1 to 3 of an engine without a connector, by model."""
     return run({name: (name, {}) for name in ("alternating", "full")}, seeds=(1, 2, 3))
 
 
 @pytest.fixture(scope="module")
 def by_itself(run: Run, port: int) -> Reports:
-    """Without this package; on the same server as with it."""
+    """Engines without this package, on the same server as engines with it."""
     return run(engines_that_differ(port), PLUGIN_OFF)
 
 
 @pytest.fixture(scope="module")
 def stored(run: Run, port: int) -> Reports:
-    """With this package: the first process on the server."""
+    """Engines with this package, in the first process on the server."""
     return run(engines_that_differ(port))
 
 
 @pytest.fixture(scope="module")
 def warm(run: Run, port: int, stored: Reports) -> Reports:
-    """The same engines in another process, behind the first one."""
+    """The same engines in another process, after the first one."""
     return run(engines_that_differ(port))
 
 
 def require_right(found: Served, seeds: Sequence[int], without: Served) -> None:
-    """The engine has answered all prompts as one without a connector, and holds nothing."""
+    """The engine has answered all prompts like one without a connector, and holds nothing."""
     found.check_nothing_is_left()
     references = without.answers("prompts")
     for seed, answer in zip(seeds, found.answers("prompts"), strict=True):
@@ -160,7 +160,7 @@ def test_a_fresh_process_hits_what_its_like_has_stored_and_answers_the_same(
 def test_without_the_layout_in_their_names_objects_of_another_layout_are_read(
     by_itself: Reports, plain: Reports, stores: str, reads: str
 ) -> None:
-    """The defect: other groups, or blocks of another size, and log-probabilities are off by 1."""
+    """The defect: with other groups or another block size, log-probabilities are off by 1."""
     require_right(by_itself[stores], [1, 2], plain[MODELS[stores]])
     assert by_itself[reads].hit_tokens("prompts") == [HIT_TOKENS, HIT_TOKENS]
     references = plain[MODELS[reads]].answers("prompts")[:2]
@@ -175,7 +175,7 @@ def test_below_multi_connector_it_stores_blocks_under_their_own_tokens(
     multi = run(engine, seeds=(1, 3, 3))["multi"]
     assert "##kvext-" in multi.log
     assert multi.report["num_groups"] > 1
-    # Another process has stored the first, with the same groups and without MultiConnector.
+    # Another process has stored the first prompt, with the same groups, without MultiConnector.
     assert multi.hit_tokens("prompts") == [HIT_TOKENS, 0, HIT_TOKENS]
     require_right(multi, [1, 3, 3], plain["alternating"])
 
@@ -198,7 +198,7 @@ def test_without_it_blocks_are_stored_under_the_tokens_of_others_below_multi_con
 
 
 def test_a_server_that_dies_during_a_load_costs_no_token(plain: Reports, run: Run) -> None:
-    """What was stored is asked for twice."""
+    """The stored prompt is asked for twice."""
     (port,) = lmcache_server.free_ports(1)
     engine = connected(port)
     engine["kv_transfer_config"]["kv_load_failure_policy"] = "recompute"

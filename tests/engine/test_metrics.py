@@ -54,7 +54,7 @@ def samples(text: str) -> dict[str, dict[str, float]]:
 def test_metrics_and_log_say_what_retention_has_counted(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
 ) -> None:
-    """In one engine's process, whose metrics several processes could add up."""
+    """The test has one engine's process. The metrics could be added up over several processes."""
     environ = {INTERVAL: "0", "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     plans = {"": Plan(tiny_model, ["chat"], "metrics")}
     served = serve(tmp_path_factory, plans, environ)[""]
@@ -87,7 +87,7 @@ def encoded(report: dict[str, int] | None) -> Any:
 
 
 def sent(report: dict[str, int] | None) -> SchedulerStats:
-    """The same, as they reach its client."""
+    """The same statistics, as they reach the engine core's client."""
     return MsgpackDecoder(EngineCoreOutputs).decode(encoded(report)).scheduler_stats
 
 
@@ -116,7 +116,7 @@ def test_every_engine_has_its_own_numbers_and_starts_at_zero(vllm_config):
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.vllm("<0.30")  # It records every step since.
+@pytest.mark.vllm("<0.30")  # vLLM 0.30 records every step.
 def test_what_upstream_does_not_record_is_recorded_once_with_the_next(vllm_config):
     processor = OutputProcessor(None, log_stats=True)
     manager = loggers.StatLoggerManager(vllm_config)

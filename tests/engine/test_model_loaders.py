@@ -25,7 +25,7 @@ SHARDED = "model-rank-0-part-0.safetensors"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of a model with several sets of weights. Where there are consolidated ones, auto has them."""
+    """The folder of a model with several sets of weights. ``auto`` prefers consolidated ones."""
     for number, name in enumerate(("model.safetensors", "consolidated.safetensors", SHARDED)):
         save_file({"w": torch.full((4,), float(number))}, tmp_path / name)
     torch.save({"w": torch.full((4,), 9.0)}, tmp_path / "model.pt")
@@ -74,7 +74,7 @@ def test_a_loader_of_files_says_what_it_reads(
     model: torch.nn.Module,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The package that lists them is of servers of objects.
+    # The package that lists them belongs to object stores.
     monkeypatch.setattr(
         runai_streamer_loader, "list_safetensors", lambda path: [*Path(path).glob("*.safetensors")]
     )
@@ -88,7 +88,7 @@ def test_a_loader_of_files_says_what_it_reads(
 def test_what_is_read_again_is_of_the_model_that_it_is_read_for(
     folder: Path, model: torch.nn.Module
 ) -> None:
-    """As by ``reload_weights``; a draft without KV, or another engine's model, was loaded last."""
+    """``reload_weights`` does this. The last loaded model was a draft, or another engine's."""
     config = SimpleNamespace(model=str(folder), revision=None)
     loader: Any = get_model_loader(LoadConfig())
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two connectors with handshakes below one MultiConnector: vLLM's own class.
 
-That engines start and answer is in ``test_connector_engine.py``.
+``test_connector_engine.py`` shows that such engines start and answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RANKS = {
 
 
 class Child(NullConnector):
-    """One that says its name, and keeps what it is told."""
+    """A connector that says its name, and keeps what it is told."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -35,7 +35,7 @@ class Child(NullConnector):
 
 
 def told(setter: str) -> list[list[str]]:
-    """What each of two connectors is told of two workers."""
+    """The calls that each of two connectors gets for two workers."""
 
     def connector() -> Any:
         found = object.__new__(MultiConnector)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The patching machinery on the real vLLM: revert restores, whatever the order.
 
-Patches take what upstream's functions take, by position and by name. What installs them is a
-process of its own: patches and imports stay for a process's life.
+Patches take the arguments of upstream's functions, by position and by name. A process of its own
+installs them, because patches and imports stay for a process's life.
 """
 
 from __future__ import annotations
@@ -122,16 +122,16 @@ def test_takes_upstreams_arguments(patch: Patch) -> None:
     found = wrapper_chain(target.found)[-1]
     theirs = parameters_of(getattr(found, "__func__", found))
     if isinstance(target.parent, type):
-        theirs = theirs[1:]  # self or cls
-    ours = parameters_of(patch.wrapper)[2:]  # wrapped, instance
+        theirs = theirs[1:]  # The first argument is self or cls.
+    ours = parameters_of(patch.wrapper)[2:]  # The first arguments are wrapped and instance.
     named = [parameter for parameter in ours if parameter.kind not in ANY]
-    # The same names in the same places, as far as they go in this version ...
+    # The same names stand in the same places, as far as this version has them ...
     for one, other in zip(named, theirs, strict=False):
         assert (one.name, one.kind) == (other.name, other.kind)
         assert (one.default is one.empty) == (other.default is other.empty), one.name
     for parameter in named[len(theirs) :]:
         assert parameter.default is not parameter.empty, f"{parameter.name} is not upstream's"
-    # ... and whatever follows is handed on.
+    # ... and all further arguments are passed on.
     rest = theirs[len(named) :]
     kinds = {parameter.kind for parameter in ours if parameter.kind in ANY}
     assert not rest or inspect.Parameter.VAR_KEYWORD in kinds

@@ -28,11 +28,11 @@ CHECK_LAYERS = {"full": 2} if IS_SAMPLE else {"full": 2, "alternating": 3}
 
 
 class Report:
-    """Of all engines of a model: answers by label, and facts."""
+    """The answers by label, and the facts, of all engines of a model."""
 
     def __init__(self, model: str, folder: Path, reports: processes.Reports) -> None:
         self.folder, self.check_layer = folder, CHECK_LAYERS[model]
-        # Windows reach from a segment into what stands before it.
+        # Windows reach from a segment into the text before it.
         self.head_tokens = HEAD_TOKENS if model == "full" else WINDOW_TOKENS - 1
         served = [reports[name] for name in ("cold", "blends", "asynchronous")]
         self.answers = {label: each.answers(label) for each in served for label in each.labels}
@@ -42,11 +42,11 @@ class Report:
             self.facts |= each.report["facts"]
 
     def errors(self, label: str, other: str, places: Sequence[int]) -> list[float]:
-        """Of each answer, the largest difference of a log-probability from another's."""
+        """For each answer, the largest difference of its log-probabilities from another's."""
         return errors(self.answers[label], self._of(other, places))
 
     def worst(self, label: str, other: str, places: Sequence[int]) -> float:
-        """The largest of them; the answers have to have the same tokens."""
+        """The largest of these differences. The answers must have the same tokens."""
         replies = [answer.reply for answer in self.answers[label]]
         assert replies == [answer.reply for answer in self._of(other, places)]
         return max(self.errors(label, other, places))
@@ -90,14 +90,14 @@ def test_with_all_computed_the_answer_is_that_of_a_plain_request(report: Report)
 
 
 def test_what_is_reused_changes_the_answer(report: Report) -> None:
-    """Without it, tests that compare answers would say nothing."""
+    """If reuse changed no answer, tests that compare answers would say nothing."""
     assert min(report.errors("solo", "cold", ALL)) > 0.01
     assert min(report.errors("no scores", "solo", ALL)) > 0.01
 
 
 @pytest.mark.parametrize("label", ["crowd", "async", "async again"])
 def test_requests_at_once_answer_as_alone(report: Report, label: str) -> None:
-    """In a compiled model, too."""
+    """A compiled model does the same."""
     assert report.facts["compiled graphs"] >= 1
     assert report.worst(label, "solo", CROWD) < TOLERANCE
     for answer, place in zip(report.answers[label], CROWD, strict=True):

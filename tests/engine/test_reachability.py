@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can be hit where retention decides what stays, against dense caching without evictions.
 
-On vLLM's real block managers and on vLLM-Ascend's. At interval 0 a request that comes back, goes on
-or resumes hits what dense caching hits, for every length and choice of EAGLE groups, although
-others have taken all that is surplus. Adaptively, so does the third request that shares a prefix;
-with a hint, already the second.
+The tests run vLLM's real block managers and vLLM-Ascend's. At interval 0 a request that comes back,
+goes on or resumes has the hits of dense caching, for every length and choice of EAGLE groups. It
+has them even if other requests have taken all surplus blocks. With adaptive retention, the third
+request that shares a prefix has these hits, too. With a hint, the second request has them.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_a_request_hits_what_dense_caching_hits(layout_name: str, policy: str) -
 
 @pytest.mark.skipif(IS_ASCEND_0_30, reason="interval 0 is dense caching there")
 def test_stock_loses_hits() -> None:
-    """The same comparison on vLLM's own interval 0 is red, in each of the known ways."""
+    """The same comparison fails on vLLM's own interval 0, in each of the known ways."""
     difference = Difference()
     for specs in LAYOUTS.values():
         unit_tokens = unit_of(specs)
@@ -128,7 +128,7 @@ def test_interval_leaves_a_checkpoint_at_each_multiple(layout_name: str) -> None
                 world.finish(request)
             branches = [[*prompt[:end], *range(1000, 1100)] for end in range(1, num_tokens)]
             dense_hits = [dense.hit_tokens(dense.request(branch)) for branch in branches]
-            # With EAGLE, some multiples within the first window cannot be hit at all.
+            # EAGLE cannot hit some multiples within the first window.
             checkpoints = {hit for hit in dense_hits if hit % interval_tokens == 0}
             for branch, dense_tokens in zip(branches, dense_hits, strict=True):
                 found = sparse.hit_tokens(sparse.request(branch))
@@ -146,7 +146,7 @@ def test_stock_keeps_blocks_that_no_lookup_needs() -> None:
 
 @pytest.mark.parametrize("layout_name", LAYOUTS)
 def test_no_block_is_kept_in_vain(layout_name: str) -> None:
-    """Every block that is not surplus serves the same prompt or the next turn."""
+    """The same prompt or the next turn uses every block that is not surplus."""
     specs = LAYOUTS[layout_name]
     unit_tokens = unit_of(specs)
     with retention_installed():
@@ -163,7 +163,7 @@ def test_no_block_is_kept_in_vain(layout_name: str) -> None:
 def unneeded_blocks(
     world: BlockManager, num_prompt_tokens: int, num_output_tokens: int
 ) -> list[bytes]:
-    """Keys in the cache of one request without which its prompt and the next turn hit as much."""
+    """The keys in a request's cache without which its prompt and its next turn hit as much."""
     request = world.request(range(num_prompt_tokens))
     world.prefill(request, 20)
     world.decode(request, range(1000, 1000 + num_output_tokens))
@@ -194,7 +194,7 @@ def unneeded_blocks(
 def serve_in_chunks(
     world: BlockManager, token_ids: Sequence[int], hints: Sequence[int] = ()
 ) -> int:
-    """Run a request to its end; returns the tokens hit."""
+    """Run a request to its end; returns the hit tokens."""
     request = world.request(token_ids)
     if hints:
         request.sampling_params.extra_args = {HINT_ARGUMENT: list(hints)}
@@ -205,7 +205,7 @@ def serve_in_chunks(
 
 
 def branches(num_shared_tokens: int, num_own_tokens: int) -> Iterator[list[int]]:
-    """Prompts that begin with the same tokens, and then part ways."""
+    """Prompts that begin with the same tokens, and then part."""
     for number in itertools.count(1):
         own = range(number * 10_000, number * 10_000 + num_own_tokens)
         yield [*range(num_shared_tokens), *own]
@@ -213,10 +213,10 @@ def branches(num_shared_tokens: int, num_own_tokens: int) -> Iterator[list[int]]
 
 @pytest.mark.parametrize("layout_name", ADAPTIVE_LAYOUTS)
 def test_prefixes_that_requests_share_are_hit(layout_name: str) -> None:
-    """While there is room, from the second request on, as in dense caching.
+    """While there is room, the second request hits it, as in dense caching.
 
-    Where others have taken all that is surplus: by the third, after two have shared the prefix, or
-    by the second, where the first has named it.
+    If others have taken all surplus blocks, the third request hits it, after two have shared the
+    prefix. The second request hits it if the first has named it.
     """
     specs = LAYOUTS[layout_name]
     unit_tokens = unit_of(specs)
@@ -245,7 +245,7 @@ def test_prefixes_that_requests_share_are_hit(layout_name: str) -> None:
                 hinted = hits(small, [num_shared_tokens])
                 case = f"EAGLE {sorted(eagle_group_ids)}, {num_shared_tokens} shared"
                 assert hinted[1] >= dense[1], case
-                # Without full attention, nothing tells where requests part.
+                # A layout without full attention does not show where requests part.
                 assert pressed[2] >= dense[2] or layout_name == "window only", case
                 num_hits += dense[1] > 0
                 num_missed += pressed[1] < dense[1]
@@ -264,7 +264,7 @@ WIDE = pytest.param(
     "layout_name", [*(name for name in ADAPTIVE_LAYOUTS if name not in WIDE.values), WIDE]
 )
 def test_interval_0_keeps_the_junctions_that_upstream_keeps(layout_name: str) -> None:
-    """A third request that shares a prefix hits at least what it hits at upstream's interval 0."""
+    """A third request that shares a prefix hits at least as much as at upstream's interval 0."""
     specs = LAYOUTS[layout_name]
     unit_tokens = unit_of(specs)
     num_hits = 0
@@ -301,7 +301,7 @@ def test_hits_that_end_within_a_state_are_left_to_upstream(mocker: MockerFixture
 def test_groups_with_a_manager_of_others_are_left_to_upstream(mocker: MockerFixture) -> None:
     mocker.patch.object(
         FullAttentionManager, "cache_blocks", lambda *args, **kwargs: None
-    )  # a function of this module
+    )  # A function of this module.
     warning = mocker.patch("vllm.logger.init_logger").return_value.warning
     with adaptive_retention():
         world = BlockManager(Layout((full(4), window(4, 9))), None, NUM_BLOCKS)
@@ -322,7 +322,7 @@ def test_interval_of_the_configuration_stays_where_retention_has_nothing_to_do()
 
 @pytest.mark.vllm(">=0.30")
 def test_blocks_that_a_drafter_computes_again_are_not_cached() -> None:
-    """Of the last tokens, MTP of several modules computes its KV again with what follows."""
+    """MTP of several modules computes the KV of the last tokens again with the next tokens."""
     layout = Layout((full(4), window(4, 9)), frozenset({1}))
     with retention_installed():
         world = BlockManager(layout, 0, NUM_BLOCKS, num_prefill_lookahead=3)
@@ -343,10 +343,10 @@ OPTIONS = EngineOptions(
 def step_ends(
     layout: EngineLayout, prompts: Sequence[Sequence[int]], hints: tuple[int, ...] = ()
 ) -> list[list[int]]:
-    """Of each request: the tokens hit, and where steps of the prompt and of the answer end.
+    """The hit tokens of each request, and the ends of the steps of its prompt and its answer.
 
-    One is served after the other on the real scheduler, whose steps end where they like. The first
-    may name a boundary.
+    The real scheduler serves one request after the other. It chooses where steps end. The first
+    request may name a boundary.
     """
     plans = [
         RequestPlan(
@@ -396,7 +396,7 @@ def test_a_step_ends_where_states_are_shared(layout: EngineLayout, num_shared_to
 def test_a_prompt_of_whole_blocks_hits_when_it_is_sent_again(
     layout: EngineLayout, num_blocks: int
 ) -> None:
-    """Its last token is computed again: it resumes one block before its end."""
+    """The last token is computed again, so the request resumes one block before its end."""
     num_tokens = num_blocks * UNIT_TOKENS
     prompts = [range(1, num_tokens + 1)] * 3
     stock = step_ends(layout, prompts)
@@ -419,7 +419,7 @@ def test_no_step_more_where_a_step_ends_before_the_last_tokens_anyway(num_tokens
 
 @pytest.mark.parametrize("is_running", [False, True])
 def test_a_prefix_recovers_from_blocks_that_a_connector_uncached(is_running: bool) -> None:
-    """Once it is computed again, checkpoints keep the blocks that it has now."""
+    """The prefix is computed again, and then checkpoints keep the blocks that it has now."""
     layout = Layout((full(4), window(4, 9)))
     with adaptive_retention():
         world = BlockManager(layout, None, SMALL_POOL_BLOCKS)
@@ -442,7 +442,7 @@ def test_a_prefix_recovers_from_blocks_that_a_connector_uncached(is_running: boo
 
 
 def test_a_long_path_of_checkpoints_is_dropped_with_its_engine() -> None:
-    """As long as a million tokens in small blocks make it; its end does not end the process."""
+    """The path is as long as a million tokens in small blocks. Its end does not end the process."""
     num_tokens = 1_000_000
     with adaptive_retention():
         world = BlockManager(Layout((window(4, 11),)), 4, num_tokens // 4 + 4000)

@@ -57,7 +57,7 @@ PRIORITY_SEEDS = range(sampled(8))
 
 @pytest.fixture
 def repaired(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The feature named by the class is in effect, alone."""
+    """Only the feature named by the class is in effect."""
     with installed(request.cls.FEATURE):
         yield
 
@@ -103,8 +103,8 @@ def with_resets() -> Iterator[Workload]:
 def with_priorities() -> Iterator[Workload]:
     """A request is preempted, by priority, in the step that has scheduled it.
 
-    Prompts are computed together and in chunks, in a small pool. Whoever comes later is more
-    urgent: who came first is scheduled first, too, and then preempted.
+    Prompts are computed together and in chunks, in a small pool. A later request is more urgent.
+    The earliest request is scheduled first, and is then preempted.
     """
     for layout in LAYOUTS:
         for seed in PRIORITY_SEEDS:
@@ -133,7 +133,7 @@ RANDOM_RUNS: dict[str, tuple[Callable[[], Iterable[Workload]], int]] = {
     "discarded-frames": (with_resets, NUM_RESET_RUNS // 3),
     "preempted-in-step": (with_priorities, len(PRIORITY_SEEDS) // 2),
 }
-"""By repair: what runs into the defect; without the repair, more than so many runs fail."""
+"""By repair, workloads that run into the defect, and how many failing runs must be exceeded."""
 
 
 MENDED_SINCE_0_30 = ("two-phase-allocation", "drafts-in-flight", "discarded-frames")
@@ -142,7 +142,7 @@ MENDED_SINCE_0_30 = ("two-phase-allocation", "drafts-in-flight", "discarded-fram
 def of_each(
     *own_managers: str, repairs: Iterable[str] = RANDOM_RUNS, vllm: Mapping[str, str] | None = None
 ) -> pytest.MarkDecorator:
-    """Marks repairs by name; ``vllm`` has the versions for which a claim is true."""
+    """Marks repairs by name. ``vllm`` has the versions for which a claim is true."""
     marks: dict[str, list[pytest.MarkDecorator]] = {repair: [] for repair in repairs}
     for repair in set(own_managers) & marks.keys():
         marks[repair].append(pytest.mark.own_managers)
@@ -158,7 +158,7 @@ def repairs_but(repair: str) -> AbstractContextManager[None]:
 
 
 def failures(workloads: Iterable[Workload]) -> list[str]:
-    """Of the runs in which a request reads or is answered what is not its own."""
+    """The failures of runs in which a request reads or answers what is not its own."""
     return [
         failure
         for each in workloads
@@ -206,7 +206,7 @@ class TestTrimFullGroups:
     PROMPT = range(2 * UNIT_TOKENS + 4)
 
     def handed_out(self) -> tuple[int, list[int]]:
-        """Tokens hit by a prompt that is sent again, and tokens handed out by each full group."""
+        """The tokens that a repeated prompt hits, and the tokens that each full group hands out."""
         world = BlockManager(self.LAYOUT)
         world.prefill(world.request(self.PROMPT), 100)
         blocks, hit_tokens = look_up(world.manager, world.request(self.PROMPT))
@@ -217,7 +217,7 @@ class TestTrimFullGroups:
 
     @pytest.mark.vllm("<0.30")
     def test_stock_hands_out_more_than_it_hits(self) -> None:
-        """Into what is behind the hit, the request writes, while others may read it."""
+        """The request writes into the blocks behind the hit, while others may read them."""
         assert self.handed_out() == (self.UNIT_TOKENS, [self.UNIT_TOKENS, 2 * self.UNIT_TOKENS])
 
     @pytest.mark.vllm(">=0.30")
@@ -251,7 +251,7 @@ class TestContextParallelWindows:
     NUM_TOKENS = 10 * UNIT_TOKENS
 
     def hit_tokens(self, **ranks: int) -> int:
-        """What a prompt that is sent again hits."""
+        """The tokens that a repeated prompt hits."""
         (num_ranks,) = ranks.values()
         sizes = {}
         if not IS_SINCE_0_30:
@@ -326,7 +326,7 @@ class TestDraftsInFlight:
     def test_a_step_costs_nothing_where_nothing_waits(
         self, layout: EngineLayout, is_async: bool, drafter: Drafter | None
     ) -> None:
-        """What is called per request and step is upstream's own."""
+        """The function called per request and step is upstream's own."""
         assert not self.engine(layout, is_async, drafter).replaced_methods
         assert type(KVCacheCoordinator.remove_skipped_blocks) is FunctionType
         assert type(KVCacheManager.allocate_slots) is FunctionType
@@ -359,7 +359,7 @@ class TestDiscardedFrames:
             yield SchedulerEngine(FULL_WINDOW, options, ReadCheck.ALL)
 
     def decode(self, engine: SchedulerEngine) -> list[int]:
-        """All tokens that the scheduler puts out from here on."""
+        """All tokens that the scheduler returns from here on."""
         return [t for step in engine.finish() for _, new, _ in step.outputs for t in new]
 
     @pytest.mark.vllm("<0.30")
@@ -371,7 +371,7 @@ class TestDiscardedFrames:
         assert not SchedulerState.of(engine.scheduler).steps_in_flight._steps
 
     def test_every_step_in_flight_is_dropped(self, engine: SchedulerEngine) -> None:
-        """Pipeline parallelism has several."""
+        """Pipeline parallelism has several steps in flight."""
         engine.add_request(self.PLAN)
         in_flight = []
         for _ in range(3):
@@ -386,20 +386,20 @@ class TestDiscardedFrames:
     def test_prompt_logprobs_come_with_the_first_token_that_counts(
         self, engine: SchedulerEngine, mocker: MockerFixture
     ) -> None:
-        """Workers make them once; upstream's assertion ends the engine."""
+        """Workers make them once. Upstream's assertion ends the engine."""
         assert self.prompt_logprobs_after_reset(engine, mocker) == ["logprobs", None]
 
     @pytest.mark.vllm(">=0.30")
     def test_stock_loses_prompt_logprobs_of_a_frame_that_it_drops(
         self, engine: SchedulerEngine, mocker: MockerFixture
     ) -> None:
-        """It ends no engine there, and is not repaired."""
+        """The defect ends no engine there, and is not repaired."""
         assert self.prompt_logprobs_after_reset(engine, mocker) == [None, None]
 
     def prompt_logprobs_after_reset(
         self, engine: SchedulerEngine, mocker: MockerFixture
     ) -> list[Any]:
-        """What comes with the first two outputs, where the frame that had them is dropped."""
+        """Prompt log-probabilities of the first two outputs. The frame that had them is dropped."""
         engine.add_request(self.PLAN)
         engine.step()
         assert engine._in_flight[0][1].sampled_token_ids == [self.PLAN.expected_output()[:1]]

@@ -29,7 +29,7 @@ LAYOUTS = {
 
 
 class Lives(RuleBasedStateMachine):
-    """One block manager; subclasses choose layout and interval."""
+    """One block manager. Subclasses choose the layout and the interval."""
 
     layout: Layout
     interval: int | None
@@ -42,7 +42,7 @@ class Lives(RuleBasedStateMachine):
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.written: dict[int, tuple[int, ...]] = {}
-        """Block id -> the tokens of the prompt up to the end of what was written last."""
+        """By block id, the tokens of the prompt up to the end of the last write."""
 
     @property
     def groups(self):
@@ -89,7 +89,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), scheduled_tokens=st.integers(1, 20))
     def preempt_what_was_just_scheduled(self, data: st.DataObject, scheduled_tokens: int) -> None:
-        """By priority, within one scheduling step: its tokens are cached and never computed."""
+        """Preempt by priority, within one step: tokens that were cached are never computed."""
         request = data.draw(st.sampled_from(self.running))
         num_new_tokens = min(scheduled_tokens, request.num_tokens - request.num_computed_tokens)
         if num_new_tokens and self.world.manager.allocate_slots(request, num_new_tokens) is None:
@@ -116,7 +116,7 @@ class Lives(RuleBasedStateMachine):
         self.world.reset()
 
     def write(self, request: Request, num_tokens: int) -> None:
-        """Compute the next tokens: their blocks then hold the tokens up to each block's end."""
+        """Compute the next tokens. Their blocks then hold the tokens up to each block's end."""
         first = request.num_computed_tokens
         request.num_computed_tokens += num_tokens
         for group in self.groups:

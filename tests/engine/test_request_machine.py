@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random lives of requests on vLLM's real scheduler and block manager, with holes and segments.
 
-Requests come, come back, are aborted and preempted in any order, while the tier and the device lose
-entries, transfers are slow or fail, caches are reset and the scheduler is paused. With blending,
-segments are stored and reused in any order beside that, and the same prompts come without them.
-After each step, what attention has read, all that anybody could find by a hash of tokens, and what
-blocks count is checked; at the end, requests have their own outputs, and nothing is left.
+Requests come, come back, are aborted and preempted in any order. Meanwhile the tier and the device
+lose entries, transfers are slow or fail, caches are reset and the scheduler is paused. With
+segments, these are also stored and reused in any order, and the same prompts come without them.
+After each step, the machine checks the KV that attention has read, the KV that any request could
+find by a hash of tokens, and the reference counts of blocks. At the end, requests must have their
+own outputs, and nothing may be left.
 """
 
 from __future__ import annotations
@@ -75,13 +76,13 @@ MAX_STEPS_TO_THE_END = 1500
 STEP_S = 0.2
 MAX_LIVE_REQUESTS = 12
 MAX_ROUNDS = 3
-"""Of random examples: a round may well miss something that is rare."""
+"""The maximum number of rounds of random examples. One round may miss a rare event."""
 
 NUM_EXAMPLES = sampled(35)
-"""Of each kind of layout."""
+"""The number of examples of each kind of layout."""
 
 SEPARATOR = 62
-"""Nothing that is sampled, and in no document."""
+"""The separator, which is never sampled, and is in no document."""
 
 _rng = random.Random("documents")
 DOCUMENTS = [tuple(tokens(_rng, length)) for length in (40, 53, 32, 37, 120, 16)]
@@ -107,7 +108,7 @@ ENGINES = st.fixed_dictionaries(
 )
 CONNECTORS = st.fixed_dictionaries(
     {
-        "chunk_tokens": st.sampled_from([2, 1, 4, 8]),  # units of the layout
+        "chunk_tokens": st.sampled_from([2, 1, 4, 8]),  # The number is in units of the layout.
         "store_policy": st.sampled_from(["all", "all", "all", "second_touch"]),
     }
 )
@@ -131,7 +132,7 @@ BLENDING = st.fixed_dictionaries(
 CHOSEN = st.fixed_dictionaries(
     {"min_tokens": st.sampled_from([1, 6, 20])}, optional={"min_head_tokens": st.just(0)}
 )
-"""What users cannot choose: windows are read across the beginnings of segments with 0."""
+"""The minimum head, which users cannot choose: with 0, windows read across segments' beginnings."""
 
 SCRIPTS = st.builds(
     TransferScript,
@@ -141,7 +142,7 @@ SCRIPTS = st.builds(
     max_per_step=st.sampled_from([None, None, 1, 2]),
 )
 LOST_SHARES = st.sampled_from([0.3, 0.15, 0.6, 0.0])
-"""Of the entries of the tier."""
+"""The shares of the tier's entries that are lost."""
 
 SALTS = st.sampled_from([None, None, None, "salt"])
 PROMPTS = st.lists(st.integers(0, len(DOCUMENTS) - 1), min_size=1, max_size=5)
@@ -150,14 +151,14 @@ SEEDS = st.integers(0, 99)
 NEW_TOKENS = st.integers(1, MAX_NEW_TOKENS)
 ASKED = {"max_tokens": NEW_TOKENS, "salt": SALTS, "priority": st.integers(0, 2)}
 BEGINNING = tuple(tokens(random.Random("beginning"), 7))
-"""Of many prompts."""
+"""The common beginning of many prompts."""
 PLAIN: dict[str, Any] = {SEGMENTS_KEY: []}
-"""Of a request that wants all of its prompt computed."""
+"""The arguments of a request that wants all of its prompt computed."""
 
 WRONG_SEGMENTS = ([[0, 4], [3, 9]], [[0, 1 << 20]], [[-2, 5]], [[7, 3]], "no pairs", [[1]])
 
 counts: Counter[str] = Counter()
-"""What has happened in all examples of a test."""
+"""The events of all examples of a test."""
 
 
 class Watch:
@@ -173,12 +174,12 @@ class Watch:
         self._update = engine.scheduler.update_from_output
         self._computed: dict[str, list[tuple[int, int]]] = {}
         self.began_again: set[str] = set()
-        """Requests part of which is computed more than once, as it has to be."""
+        """The requests of which a part has to be computed more than once."""
         self.outputs: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.was_blended: set[str] = set()
-        self._answered: dict[str, Reused] = {}  # What was reused when a token was last sampled.
-        self._sampling: dict[int, dict[str, Reused]] = {}  # The same, by step that is on its way.
+        self._answered: dict[str, Reused] = {}  # What was reused at the last token.
+        self._sampling: dict[int, dict[str, Reused]] = {}  # The same, by step under way.
         engine.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
         engine.runner.execute = self.execute
         engine.scheduler.update_from_output = self.update
@@ -188,7 +189,7 @@ class Watch:
             runner.run = partial(self._run_job, runner.run)
 
     def _run_job(self, run: Any, job: Any, recorded: Any) -> Any:
-        """A worker carries out a job: it fails where the script says so."""
+        """A worker executes a job. It fails where the script says so."""
         try:
             return run(job, recorded)
         except BackendError:
@@ -242,7 +243,7 @@ class Watch:
             assert not number or row_ids <= self._engine.requests.keys(), "a hole, too"
 
     def _samples(self, request_id: str) -> bool:
-        """Whether the step leads to a token of the answer; its tokens count as computed already."""
+        """Whether the step yields a token of the answer. Its tokens count as computed already."""
         request = self._engine.scheduler.requests[request_id]
         return request.num_computed_tokens >= request.num_tokens
 
@@ -251,7 +252,7 @@ class Watch:
         results = self._update(scheduled, from_model)
         sampled = self._sampling.pop(id(scheduled))
         for output in (output for of_client in results.values() for output in of_client.outputs):
-            # A reset throws away what was on its way.
+            # A reset drops steps that are under way.
             if output.new_token_ids and output.request_id in sampled:
                 self._answered[output.request_id] = sampled[output.request_id]
             self.outputs.setdefault(output.request_id, []).extend(output.new_token_ids)
@@ -263,7 +264,7 @@ class Watch:
         return results
 
     def check_hits(self) -> None:
-        """What is loaded is counted as found, and nothing else."""
+        """Loaded tokens are counted as found, and nothing else is."""
         stats = self._engine.scheduler.connector_prefix_cache_stats
         assert stats.hits + stats.preempted_hits == self._engine.num_loaded_tokens
 
@@ -307,7 +308,7 @@ class Watch:
 
 
 class Router:
-    """Who follows KV events, and knows by them what can be found in host memory."""
+    """A follower of KV events, which knows by them what can be found in host memory."""
 
     def __init__(self, engine: BlendingEngine) -> None:
         self._engine = engine
@@ -344,11 +345,11 @@ class Router:
 
 
 class RequestMachine(RuleBasedStateMachine):
-    """One engine, and those who use it.
+    """One engine, and its users.
 
     Attributes:
         is_blending: Whether segments are reused.
-        layouts: One of which it has.
+        layouts: The layouts of which it has one.
     """
 
     is_blending: bool
@@ -359,7 +360,7 @@ class RequestMachine(RuleBasedStateMachine):
         self.engine: Any = None
         self.plans: dict[str, RequestPlan] = {}
         self.num_steps = 0
-        self.is_well = False  # Nothing has been found wrong.
+        self.is_well = False  # Whether no fault has been found.
 
     @initialize(data=st.data(), engine=ENGINES, connector=CONNECTORS, script=SCRIPTS)
     def start(
@@ -392,7 +393,7 @@ class RequestMachine(RuleBasedStateMachine):
         if {group.block_tokens for group in layout.groups} == {self.engine.hash_block_size}:
             self.contents = ExactContents(self.engine, MAX_TOKENS)
         self.num_own_plans = 0
-        # Who waits for the load of another waits for a number of steps, however fast they are.
+        # A request that waits for another's load waits for some steps, however fast they are.
         self.engine.clock = lambda: self.num_steps * STEP_S
         self.is_well = True
         if self.is_blending:
@@ -441,7 +442,8 @@ class RequestMachine(RuleBasedStateMachine):
     ) -> None:
         """A prompt that shares documents with others, and their order with some.
 
-        They are segments that it names, or that separators show, if it does not want all computed.
+        The documents are segments that the prompt names, or that separators mark. A plain prompt
+        wants all of its tokens computed.
         """
         prompt, segments = self._prompt(documents, num_own, not named, beginning)
         self._add(prompt, PLAIN if is_plain else {SEGMENTS_KEY: segments} if named else {}, **asked)
@@ -465,7 +467,7 @@ class RequestMachine(RuleBasedStateMachine):
         max_tokens: int = 4,
         is_plain: bool = False,
     ) -> None:
-        """The next turns of chats, of which the tier has lost some since, and the device all."""
+        """Chats go on. The tier has lost some of their KV since, and the device all of it."""
         self.evict(lost_share, seed)
         if is_lost_on_device:
             self._evict_on_device(1.0, random.Random(seed))
@@ -492,7 +494,7 @@ class RequestMachine(RuleBasedStateMachine):
     def store(
         self, document: int, has_sink: bool = False, are_lost: bool = False, **asked: Any
     ) -> None:
-        """A segment is to be stored, once more perhaps."""
+        """A segment is to be stored, perhaps for a second time."""
         if are_lost:
             self.evict(1.0, 0)
         token_ids = DOCUMENTS[document]
@@ -537,15 +539,15 @@ class RequestMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.scheduler.running)
     @rule(left=st.integers(0, 2))
     def step_without_room(self, left: int) -> None:
-        """Somebody else has the free blocks of the pool: what runs is preempted."""
+        """Another request has the free blocks of the pool, so a running request is preempted."""
         self._step(self._take_free_blocks(left))
 
     @rule()
     def use_free_blocks(self) -> None:
-        """Somebody else has had them for a while."""
+        """Other requests take the free blocks for a while."""
         self.engine.block_pool.free_blocks(self._take_free_blocks(0))
 
-    # What is lost.
+    # Losses.
 
     @rule(share=st.sampled_from([0.1, 0.3]), seed=SEEDS)
     def evict(self, share: float, seed: int) -> None:
@@ -610,7 +612,7 @@ class RequestMachine(RuleBasedStateMachine):
             counts["reused tokens"] += engine.segments.counters.reused_tokens
 
     def _check_output(self, request_id: str) -> None:
-        """What a request is answered that has reused nothing, is the same however it is served."""
+        """A request without reuse gets the same answer, however it is served."""
         output = self.watch.outputs.get(request_id, [])
         is_whole = self.watch.ended.get(request_id) in ("stop", "length")
         request = self.engine.requests[request_id]
@@ -622,7 +624,7 @@ class RequestMachine(RuleBasedStateMachine):
         )
         assert output == (expected if is_whole else expected[: len(output)])
 
-    # What rules have in common.
+    # Parts that rules share.
 
     def _step(self, taken: list[Any] | None = None) -> None:
         engine = self.engine
@@ -655,7 +657,7 @@ class RequestMachine(RuleBasedStateMachine):
         has_separators: bool,
         beginning: tuple[int, ...] = (),
     ) -> tuple[tuple[int, ...], list[list[int]]]:
-        """A prompt, and where its documents are in it. It ends with tokens of its own."""
+        """A prompt, and the places of its documents. It ends with tokens of its own."""
         own = tokens(random.Random(len(self.plans)), num_own + 1)
         prompt = [*beginning]
         segments: list[list[int]] = []
@@ -711,7 +713,7 @@ class RequestMachine(RuleBasedStateMachine):
         return [r for r in self.engine.scheduler.requests.values() if not r.is_finished()]
 
     def _can_restart_running(self) -> bool:
-        """Not while a load writes to blocks."""
+        """Whether running requests may be restarted: not while a load writes to blocks."""
         scheduler = self.engine.scheduler
         loaded = scheduler.finished_recving_kv_req_ids | self.engine.held.loaded_hole_ids
         return all(
@@ -723,13 +725,13 @@ class RequestMachine(RuleBasedStateMachine):
 
 
 def blocks_of_longest(layout: PagedLayout) -> int:
-    """Blocks without which vLLM may never admit a request: all of its windows' are counted."""
+    """The blocks without which vLLM may never admit a request. It counts all blocks of windows."""
     return sum(-(-MAX_TOKENS // group.block_tokens) + 2 for group in layout.groups)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def patches_installed() -> Iterator[None]:
-    # What is swapped does not depend on how fast the machine is.
+    # The speed of the machine does not decide what is swapped.
     with offloading_installed(), mock.patch.object(TransferCost, "note_step"):
         yield
 
@@ -742,7 +744,7 @@ def test_random_lives(is_blending: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(segment_contexts, "MIN_BEGINNING_TOKENS", 1)
     monkeypatch.setattr(make_segments, "MIN_REUSED_TOKENS", 1)
     monkeypatch.setattr(blended_requests, "_is_exact", counted_exact)
-    monkeypatch.setattr(loads, "MIN_RUN_TOKENS", loads.MIN_RUN_TOKENS)  # and back again
+    monkeypatch.setattr(loads, "MIN_RUN_TOKENS", loads.MIN_RUN_TOKENS)  # The blocks come back.
     counts.clear()
     RequestMachine.is_blending = is_blending
     met = ["hole tokens", "checked prefills", "cached blocks", "rows", "tails", "followed entries"]
@@ -763,7 +765,7 @@ def test_random_lives(is_blending: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def counted_exact(*args: Any, is_exact: Callable[..., bool] = blended_requests._is_exact) -> bool:
-    """Whether a segment was computed behind what stands before it; counted if it was."""
+    """Whether a segment was computed behind the text before it. If so, it is counted."""
     found = is_exact(*args)
     counts["segments without a head"] += found
     return found

@@ -136,7 +136,7 @@ def test_it_does_not_reach_a_shared_tier(tmp_path: Path) -> None:
 def test_endpoints_write_truth_values_in_many_ways(
     value: Any, is_stored: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A value that says neither is taken for a wish that nothing is stored, and is logged."""
+    """A value that is no truth value counts as false: nothing is stored, and the log says so."""
     with engine_of(FULL) as engine, caplog.at_level("WARNING"):
         serve(engine, asked("a", prompt_of(FULL, 1), kvext_store=value))
         assert bool(engine.entries) is is_stored
@@ -165,11 +165,11 @@ def test_it_stores_no_segment(caplog: pytest.LogCaptureFixture) -> None:
     assert f"{STORE_KEY}: expected a request whose KV may be stored" in caplog.text
 
 
-# What requests are told.
+# The fields of responses.
 
 
 def reported(engine: SimulatedEngine, plan: RequestPlan) -> dict[str, Any]:
-    """What the response of a request says."""
+    """The fields of the response of a request."""
     found: list[Any] = []
     finish = engine.scheduler._connector_finished
 

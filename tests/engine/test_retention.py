@@ -32,7 +32,7 @@ RETAINED = {
 }
 SETTINGS = {"stock": PLUGIN_OFF, "unset": {}, **RETAINED}
 ON_EVERY_VERSION = ("stock", "interval 0", "adaptive")
-"""The others start two more engines, and say nothing about the version that these do not."""
+"""The settings for every version. The others need two more engines, and show no more there."""
 
 SCENARIOS = ("chat", "storm", "corruption", "branches")
 ALL_DISABLED = {DISABLE_VARIABLE: ",".join(feature.name for feature in DEFAULTS)}
@@ -56,7 +56,7 @@ def plan(model: Path, *scenarios: str, **engine: object) -> Plan:
 
 @pytest.fixture(scope="module")
 def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> LazyReports:
-    """By setting, and others. What is right is ``uncached``: no plugin, no prefix caching."""
+    """The served engines, by setting. ``uncached`` is right: no plugin, no prefix caching."""
     plans = {name: {name: plan(tiny_model)} for name in SETTINGS}
     plans["stock"] |= {
         "uncached": plan(tiny_model, **NO_PREFIX_CACHING),
@@ -92,7 +92,7 @@ def uncached(served: LazyReports) -> Served:
 
 @pytest.fixture
 def dense(served: LazyReports) -> Served:
-    """Stock prefix caching of every block."""
+    """An engine with stock prefix caching of every block."""
     return served["dense"]
 
 
@@ -116,7 +116,7 @@ def test_outputs_are_those_without_prefix_caching(setting: Served, uncached: Ser
 def test_a_wrong_cached_block_shows_in_the_outputs(
     setting: Served, uncached: Served, label: str
 ) -> None:
-    """The control of the test above: it can fail, and for either kind of group."""
+    """The control of the test above: it can fail, for both kinds of group."""
     assert setting.hit_tokens(label) == [384]
     assert setting.logprob_error(label, uncached) > 100 * LOGPROB_TOLERANCE
 
@@ -174,7 +174,7 @@ def test_interval_wraps_the_core_once_asked_for(latest_only: Served) -> None:
 
 @pytest.mark.main_version
 def test_async_scheduler(served: LazyReports, latest_only: Served, uncached: Served) -> None:
-    """The CPU platform switches async scheduling off; its scheduler can be had by name."""
+    """The CPU platform turns async scheduling off. Its scheduler can be had by name."""
     found = served["asynchronous"]
     for label in UNTOUCHED:
         assert found.logprob_error(label, uncached) <= LOGPROB_TOLERANCE
@@ -197,7 +197,7 @@ def test_engine_core_in_its_own_process(
 
 @pytest.mark.main_version
 def test_bad_interval_is_refused_at_start_up(tiny_model, tmp_path_factory):
-    # Of every kind: tests/unit/retention.
+    # tests/unit/retention has every kind of fault.
     text, fault = f"{BLOCK_TOKENS + 1}", f"{BLOCK_TOKENS}"
     nearest = f"{BLOCK_TOKENS} and {2 * BLOCK_TOKENS}"
     plans = {"": Plan(tiny_model, (), "retention")}

@@ -63,12 +63,12 @@ INSTALLED = {"adaptive": adaptive_retention, "interval": retention_installed}
 
 
 def workload_of_seed(layout: Layout, seed: int) -> Workload:
-    # Without events keys are short, and other functions look them up.
+    # Keys are short without events, and other functions look them up.
     return with_options(random_workload(layout, seed), events=seed % 4 != 1)
 
 
 def interval_of_seed(layout: Layout, policy: str, seed: int) -> int | None:
-    """Every third adaptive workload has a grid besides."""
+    """Every third adaptive workload also has a grid."""
     if policy == "interval":
         return 2 * layout.unit_tokens * (seed % 2)
     return 2 * layout.unit_tokens if seed % 3 == 0 else None
@@ -86,7 +86,7 @@ def all_checks(workload: Workload) -> list[Check]:
 
 @functools.cache
 def outcome_of(layout: Layout, policy: str) -> tuple[list[str], Counter[str]]:
-    """What is wrong in the workloads of a layout, and what happens in them."""
+    """The faults in the workloads of a layout, and the events of them."""
     counts: Counter[str] = Counter()
     violations = []
     with INSTALLED[policy]():
@@ -129,7 +129,7 @@ def test_sample_exercises_what_it_should() -> None:
 
 
 def test_windows_outlive_drafts_in_flight() -> None:
-    """That they do not in stock vLLM (#47728), `test_repairs` shows."""
+    """`test_repairs` shows that in stock vLLM they do not (#47728)."""
     num_workloads = 0
     with retention_installed(), retention_interval(0):
         for layout in SPARSE_LAYOUTS:
@@ -146,7 +146,7 @@ def first_violation(
     make_checks: Callable[[Workload], list[Check]],
     read_check: ReadCheck = ReadCheck.NONE,
 ) -> str:
-    """What the checks say about the first workload in which something is wrong."""
+    """The findings of the checks for the first workload with a fault."""
     failures = (failure_of(each, make_checks(each), read_check) for each in workloads)
     return next(filter(None, failures), "")
 
@@ -168,7 +168,7 @@ def plain_workloads(layout: Layout) -> list[Workload]:
     ],
 )
 def test_stock_violates(make_checks: Callable[[Workload], list[Check]], violation: str) -> None:
-    """With vLLM's own interval 0."""
+    """Stock runs with its own interval 0."""
     with retention_interval(0):
         assert violation in first_violation(plain_workloads(MAMBA_WINDOW), make_checks)
 
@@ -183,7 +183,7 @@ def test_stock_frees_useless_blocks_first() -> None:
 
 @pytest.mark.parametrize("method", ["touch", "free_blocks"])
 def test_sees_lost_and_shared_blocks(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool that forgets to take hit blocks, or to give one back, does not go unnoticed."""
+    """The checks notice a pool that forgets to take hit blocks, or to give one back."""
     original = getattr(BlockPool, method)
 
     def forget_one(self: BlockPool, blocks: Iterable[KVCacheBlock], **kwargs: Any) -> None:
@@ -200,14 +200,14 @@ def with_events(layout: Layout) -> list[Workload]:
 
 
 def swap_the_last_two(engine: SchedulerEngine, step: Step) -> None:
-    """Exchange the content of the cached blocks that are evicted last."""
+    """Exchange the contents of the cached blocks that are evicted last."""
     hashed = [block for block in step.free_queue if step.blocks[block][1] is not None]
     if len(hashed) >= 2:
         engine.runner.memory.swap(hashed[-1], hashed[-2])
 
 
 def uncache_a_needed_block(engine: SchedulerEngine, step: Step) -> None:
-    """Take a block from a checkpoint behind its back."""
+    """Take a block from a checkpoint without telling it."""
     cache_state = cache_state_of(engine.scheduler.kv_cache_manager)
     for block_id in reversed(step.free_queue):
         if inspection.num_needs(cache_state, block_id):
@@ -216,7 +216,7 @@ def uncache_a_needed_block(engine: SchedulerEngine, step: Step) -> None:
 
 
 def spoil_the_order(engine: SchedulerEngine, step: Step) -> None:
-    """Make the first cached block that nothing needs the last one to be reallocated."""
+    """Move the first cached block that nothing needs to the end of the queue."""
     cache_state = cache_state_of(engine.scheduler.kv_cache_manager)
     queue = engine.block_pool.free_block_queue
     for block_id in step.free_queue:

@@ -73,13 +73,13 @@ ROPES = {
     "Gemma 4": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
     "Gemma 4, whole": {"rope_type": "proportional", "rope_theta": 1e6},
 }
-if find_spec(f"{rotary_embedding.__name__}.telechat3_scaling_rope"):  # Not since vLLM 0.30.
+if find_spec(f"{rotary_embedding.__name__}.telechat3_scaling_rope"):  # vLLM 0.30 lacks it.
     ROPES["TeleChat 3"] = {"rope_type": "telechat3-yarn", **YARN}
 
 
 @pytest.fixture(autouse=True, params=["none", "all"])
 def current_config(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Modules of vLLM choose their implementation by it: plain torch, or vLLM's own ops."""
+    """The config by which vLLM's modules choose plain torch, or vLLM's own ops."""
     compilation = CompilationConfig(custom_ops=[request.param])
     with set_current_vllm_config(VllmConfig(compilation_config=compilation)):
         rotary_embedding._ROPE_DICT.clear()
@@ -94,7 +94,7 @@ def rope(
 
 
 def classes_of_vllm() -> dict[str, type]:
-    """By full name: every module of torch that the package defines."""
+    """Every module of torch that the package defines, by full name."""
     found = {}
     for info in pkgutil.iter_modules(rotary_embedding.__path__):
         module = importlib.import_module(f"{rotary_embedding.__name__}.{info.name}")
@@ -106,11 +106,11 @@ def classes_of_vllm() -> dict[str, type]:
 
 
 NOT_EMBEDDINGS = {f"{ApplyRotaryEmb.__module__}.{ApplyRotaryEmb.__qualname__}"}
-"""Turns by angles that it is handed."""
+"""A module that turns by given angles."""
 
 
 def installed(names: Iterable[str]) -> set[str]:
-    """Those classes whose module this vLLM has: each of its releases has some of its own."""
+    """The classes whose module this vLLM has. Each release has some of its own."""
     return {name for name in names if find_spec(name.rpartition(".")[0])}
 
 
@@ -127,7 +127,7 @@ def test_every_class_that_is_read_is_checked_below() -> None:
 @pytest.mark.parametrize("name", sorted(installed(REFUSED)))
 def test_the_other_classes_are_refused_with_the_reason(name: str) -> None:
     cls = classes_of_vllm()[name]
-    # Some of them cannot be built without an accelerator; the class decides.
+    # Some classes cannot be built without an accelerator, but the class alone decides.
     with pytest.raises(BlendingError) as caught:
         read_rotary_signature(cls.__new__(cls), torch.bfloat16)
     assert str(caught.value).startswith(
@@ -148,7 +148,7 @@ def test_keys_are_moved_as_the_module_would(name: str, is_neox_style: bool, dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_the_rotated_part_of_a_latent_is_moved(dtype: torch.dtype) -> None:
-    """Of an MLA row: the module knows its 64 elements only, which lie behind 512 others."""
+    """The module knows only its 64 elements of an MLA row, which lie behind 512 others."""
     module = get_rope(64, POSITIONS, False, dict(ROPES["DeepSeek, attention factor"]), dtype)
     signature = read_rotary_signature(module, dtype, head_elements=576, offset_elements=512)
     assert signature.rotary_elements == 64
@@ -156,7 +156,7 @@ def test_the_rotated_part_of_a_latent_is_moved(dtype: torch.dtype) -> None:
 
 
 def wrong_signatures(module: RotaryEmbedding, dtype: torch.dtype) -> list[RotarySignature]:
-    """What a reader that is wrong would return."""
+    """The frequencies that a wrong reader would return."""
     right = read_rotary_signature(module, dtype)
     num_pairs = len(right.frequencies)
     not_scaled = tuple(10_000.0 ** (-i / num_pairs) for i in range(num_pairs))
@@ -183,7 +183,7 @@ def _off_by_one(module, right, rows, signature, dtype, shifts):
 
 
 def _factor_again(module, right, rows, signature, *others):
-    """The attention factor is in stored keys: a difference of positions has none."""
+    """Stored keys have the attention factor. A difference of positions has none."""
     moved = right(rows, signature, *others)
     moved[..., : signature.rotary_elements] *= module.mscale
     return moved
@@ -215,7 +215,7 @@ def test_keys_that_are_moved_wrongly_are_found(monkeypatch, wrong, name, message
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_module_is_left_as_it_was(dtype: torch.dtype) -> None:
-    """Asked for bfloat16 keys, vLLM rounds the module's table, and does not get it back."""
+    """Bfloat16 keys make vLLM round the module's table, and vLLM does not restore it."""
     module = rope("base", dtype)
     table, bits = module.cos_sin_cache, module.cos_sin_cache.clone()
     for row in DTYPES:

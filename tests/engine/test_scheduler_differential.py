@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nothing asked for, nothing changed: every scheduling decision is that of stock vLLM.
 
-With the defaults, in workloads that run into none of the defects that they repair; with all
-features installed and nothing configured, what the defaults decide. Random workloads on vLLM's
-real scheduler. What is compared is in `support.scheduler.transcript.Step`.
+With the defaults, this holds in workloads that run into none of the repaired defects. With all
+features installed and nothing configured, every decision is that of the defaults. Random workloads
+run on vLLM's real scheduler. `support.scheduler.transcript.Step` has the compared facts.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ ALL = tuple(feature.name for feature in FEATURES)
 REPAIRED = {
     patch.feature for patch in PATCHES if any(version_in(VLLM, versions) for versions in patch.vllm)
 }
-"""What is repaired of this version. Of what it has mended, the functions show nothing wrong."""
+"""The repairs of this version. Defects that upstream has mended do not show."""
 
-# Fewer do not show every defect that is repaired on the main version.
+# Fewer workloads do not show every defect that is repaired on the main version.
 WORKLOADS = list(random_workloads(range(4 if IS_SAMPLE else 8)))
 
 
 @pytest.fixture(autouse=True)
 def same_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM derives its block hashes from it
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM derives its block hashes from this seed.
 
 
 def hits_less_than_it_hands_out(manager: KVCacheManager, _: Request, found: Any) -> bool:
@@ -70,7 +70,7 @@ def holds_a_block_twice(coordinator: KVCacheCoordinator, request_id: str, _: Non
 
 
 def windows_move_with_drafts(manager: KVCacheManager, request: Request) -> bool:
-    # The harness has at most one step in flight, which yields one token besides its drafts.
+    # The harness has at most one step in flight, which yields one token and its drafts.
     num_drafts = max(0, request.num_output_placeholders - 1)
     computed = request.num_computed_tokens
     return any(
@@ -92,7 +92,7 @@ def has_cached_what_it_has_not_computed(manager: KVCacheManager, request: Reques
 
 
 def resets_with_drafts_in_flight(scheduler: Scheduler, reset_running_requests: bool) -> bool:
-    # At most one step is in flight: one placeholder is one frame.
+    # At most one step is in flight, so one placeholder is one frame.
     placeholders = (request.num_output_placeholders for request in scheduler.running)
     return reset_running_requests and max(placeholders, default=0) > 1
 
@@ -118,7 +118,7 @@ It is given the function's first argument, and what the function has returned.
 
 @contextmanager
 def observed_defects() -> Iterator[set[str]]:
-    """The defects that stock vLLM runs into; no decision is changed."""
+    """Collect the defects that stock vLLM runs into. No decision changes."""
     defects: set[str] = set()
 
     def watched(repair: str, original: Any, shows: Callable[..., bool]) -> Callable[..., Any]:
@@ -144,12 +144,12 @@ def decided(workload: Workload) -> Transcript | str:
     try:
         return run(workload).transcript
     except (AssertionError, RuntimeError) as error:
-        # What a defect has come to: the schedule is no longer one that can be executed.
+        # The result of a defect: the schedule can no longer be executed.
         return f"{type(error).__name__}: {error}"
 
 
 def differing(ones: list[Transcript | str], others: list[Transcript | str]) -> dict[str, str]:
-    """By name of workload, the first decision that differs."""
+    """The first decision that differs, by name of workload."""
     found = {}
     for workload, one, other in zip(WORKLOADS, ones, others, strict=True):
         if isinstance(one, str) or isinstance(other, str):
@@ -183,7 +183,7 @@ def test_nothing_asked_for_nothing_changed() -> None:
 
 
 def check_counts(stock: list[Transcript | str]) -> None:
-    """The workloads exercise what they should."""
+    """The workloads exercise the intended features."""
     counts = sum((one.counts for one in stock if isinstance(one, Transcript)), Counter())
     for what in (
         "preemptions",
@@ -209,7 +209,7 @@ def with_interval() -> Iterator[Transcript | str]:
 
 
 def check_sees_an_interval(default: list[Transcript | str], sparse: list[Transcript | str]) -> None:
-    """The control: with retention asked for, windows and states are cached differently."""
+    """The control: with retention on, windows and states are cached differently."""
     names = differing(default, sparse).keys()
     windows = {workload.name for workload in WORKLOADS if workload.layout.has_window}
     states = {workload.name for workload in WORKLOADS if workload.layout.has_mamba}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Segments that are stored behind others of their salt, on vLLM's real scheduler, in real pages.
 
-What is stored, and what is read of it, is compared in every step: see `LearningEngine`.
+Every step compares the stored KV, and the KV that is read of it: see `LearningEngine`.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def store(engine: LearningEngine, *documents: tuple[int, ...], **more: Any) -> N
 
 
 def learn(engine: LearningEngine, *documents: tuple[int, ...]) -> None:
-    """Two requests have each of them."""
+    """Have two requests with each of these segments."""
     for document in documents:
         for _ in range(2):
             engine.answer(document)
 
 
 def lose(engine: LearningEngine, prefix: SegmentPrefix) -> None:
-    """Host memory loses a document behind a sink."""
+    """Let host memory lose a document behind a sink."""
     keys = {prefix.key_at(end) for end in range(1, prefix.num_tokens + 1)}
     engine.tier.evict(lambda entry: entry.key in keys)
 
@@ -74,7 +74,7 @@ def context_of(engine: LearningEngine, cache_salt: str | None = None) -> tuple[i
 
 
 def is_stored_everywhere(engine: LearningEngine, *documents: tuple[int, ...]) -> bool:
-    """Whether documents are stored alone, and behind both contexts."""
+    """Whether the documents are stored alone, and behind both contexts."""
     store = engine.segments.store
     prefixes = [prefix for each in documents for prefix in store.prefixes(each, None)]
     return len(prefixes) == 3 * len(documents) and not any(map(store.is_missing, prefixes))
@@ -99,7 +99,7 @@ PROMPTS = [tuple(tokens(random.Random(f"prompt {n}"), 40)) for n in range(NUM_PR
 
 
 def begin(engine: LearningEngine) -> None:
-    """Prompts come that begin alike, and go on differently."""
+    """Ask prompts that begin alike, and go on differently."""
     for number, segment in enumerate(PROMPTS):
         engine.answer(segment, beginning=(*BEGINNING, number))
 
@@ -120,7 +120,7 @@ def test_contexts_begin_like_prompts(layout: PagedLayout) -> None:
 
 
 def test_documents_are_learned_once_more_when_it_is_known_what_prompts_begin_with() -> None:
-    """Where two requests have them; until then, what is stored is reused."""
+    """They are learned once two requests have them. Until then, stored segments are reused."""
     with choosing(segments={"sink": None}) as engine:
         store(engine, *FIRST, *LATER[:2])
         num_learned = len(engine.learned)
@@ -135,7 +135,7 @@ def test_documents_are_learned_once_more_when_it_is_known_what_prompts_begin_wit
 
 
 def reused_tokens(engine: LearningEngine, *documents: tuple[int, ...], **more: Any) -> int:
-    """Tokens that a request reuses."""
+    """The tokens that a request reuses."""
     before = engine.counts.reused_tokens
     engine.answer(*documents, **more)
     return engine.counts.reused_tokens - before
@@ -160,7 +160,7 @@ def test_contexts_are_computed_once() -> None:
         for number, document in enumerate(LATER):
             engine.store(document)
             computed_tokens = sum(engine.step_tokens() for _ in iter(engine.has_work, False))
-            if number:  # Alone, and behind both contexts.
+            if number:  # The document is stored alone, and behind both contexts.
                 behind = [tokens % FULL.unit_tokens + len(document) for tokens in sinks_tokens]
                 assert computed_tokens == num_first + len(document) + sum(behind)
 
@@ -177,7 +177,7 @@ def test_nothing_of_a_context_is_answered_to_a_client() -> None:
 
 
 def test_documents_of_the_context_are_stored_once_more() -> None:
-    """By requests of the engine's own; until then they are reused as they were stored."""
+    """The engine's own requests store them. Until then they are reused as they were stored."""
     with choosing() as engine:
         store(engine, *FIRST[:-1])
         engine.segments.learning.is_held = True
@@ -194,7 +194,7 @@ def test_documents_of_the_context_are_stored_once_more() -> None:
 
 
 def test_behind_a_context_that_host_memory_has_lost_documents_are_stored_once_more() -> None:
-    """Once two requests would have reused them there."""
+    """They are stored once two requests would have reused them there."""
     with choosing() as engine:
         store(engine, *FIRST, *LATER)
         segments = engine.segments.store
@@ -275,7 +275,7 @@ def test_after_a_reset_two_requests_are_enough_again() -> None:
 
 
 def test_nothing_is_learned_behind_what_is_past() -> None:
-    """Not where a document is too long for the latest context, nor by the prompt that made it."""
+    """Too long documents, and the prompt that made the latest context, learn nothing."""
     options = {"learn": True, "sink": None}
     with choosing(segments=options, max_model_len=384) as engine:
         store(engine, *FIRST)
@@ -342,7 +342,7 @@ def test_a_part_behind_a_context_does_not_hide_what_is_stored_whole() -> None:
         store(engine, *FIRST, *LATER)
         segments = engine.segments.store
         best = segments.prefixes(LATER[0], None, num_before=2)[0]
-        end_key = best.key_at(best.num_tokens)  # Ends are evicted first.
+        end_key = best.key_at(best.num_tokens)  # Entries are evicted from the ends of segments on.
         engine.tier.evict(lambda entry: entry.key == end_key)
         assert segments.is_missing(best)
         engine.answer(LATER[1], LATER[2], LATER[0])
@@ -351,7 +351,7 @@ def test_a_part_behind_a_context_does_not_hide_what_is_stored_whole() -> None:
 
 @pytest.mark.parametrize("learns", [False, True])
 def test_contexts_take_no_host_memory_from_documents(learns: bool) -> None:
-    """It has room for all of them once; what contexts lose is not learned again and again."""
+    """Host memory has room for each document once. Lost ones are not learned again and again."""
     documents = [tuple(tokens(random.Random(f"document {n}"), 60)) for n in range(32)]
     connector = {"host_memory_gib": 70 / (1 << 20), "store_policy": "second_touch"}
     rng = random.Random(1)
@@ -388,7 +388,7 @@ def test_documents_behind_contexts_wait_for_what_nobody_has_stored() -> None:
 
 
 def test_a_salt_whose_contexts_were_forgotten_gets_some_again() -> None:
-    """From documents that are stored already."""
+    """Contexts are made from documents that are stored already."""
     with choosing() as engine:
         store(engine, *FIRST)
         engine.segments.store.contexts.clear()
@@ -458,7 +458,7 @@ def test_what_was_taken_back_is_tried_again() -> None:
         store(engine, *FIRST[:-1])
         engine.store(FIRST[-1])
         engine.step_until(lambda: engine.own_ids)
-        for _ in range(2):  # They have to wait for it.
+        for _ in range(2):  # The requests have to wait for it.
             engine.ask(LATER[0], max_tokens=20)
         engine.step()
         assert not engine.own_ids
@@ -468,7 +468,7 @@ def test_what_was_taken_back_is_tried_again() -> None:
 
 
 def test_engines_share_what_has_no_context(tmp_path: Path) -> None:
-    """Each has one of its own."""
+    """Each salt has a context of its own."""
     connector = {"shared_tier": f"file://{tmp_path}"}
     with choosing(connector=connector) as engine:
         store(engine, *FIRST, *LATER)

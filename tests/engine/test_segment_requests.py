@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Segments that clients store, or that are learned: on vLLM's real scheduler, real pages.
 
-What is computed, loaded, counted and answered in general is looked at by ``test_request_machine``.
+``test_request_machine`` checks in general what is computed, loaded, counted and answered.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vllm_ascend_kvext.connector.common.messages import WorkerOutput
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.patches.connector import scheduler as patched_scheduler
 from vllm_ascend_kvext.segments.counters import SegmentRefusal
-from vllm_ascend_kvext.segments.keys.key_check import FEWEST_PAIRS, find_pairs
+from vllm_ascend_kvext.segments.keys.key_check import MIN_PAIRS, find_pairs
 from vllm_ascend_kvext.segments.messages import SegmentOutput
 from vllm_ascend_kvext.segments.prompt_segments import SEGMENTS_KEY, STORE_KEY
 from vllm_ascend_kvext.segments.scheduler import segment_learning
@@ -59,7 +59,7 @@ def test_what_two_requests_have_had_is_reused_by_the_third(
     layout: PagedLayout, is_async: bool
 ) -> None:
     with learning_engine(layout, is_async=is_async) as engine:
-        # Else all of a segment as short as these lies within a window of its beginning.
+        # Otherwise a window covers the whole of such a short segment.
         engine.choose(min_head_tokens=0)
         engine.answer(ONE, OTHER)
         assert not engine.learned
@@ -98,7 +98,7 @@ def test_with_separators_segments_are_learned_by_default(
 @pytest.mark.parametrize("sink", [SINK, tokens(random.Random("sink"), 50)], ids=["", "cached"])
 def test_nothing_of_it_is_answered_or_counted_as_a_query(sink: list[int]) -> None:
     with learning_engine(segments={"sink": sink}) as engine:
-        if sink is not SINK:  # Its blocks are in the prefix cache then.
+        if sink is not SINK:  # The blocks of the sink are in the prefix cache then.
             engine.store(OTHER)
             engine.serve()
             del engine.answers[f"request-{engine.num_asked}"]
@@ -161,7 +161,7 @@ def test_it_is_taken_back_where_a_request_has_to_wait_for_it() -> None:
 
 
 def test_no_request_is_preempted_for_it() -> None:
-    """Upstream would preempt the one that was admitted last, whoever lacks blocks."""
+    """Upstream would preempt the request that was admitted last, whichever request lacks blocks."""
     steps = {"max_num_batched_tokens": 32, "long_prefill_tokens": 16}
     with learning_engine(reserve_full_prompt=False, **steps) as engine:
         engine.begin_learning(LONGEST)
@@ -170,7 +170,7 @@ def test_no_request_is_preempted_for_it() -> None:
         assert len(engine.scheduler.running) == 2
         taken = engine.block_pool.get_new_blocks(engine.block_pool.get_num_free_blocks())
         for _ in range(4):
-            BlendingEngine.step(engine)  # Somebody else's blocks are not those of a request.
+            BlendingEngine.step(engine)  # Blocks of another request do not belong to this request.
         engine.block_pool.free_blocks(taken)
         assert not engine.own_ids and not client.num_preemptions
         engine.serve()
@@ -179,7 +179,7 @@ def test_no_request_is_preempted_for_it() -> None:
 
 @pytest.mark.parametrize("is_blended", [False, True], ids=["prompt", "segments"])
 def test_it_is_taken_back_where_what_has_been_loaded_cannot_go_on(is_blended: bool) -> None:
-    """It has left some tokens when that was admitted, and another request has taken these."""
+    """It has left some tokens when the other was admitted, and another request has taken them."""
     steps = {"max_num_batched_tokens": 32, "long_prefill_tokens": 16}
     plain = {SEGMENTS_KEY: []}
     with learning_engine(**steps) as engine:
@@ -190,7 +190,7 @@ def test_it_is_taken_back_where_what_has_been_loaded_cannot_go_on(is_blended: bo
         if is_blended:
             engine.ask(QUESTION, ONE, QUESTION, max_tokens=1)
         else:
-            engine.num_asked = 1  # Whose prompt is the same.
+            engine.num_asked = 1  # The client has the same prompt.
             engine.ask(LONG, extra_args=plain, max_tokens=1)
             engine.num_asked = len(engine.requests)
         engine.ask(tokens(_rng, 200), extra_args=plain)
@@ -206,7 +206,7 @@ SLOW_STORES = {"script": TransferScript(max_per_step=1), "connector": {"host_mem
 
 
 def test_it_waits_for_the_stores_of_others() -> None:
-    """Nobody but itself waits: it is not taken back, and does not have to be seen twice again."""
+    """Only this request waits: it is not taken back, and two requests need not have it again."""
     documents = [tuple(tokens(_rng, 150)) for _ in range(4)]
     with learning_engine(num_blocks=100, max_num_batched_tokens=512, **SLOW_STORES) as engine:
         engine.queue(*documents)
@@ -217,7 +217,7 @@ def test_it_waits_for_the_stores_of_others() -> None:
 
 @pytest.mark.parametrize("comes_first", [False, True])
 def test_clients_store_what_it_computes(comes_first: bool) -> None:
-    """Neither waits for the other for good, in a pool that has room for one store."""
+    """Neither store waits for the other forever, in a pool that has room for one of them."""
     documents = [tuple(tokens(_rng, 150)) for _ in range(4)]
     with learning_engine(num_blocks=100, max_num_batched_tokens=64, **SLOW_STORES) as engine:
         if comes_first:
@@ -288,7 +288,7 @@ def stopping(engine: LearningEngine, shutdown_timeout: int) -> EngineCoreProc:
 @pytest.mark.parametrize("shutdown_timeout", [0, 30], ids=["abort", "drain"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
 def test_a_shutdown_does_not_wait_for_it(shutdown_timeout: int, is_async: bool) -> None:
-    """Nothing of it goes on, or begins in the steps that are left: host memory ends, too."""
+    """No request goes on or begins in the remaining steps, because host memory ends, too."""
     with learning_engine(max_num_batched_tokens=32, is_async=is_async) as engine:
         engine.begin_learning(LONG, ONE, OTHER)
         client = engine.ask(QUESTION)
@@ -361,7 +361,7 @@ def test_where_keys_are_not_what_they_should_be_nothing_more_is_learned() -> Non
 
 
 def test_a_reset_that_waits_for_stores_begins_nothing() -> None:
-    """What is queued begins in the first step of a client that comes after it."""
+    """Queued segments begin in the first step of the next client."""
     with learning_engine(script=TransferScript(max_per_step=1)) as engine:
         documents = [ONE, OTHER, LONG]
         engine.show_twice(*documents)
@@ -415,22 +415,22 @@ def test_no_more_are_remembered_or_queued_than_the_limits(monkeypatch: pytest.Mo
 # Documents with few equal tokens, by which keys are compared.
 
 ALL_DIFFERENT = [tuple(random.Random(seed).sample(range(VOCAB_SIZE), 48)) for seed in range(10)]
-FEW_ALIKE = (*ALL_DIFFERENT[0], *ALL_DIFFERENT[0][: FEWEST_PAIRS - 1])
+FEW_ALIKE = (*ALL_DIFFERENT[0], *ALL_DIFFERENT[0][: MIN_PAIRS - 1])
 
 
 def checks(engine: LearningEngine) -> list[tuple[int, ...]]:
     """Texts of the engine's own by which keys are compared: those with enough pairs."""
-    return [each for each in engine.learned if len(find_pairs(each)) >= FEWEST_PAIRS]
+    return [each for each in engine.learned if len(find_pairs(each)) >= MIN_PAIRS]
 
 
 @pytest.fixture
 def comparing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Workers compare only what has pairs, and find what is in the list, if anything is."""
+    """Workers compare only texts with pairs, and find the failures in the list, if any."""
     wrong: list[str] = []
 
     def check_keys(mover: SimulatedMover, rows: Sequence[SegmentRows]) -> str | None:
         token_ids = [token_id for each in rows for token_id in each.token_ids]
-        if len(find_pairs(token_ids)) < FEWEST_PAIRS:
+        if len(find_pairs(token_ids)) < MIN_PAIRS:
             return None
         return "".join(wrong)
 
@@ -556,7 +556,7 @@ def test_a_request_that_cannot_reuse_what_is_stored_has_keys_compared_again(
 def test_thousands_of_requests_do_not_have_keys_compared_in_vain(
     learns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each time that it is given up, twice as many requests pass before the next one."""
+    """Each time that the check is given up, twice as many requests pass before the next one."""
     document, num_requests = ALL_DIFFERENT[0], 100
     with learning_engine(segments={"learn": learns}) as engine:
         segments = engine.segments.store
@@ -631,7 +631,7 @@ STORED_ONLY = {"learn": False}
 
 
 def params_of_answers(engine: LearningEngine) -> list[Any]:
-    """What responses will say, in the order in which requests end."""
+    """The fields of responses, in the order in which requests end."""
     params: list[Any] = []
     finished = engine.scheduler._connector_finished
 
@@ -668,10 +668,10 @@ def test_a_document_is_found_whatever_a_tokenizer_has_put_before_it(sent: list[i
 
 @pytest.mark.parametrize("num_blocks", [140, 200, 260])
 def test_nobody_waits_for_more_blocks_than_the_pool_has(num_blocks: int) -> None:
-    """Windows of what is computed between segments take blocks beside those of the request."""
+    """Tokens computed between segments need blocks for windows, beside the request's own."""
     with learning_engine(GEMMA, num_blocks=num_blocks, segments=STORED_ONLY) as engine:
         engine.choose(min_tokens=1)
-        engine.clock = lambda: 0.0  # Nobody has ever waited for long.
+        engine.clock = lambda: 0.0  # No request has ever waited for long.
         for document in (ONE, OTHER):
             engine.store(document)
         engine.serve()
@@ -715,7 +715,7 @@ def test_segments_that_were_read_well_stay_when_a_load_fails() -> None:
 def test_a_segment_is_given_up_for_the_blocks_of_its_own_request(
     num_tokens: int, is_stored: bool
 ) -> None:
-    """In a pool that has just enough for a request, without the windows that its store needs."""
+    """The pool has just enough for a request, without the windows that its store needs."""
     options = {"num_blocks": 33, "max_model_len": 448, "max_num_batched_tokens": 20}
     with learning_engine(GPT_OSS, **options) as engine:
         engine.store(tokens(random.Random(3), num_tokens))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every documented variable and option starts an engine, which answers as vLLM does alone.
 
-On a hybrid model, on each supported vLLM; ``tests/emulated_npu/test_settings_start.py`` does the
-same with vLLM-Ascend. What is documented and in no start fails
-``tests/unit/test_settings_starts.py``.
+The engines run a hybrid model on each supported vLLM. ``tests/emulated_npu/test_settings_start.py``
+does the same with vLLM-Ascend. ``tests/unit/test_settings_starts.py`` fails if a documented setting
+is in no start.
 """
 
 from __future__ import annotations

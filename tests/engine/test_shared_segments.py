@@ -23,7 +23,7 @@ from support.scheduler.workload import RequestPlan
 from test_shared_tier import Slow, _equal_seeds, _patience, payload, weights
 
 from vllm_ascend_kvext.segments.counters import SegmentRefusal
-from vllm_ascend_kvext.segments.keys.key_check import FEWEST_PAIRS, find_pairs
+from vllm_ascend_kvext.segments.keys.key_check import MIN_PAIRS, find_pairs
 
 __all__ = ["_equal_seeds", "_patience", "weights"]
 
@@ -39,7 +39,7 @@ def sharing(
     shared = {"shared_tier": f"file://{folder}", **more.pop("connector", {})}
     segments = {"learn": False, **(segments or {})}
     with learning_engine(layout, connector=shared, segments=segments, **more) as engine:
-        # Else all of a segment as short as these lies within a window of its beginning.
+        # Otherwise a window covers the whole of such a short segment.
         engine.choose(min_head_tokens=0)
         yield engine
 
@@ -53,7 +53,7 @@ def store_in(folder: Path, *documents: tuple[int, ...], **more: Any) -> None:
 
 
 def names_of(folder: Path) -> list[str]:
-    """Those of the objects, without keys."""
+    """The names of the objects, without keys."""
     return sorted(path.name.rpartition("-")[0] for path in objects(folder))
 
 
@@ -69,12 +69,12 @@ def reused_tokens(engine: LearningEngine, *documents: tuple[int, ...], **more: A
 def test_a_reset_while_a_segment_is_being_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its entries are gone when the store ends."""
+    """The entries are gone when the store ends."""
     with sharing(tmp_path) as engine:
         engine.store(ONE)
         engine.serve()
         assert engine.segments.checks.are_passed
-        engine.send(tokens(random.Random(5), 20), 40)  # Somebody runs: nothing is drained.
+        engine.send(tokens(random.Random(5), 20), 40)  # A request runs, so nothing is drained.
         engine.step()
         engine.store(OTHER)
         (worker,) = engine.workers
@@ -102,7 +102,7 @@ def test_a_segment_that_one_engine_has_stored_is_reused_by_another(
 
 
 def test_nothing_of_the_first_engine_is_needed_but_the_folder(tmp_path: Path) -> None:
-    """Nobody has compared keys here: the engine that put them has."""
+    """No worker has compared keys here, but the engine that put the segments has."""
     store_in(tmp_path, ONE)
     with sharing(tmp_path) as engine:
         assert not engine.segments.checks.are_passed
@@ -124,7 +124,7 @@ def test_segments_are_put_once_keys_are_compared(
         engine.serve()
         engine.serve()
         assert names_of(tmp_path) == ["S0-16", "S16-32", "S32-48", "S48-56"]
-        engine.answer(ONE)  # It is used: so it is put, too.
+        engine.answer(ONE)  # The segment is used, so it is put, too.
         assert len(objects(tmp_path)) == 4 + 3
 
 
@@ -147,7 +147,7 @@ def test_what_keys_are_compared_by_is_not_put(
 
     def check_keys(mover: SimulatedMover, rows: Any) -> str | None:
         token_ids = [token_id for each in rows for token_id in each.token_ids]
-        return "" if len(find_pairs(token_ids)) >= FEWEST_PAIRS else None
+        return "" if len(find_pairs(token_ids)) >= MIN_PAIRS else None
 
     monkeypatch.setattr(SimulatedMover, "check_keys", check_keys)
     with sharing(tmp_path) as engine:
@@ -167,7 +167,7 @@ def test_learned_segments_are_shared(tmp_path: Path) -> None:
             engine.answer(ONE)
     with sharing(tmp_path, segments={"learn": True}) as engine:
         rng = random.Random(1)
-        for _ in range(3):  # Not the prompts of before: these are reused exactly.
+        for _ in range(3):  # The earlier prompts would be reused exactly, so others are sent.
             assert reused_tokens(engine, tuple(tokens(rng, 30)), ONE) == len(ONE) - HEAD_TOKENS
         assert ONE not in engine.learned
 
@@ -217,13 +217,13 @@ def test_damaged_segments_are_computed(damage: str, tmp_path: Path) -> None:
         data[7] ^= 1
         path.write_bytes(data)
     with sharing(tmp_path) as engine:
-        # Of one of them all is computed: what is lost is its beginning.
+        # One of them is computed whole, because its beginning is lost.
         all_tokens = {len(ONE) - HEAD_TOKENS, len(OTHER) - HEAD_TOKENS}
         assert reused_tokens(engine, OTHER, ONE) in all_tokens
 
 
 def test_wrong_bytes_with_a_right_checksum_are_seen(tmp_path: Path) -> None:
-    """A control: the tests here would notice segments that are mixed up."""
+    """The control: the tests here would notice segments that are mixed up."""
     store_in(tmp_path, ONE)
     for path in objects(tmp_path):
         forge(tmp_path, path, bytes(len(payload(path))))

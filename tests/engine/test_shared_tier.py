@@ -61,7 +61,7 @@ def _equal_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine is no tier that hangs."""
+    """On a busy machine a tier may look as if it hangs."""
     if "hangs" not in request.node.name:
         monkeypatch.setattr(limits, "MAX_LOOKUP_S", 20.0)
         monkeypatch.setattr(limits, "MAX_STALL_S", 20.0)
@@ -110,14 +110,14 @@ def floor(engine: SimulatedEngine, num_tokens: int) -> int:
 
 
 def store_in(folder: Path, layout: PagedLayout, *prompts: Sequence[int], **options: Any) -> None:
-    """Have an engine compute prompts, put what it has, and end."""
+    """Let an engine compute prompts, put its KV, and end."""
     with engine_of(layout, offloading=sharing(layout, folder), **options) as engine:
         for number, prompt in enumerate(prompts):
             serve(engine, plan_of(f"stored-{number}", prompt))
         assert not any(engine.side.counters.shared_failures.values())
 
 
-# What one engine stores, another hits.
+# KV that one engine stores, and another hits.
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -132,7 +132,7 @@ def test_another_engine_hits_what_one_has_stored(
         counters = engine.side.counters
         assert counters.shared_requests["found"] == 1
         assert counters.transfer_bytes["get"] > 0 and not any(counters.shared_failures.values())
-        # Now host memory has it, and nobody is asked.
+        # Host memory has it now, and the tier is not asked.
         assert hit_tokens(engine, plan_of("b", prompt)) == floor(engine, len(prompt) - 1)
         assert sum(counters.shared_requests.values()) == 1
 
@@ -141,7 +141,7 @@ def test_another_engine_hits_what_one_has_stored(
 def test_a_prompt_that_parts_within_a_chunk_hits_to_the_last_unit(
     layout: PagedLayout, tmp_path: Path
 ) -> None:
-    """With windows or states: to where a tail was left; the prompt before ended there."""
+    """Layouts with windows or states hit up to a tail: the prompt before ended there."""
     unit = layout.unit_tokens
     prompt = prompt_of(layout, 1, 8)
     shared = prompt[: 5 * unit]  # A chunk has two units.
@@ -159,7 +159,7 @@ def test_of_a_chunk_of_another_prompt_only_the_shared_rows_are_loaded(tmp_path: 
     other = [*prompt[: 5 * unit], *prompt_of(FULL, 2, 4)]
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         assert hit_tokens(engine, plan_of("a", other)) == 5 * unit
-        # Now the rest of that chunk is stored, too: both are read.
+        # Now the rest of that chunk is stored, too, and both parts are read.
         assert hit_tokens(engine, plan_of("b", other)) == floor(engine, len(other) - 1)
         assert hit_tokens(engine, plan_of("c", prompt)) == floor(engine, len(prompt) - 1)
 
@@ -234,7 +234,7 @@ def test_a_salt_does_not_meet(tmp_path: Path) -> None:
 
 
 def test_requests_with_an_adapter_are_neither_put_nor_asked_for(tmp_path: Path) -> None:
-    """vLLM knows an adapter by its name only."""
+    """vLLM identifies an adapter by its name only."""
     prompt = tuple(prompt_of(FULL, 1))
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         for name in ("a", "b"):
@@ -318,7 +318,7 @@ def test_other_seeds_and_releases_do_not_meet(
 def test_what_was_put_or_got_is_not_put_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a piece of a longer object, the rows do not lie as in one that was put as such."""
+    """The rows of a piece of a longer object do not lie as in an object of that piece."""
     puts, put = Counter[str](), FilesTier.put
 
     def counted(tier: FilesTier, each: SharedObject) -> Answer:
@@ -381,14 +381,14 @@ def test_weights_that_a_worker_cannot_know_are_refused(tmp_path: Path) -> None:
             identity_of(engine.scheduler.vllm_config, layout, workers)
 
 
-# What is used stays.
+# Used KV stays.
 
 
-NUM_OTHERS = 20  # Of which the folder holds about half.
+NUM_OTHERS = 20  # The folder holds about half of these.
 
 
 def let_pass(engine: SimulatedEngine, seconds: float) -> None:
-    """The scheduler side's clock goes on, and nobody else's."""
+    """Let time pass for the scheduler side's clock only."""
     before = engine.clock
     engine.clock = lambda: before() + seconds
 
@@ -398,7 +398,7 @@ def forget_host(engine: SimulatedEngine) -> None:
 
 
 def watch_touches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Sequence[str]]]:
-    """From now on: by which thread what is touched."""
+    """Record from now on which thread touches which objects."""
     seen: list[tuple[str, Sequence[str]]] = []
     touch = FilesTier.touch
 
@@ -416,7 +416,7 @@ def watch_touches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Sequence[s
 def test_what_is_used_all_the_time_stays_in_the_folder(
     layout: PagedLayout, num_workers: int, hits: str, tmp_path: Path
 ) -> None:
-    """Where it was before: the tier is not asked for it."""
+    """The prompt is still where it was, so the tier is not asked for it."""
     hot = prompt_of(layout, "hot")
     options = sharing(layout, tmp_path, shared_tier_bytes=num_workers << 17)
     with engine_of(
@@ -442,7 +442,7 @@ def test_what_is_used_all_the_time_stays_in_the_folder(
 def test_an_object_is_touched_once_in_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By threads of the workers, for all requests of a step at once."""
+    """Threads of the workers touch objects, for all requests of a step at once."""
     prompt = prompt_of(FULL, 1)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         engine.clock = lambda: 0.0
@@ -461,7 +461,7 @@ def test_an_object_is_touched_once_in_a_while(
 
 
 def test_few_objects_are_touched_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has no room waits until others were touched, the beginnings of long prompts, too."""
+    """Objects without room wait until others were touched, the beginnings of long prompts, too."""
     monkeypatch.setattr(limits, "MAX_TOUCHED", 4)
     prompt = prompt_of(FULL, 1, 20)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
@@ -477,7 +477,7 @@ def test_few_objects_are_touched_at_once(tmp_path: Path, monkeypatch: pytest.Mon
 def test_all_of_a_prompt_is_touched_that_has_more_objects_than_are_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if it is used so seldom that its first ones may be touched again each time."""
+    """This holds even if its first objects may be touched again each time that it is used."""
     monkeypatch.setattr(limits, "MAX_TOUCHED", 4)
     prompt = prompt_of(FULL, 1, 20)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
@@ -513,7 +513,7 @@ def test_what_waits_to_be_touched_is_forgotten_where_the_folder_does_not_work(
 def test_a_tier_is_not_closed_beneath_a_lookup_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mooncake's client ends with the process then, and a later lookup says nothing of it."""
+    """Mooncake's client would end with the process, and a later lookup would not tell."""
     prompts = [prompt_of(FULL, seed) for seed in range(2)]
     store_in(tmp_path, FULL, *prompts)
     hanging = Hanging(monkeypatch, "exist")
@@ -540,7 +540,7 @@ def test_a_tier_is_not_closed_beneath_a_lookup_that_hangs(
 def test_what_is_used_and_was_removed_is_put_again(
     layout: PagedLayout, num_workers: int, tmp_path: Path
 ) -> None:
-    """By one worker that has lost it, or by all."""
+    """One worker has lost it, or all have."""
     prompt = prompt_of(layout, 1)
     options = sharing(layout, tmp_path)
     with engine_of(layout, offloading=options, num_workers=num_workers) as engine:
@@ -557,7 +557,7 @@ def test_what_is_used_and_was_removed_is_put_again(
 
 
 def test_a_piece_of_a_longer_object_is_not_put_again(tmp_path: Path) -> None:
-    """Its bytes do not lie as its name would say."""
+    """The layout of its bytes is not what its name says."""
     prompt = prompt_of(FULL, 1, 8)
     other = [*prompt[: 5 * FULL.unit_tokens], *prompt_of(FULL, 2, 4)]
     store_in(tmp_path, FULL, prompt)
@@ -647,7 +647,7 @@ def see_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -
     caplog.set_level(logging.INFO, "vllm.ascend_kvext")
 
 
-# Faults: what does not come is computed.
+# Faults: KV that does not come is computed.
 
 
 def payload(path: Path) -> bytes:
@@ -659,7 +659,7 @@ def payload(path: Path) -> bytes:
 def test_wrong_bytes_with_a_right_checksum_are_seen(
     layout: PagedLayout, kind: str, tmp_path: Path
 ) -> None:
-    """A control: the tests here would notice objects that are mixed up."""
+    """The control: the tests here would notice objects that are mixed up."""
     prompt = prompt_of(layout, 1)
     store_in(tmp_path, layout, prompt, prompt_of(layout, 2))
     first: dict[str, list[Path]] = {"R0": [], "T": []}
@@ -708,7 +708,7 @@ def test_damaged_objects_are_computed(
         assert share < 1 or found == 0
         assert hit_tokens(engine, plan_of("b", prompt)) == floor(engine, len(prompt) - 1)
     with engine_of(layout, offloading=sharing(layout, tmp_path), num_workers=2) as engine:
-        # What was broken is put again by the one that has computed it.
+        # The engine that has computed the broken objects puts them again.
         assert hit_tokens(engine, plan_of("a", prompt)) == floor(engine, len(prompt) - 1)
 
 
@@ -724,7 +724,7 @@ def test_a_folder_that_vanishes_stops_nobody(tmp_path: Path) -> None:
 
 
 class Slow:
-    """Calls of a tier that wait until they are let go."""
+    """Let calls of a tier wait until they are released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         self.gate = threading.Event()
@@ -740,7 +740,7 @@ class Slow:
 
 
 def timed_steps(engine: SimulatedEngine, plan: RequestPlan) -> tuple[float, float]:
-    """Serve a request; how long it took in all, and the longest call of ``schedule``."""
+    """Serve a request; returns its time in all, and that of the longest call of ``schedule``."""
     longest_s, schedule = 0.0, engine.scheduler.schedule
 
     def timed(*arguments: Any) -> Any:
@@ -762,7 +762,7 @@ def timed_steps(engine: SimulatedEngine, plan: RequestPlan) -> tuple[float, floa
 def test_a_tier_that_hangs_is_not_waited_for(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And left alone, until it goes on; what comes late is for later requests."""
+    """The tier is left alone until it goes on. Late answers serve later requests."""
     prompt = prompt_of(FULL, 1)
     store_in(tmp_path, FULL, prompt)
     slow = Slow(monkeypatch, call)
@@ -782,7 +782,7 @@ def test_a_tier_that_hangs_is_not_waited_for(
 
 
 class Hanging:
-    """Calls with some names hang until they are let go; others do not."""
+    """Calls with some names hang until they are released. Others do not."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str = "get_into") -> None:
         self.gate, self.begun = threading.Event(), list[str]()
@@ -797,7 +797,7 @@ class Hanging:
             return call(tier, what, *more)
 
         monkeypatch.setattr(FilesTier, name, hang)
-        monkeypatch.setattr(backend, "MAX_HANG_S", 0.05)  # Of threads; the clock is the engine's.
+        monkeypatch.setattr(backend, "MAX_HANG_S", 0.05)  # The limit of threads.
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -807,7 +807,7 @@ def test_one_get_that_hangs_ends_nothing(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its place is used by nobody until it ends, and what it was for is computed and stored."""
+    """No other job uses its place until it ends. Its tokens are computed and stored."""
     see_log(caplog, monkeypatch)
     monkeypatch.setattr(files, "_MAX_GET_THREADS", num_threads)
     prompts = [prompt_of(FULL, seed) for seed in range(12)]
@@ -854,13 +854,13 @@ def test_one_get_that_hangs_ends_nothing(
 def test_a_get_that_hangs_while_others_come_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes of others come all the time."""
+    """Bytes of other requests come all the time."""
     monkeypatch.setattr(files, "_MAX_GET_THREADS", 2)
     prompts = [prompt_of(FULL, seed) for seed in range(40)]
     store_in(tmp_path, FULL, *prompts)
     hanging = Hanging(monkeypatch)
     hanging.is_hanging = lambda name: not hanging.begun
-    monkeypatch.setattr(limits, "MAX_STALL_S", 1e6)  # Of others something comes in time.
+    monkeypatch.setattr(limits, "MAX_STALL_S", 1e6)  # Other gets bring something in time.
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         engine.add_request(plan_of("hangs", prompts[0]))
         for number, prompt in enumerate(prompts[1:]):
@@ -958,7 +958,7 @@ def test_a_tier_of_which_much_hangs_is_left_alone_aloud_until_that_ends(
 def test_long_steps_are_not_taken_for_a_tier_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What comes in a step is reported with a later one."""
+    """The results of one step are reported with a later step."""
     prompt = prompt_of(FULL, 1)
     store_in(tmp_path, FULL, prompt)
     get_into = FilesTier.get_into
@@ -976,7 +976,7 @@ def test_long_steps_are_not_taken_for_a_tier_that_hangs(
         execute = engine.runner.execute
 
         def execute_long(output: Any) -> Any:
-            result = execute(output)  # Workers have said what has ended.
+            result = execute(output)  # Workers have reported the ended jobs.
             time.sleep(0.05)
             return result
 
@@ -992,12 +992,12 @@ def test_long_steps_are_not_taken_for_a_tier_that_hangs(
 def test_a_get_that_hangs_does_not_take_host_memory_from_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their places are lost until they end: there are no more of these meanwhile."""
+    """The places of hanging gets are lost until these end, so there are fewer places meanwhile."""
     prompts = [prompt_of(FULL, seed) for seed in range(1, 12)]
     store_in(tmp_path, FULL, *prompts)
     slow = Slow(monkeypatch, "get_into")
     monkeypatch.setattr(limits, "PAUSE_S", 0.0)
-    monkeypatch.setattr(limits, "MAX_HANG_S", 1e6)  # They are not given up for good yet.
+    monkeypatch.setattr(limits, "MAX_HANG_S", 1e6)  # These places are not given up for good yet.
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         own = prompt_of(FULL, 0)
         serve(engine, plan_of("own", own))
@@ -1030,7 +1030,7 @@ def test_what_is_being_got_has_half_of_host_memory(
 
 
 def test_notes_of_another_tenant_are_not_believed(tmp_path: Path) -> None:
-    """Two links of the same place that have changed places."""
+    """Two links of the same place are exchanged."""
     links: dict[str, dict[str, Path]] = {}
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         for salt in ("a", "b"):
@@ -1039,7 +1039,7 @@ def test_notes_of_another_tenant_are_not_believed(tmp_path: Path) -> None:
             notes -= {path for each in links.values() for path in each.values()}
             target = {path: os.path.basename(os.readlink(path)) for path in notes}
             place = {path: name.rsplit("-", 1)[0] for path, name in target.items()}
-            # Of several units of a chunk, any.
+            # Any link of several units of a chunk will do.
             links[salt] = {name: path for path, name in sorted(place.items(), reverse=True)}
     assert links["a"].keys() == links["b"].keys() and links["a"]
     for place, link in links["b"].items():
@@ -1047,7 +1047,7 @@ def test_notes_of_another_tenant_are_not_believed(tmp_path: Path) -> None:
         link.unlink()
         link.symlink_to(target)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
-        serve(engine, salted_plan("asked", "b"))  # Compares every byte.
+        serve(engine, salted_plan("asked", "b"))  # This compares every byte.
         serve(engine, salted_plan("asked again", "b"))
         assert engine.side.counters.hit_tokens > 0
         assert not any(engine.side.counters.shared_failures.values())
@@ -1081,7 +1081,7 @@ def test_something_else_in_a_place_does_not_stop_other_requests(
             assert found == (floor(engine, len(prompt) - 1) if number else 0)
         assert engine.side.counters.shared_requests["paused"] == 0
         assert not any(engine.side.counters.shared_failures.values())
-    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:  # It was put there.
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:  # The object was put there.
         prompt = prompts[0]
         assert hit_tokens(engine, plan_of("a", prompt)) == floor(engine, len(prompt) - 1)
 
@@ -1108,7 +1108,7 @@ def test_names_that_somebody_has_made_up_are_not_got(
 def test_a_queue_before_a_tier_that_hangs_a_little_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each question is answered in time, but not all of them."""
+    """Each question is answered in time, but not all questions are."""
     exist = FilesTier.exist
     asked: list[int] = []
 
@@ -1136,7 +1136,7 @@ def test_a_queue_before_a_tier_that_hangs_a_little_is_left(
 def test_of_thousands_that_wait_a_step_asks_for_few(
     answers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM looks at all that may wait; a step is as long as what it does for them."""
+    """vLLM looks at all requests that may wait. A step is as long as the work for them."""
     gate, asked_in_step = threading.Event(), []
     if answers != "at once":
         wait_s = 0.02 if answers == "late" else 30.0
@@ -1195,7 +1195,7 @@ def test_a_put_that_hangs_holds_little_and_delays_nothing(
 
 
 def test_what_is_being_put_keeps_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others would have it, and overwrite the bytes before they are read."""
+    """Otherwise other requests would get the block, and overwrite it before it is read."""
     prompt = prompt_of(FULL, 1)
     slow = Slow(monkeypatch, "put")
     options = sharing(FULL, tmp_path, host_memory_gib=FULL.host_bytes[1] / (1 << 30))
@@ -1226,7 +1226,7 @@ def test_a_put_that_fails_is_tried_again_later(
         failures = engine.side.counters.shared_failures
         assert failures["put_unreachable"] > 0
         serve(engine, plan_of("c", prompt))
-        assert objects(tmp_path) == []  # Not yet.
+        assert objects(tmp_path) == []  # No object is there yet.
         let_pass(engine, limits.PAUSE_S)
         serve(engine, plan_of("d", prompt))
         assert objects(tmp_path)
@@ -1234,7 +1234,7 @@ def test_a_put_that_fails_is_tried_again_later(
 
 
 def test_after_a_reset_of_the_connector_nothing_is_shared(tmp_path: Path) -> None:
-    """As when weights are replaced in memory."""
+    """This happens when weights are replaced in memory."""
     prompt = prompt_of(FULL, 1)
     store_in(tmp_path, FULL, prompt)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
@@ -1264,13 +1264,13 @@ def test_what_is_evicted_between_lookup_and_get_is_computed(
         assert engine.side.counters.shared_failures["get_absent"] > 0
 
 
-# A soak: two engines after each other on one folder, with faults all the time.
+# A soak: two engines, one after the other, on one folder, with faults all the time.
 
 CAPACITY_BYTES = 1 << 19
 
 
 class Faults:
-    """What goes wrong with files, now and then."""
+    """Faults of files, now and then."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rng = random.Random("faults")
@@ -1322,7 +1322,7 @@ class Faults:
 
 @pytest.fixture(scope="module")
 def soaked() -> Counter[str]:
-    """What has happened in all runs of the soak."""
+    """The events of all runs of the soak."""
     return Counter()
 
 
@@ -1335,7 +1335,7 @@ def test_random_requests(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Right bytes, right outputs, and nothing left, whatever becomes of the files."""
+    """Bytes and outputs are right, and nothing is left, whatever happens to the files."""
     monkeypatch.setattr(loads, "MIN_RUN_TOKENS", 0)
     monkeypatch.setattr(limits, "PAUSE_S", 0.005)
     faults = Faults(monkeypatch)
@@ -1364,7 +1364,7 @@ def test_the_soak_has_met_everything(soaked: Counter[str]) -> None:
     assert {name for name in (*named, "flipped", "cut", "vanished") if not soaked[name]} == set()
 
 
-# Without the option.
+# An engine without the option.
 
 
 def test_without_the_option_nothing_of_it_is_imported(tmp_path: Path) -> None:
@@ -1377,7 +1377,7 @@ assert not [name for name in sys.modules if "shared_" in name and "kvext" in nam
 
 
 def test_without_the_option_there_is_no_thread() -> None:
-    before = {*threading.enumerate()}  # Those of other tests may still end.
+    before = {*threading.enumerate()}  # Threads of other tests may still end.
     with engine_of(FULL) as engine:
         serve(engine, plan_of("a", prompt_of(FULL, 1)))
         started = {*threading.enumerate()} - before

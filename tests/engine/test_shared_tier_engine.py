@@ -41,7 +41,7 @@ HITS = [floor(length - 1) for length in SHARED_LENGTHS]
 
 
 class Sharing:
-    """Engines of one model that share a folder, or what has another URL."""
+    """Engines of one model that share a folder, or another tier by its URL."""
 
     def __init__(self, model: Path, folders: pytest.TempPathFactory, url: str = "") -> None:
         self.model, self._folders = model, folders
@@ -50,7 +50,7 @@ class Sharing:
 
     def plan(self, scenario: str = "shared", model: Path | None = None, **engine: Any) -> Plan:
         options = {"shared_tier": self.url, "store_policy": "all"}
-        # In this process the device's own prefix cache would hide what is got.
+        # The device's own prefix cache would hide in this process what is got.
         return Plan(
             model or self.model,
             (scenario,),
@@ -58,7 +58,7 @@ class Sharing:
         )
 
     def serve(self, environ: Mapping[str, str] = SEED, **plan: Any) -> Served:
-        """Start an engine, have it answer, and end."""
+        """Start an engine, let it answer, and end it."""
         return processes.serve(self._folders, {"engine": self.plan(**plan)}, environ)["engine"]
 
     def reference(self) -> Served:
@@ -67,7 +67,7 @@ class Sharing:
 
     @contextmanager
     def running(self, scenario: str) -> Iterator[subprocess.Popen[bytes]]:
-        """An engine that answers until it is killed, which it is in the end."""
+        """An engine that answers until it is killed at the end of the block."""
         engine = self._start(scenario)
         try:
             yield engine
@@ -110,7 +110,7 @@ def first(sharing: Sharing) -> Served:
 
 @pytest.fixture(scope="module")
 def second(first: Served, sharing: Sharing) -> Served:
-    """Another process, which finds what the first has left."""
+    """Another process finds the objects that the first has left."""
     return sharing.serve()
 
 
@@ -144,7 +144,7 @@ def test_the_second_engine_hits_what_the_first_has_stored(
 def test_wrong_bytes_would_change_answers(
     first: Served, sharing: Sharing, reference: Served, damage: str
 ) -> None:
-    """A control: a trailer that is right for other bytes."""
+    """The control: a trailer that is right for other bytes."""
     kept = {path: path.read_bytes() for path in objects(sharing.folder)}
     by_size: dict[int, list[Path]] = {}
     for path in kept:
@@ -215,7 +215,7 @@ def test_another_vllm_does_not_meet(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With all else equal, the block size, too; each meets its own."""
+    """All else is equal, the block size, too. Each engine meets its own kind."""
     sharing = Sharing(model_folder("full"), tmp_path_factory)
     hits = [(length - 1) // 32 * 32 for length in SHARED_LENGTHS]
     monkeypatch.delenv(preloaded.VARIABLE, raising=False)
@@ -254,13 +254,13 @@ def test_an_engine_that_dies_or_stops_in_a_put_harms_nobody(
     model_folder: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """It has put some of what the other asks for, and is in the middle of more."""
+    """It has put some of the objects that the other asks for, and is putting more."""
     sharing = Sharing(model_folder("full"), tmp_path_factory)
     reference = sharing.reference()
     with sharing.running("shared_for_long") as engine:
-        # Beyond what `shared` puts: so it is at the rest.
+        # These are more objects than `shared` puts, so the engine is at the rest.
         until(lambda: len(objects(sharing.folder)) > 40, engine)
-        # In a put: a file has no name of its own yet.
+        # The engine is in a put: a file has no name of its own yet.
         until(lambda: any("." in path.name for path in objects(sharing.folder)), engine)
         engine.send_signal(how)
         served = sharing.serve()

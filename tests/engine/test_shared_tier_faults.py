@@ -47,7 +47,7 @@ class Folder:
 
 @pytest.fixture(scope="module")
 def folder(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """Where an engine has stored what faults ask for."""
+    """A folder in which an engine has stored what faults ask for."""
     found = Folder(model_folder("full"), tmp_path_factory)
     found.serve("store").check_nothing_is_left()
     return found
@@ -65,7 +65,7 @@ def served(folder: Folder) -> Served:
         pytest.skip("root, who may mount FUSE and tmpfs")
     measured = os.environ.get("KVEXT_FAULTS")
     found = folder.serve("faults", measures=bool(measured))
-    if measured:  # A file for how long requests waited, and the scheduler.
+    if measured:  # Writes how long requests and the scheduler waited.
         Path(measured).write_text(json.dumps(found.report["facts"], indent=1))
     return found
 

@@ -43,7 +43,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine is no tier that hangs."""
+    """On a busy machine a tier may look as if it hangs."""
     monkeypatch.setattr(limits, "MAX_LOOKUP_S", 20.0)
     monkeypatch.setattr(limits, "MAX_STALL_S", 20.0)
 
@@ -53,7 +53,7 @@ def sharing(layout: PagedLayout, servers: Servers, **values: Any) -> dict[str, A
 
 
 def store_in(servers: Servers, layout: PagedLayout, *prompts: Sequence[int], **more: Any) -> None:
-    """Have an engine compute prompts, put what it has, and end."""
+    """Let an engine compute prompts, put its KV, and end."""
     with engine_of(layout, offloading=sharing(layout, servers), **more) as engine:
         for number, prompt in enumerate(prompts):
             serve(engine, plan_of(f"stored-{number}", prompt))
@@ -81,7 +81,7 @@ def test_another_engine_hits_what_one_has_stored(
 
 
 def test_places_have_room_for_seals_only_with_mooncake(running: Servers, tmp_path: Path) -> None:
-    """Rows take a multiple of 64 bytes, so that the next place would begin right behind them."""
+    """Rows take a multiple of 64 bytes, so the next place would begin right behind them."""
     urls = {None: 0, f"file://{tmp_path}": 0, running.url: SEAL_BYTES}
     for url, spare_bytes in urls.items():
         with engine_of(FULL, offloading=offloading(FULL, shared_tier=url)) as engine:
@@ -108,7 +108,7 @@ def test_engines_share_at_the_same_time(running: Servers) -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_wrong_bytes_are_computed(running: Servers) -> None:
-    """Whatever somebody else has written over the objects."""
+    """Another process has overwritten the objects with wrong bytes."""
     prompt = prompt_of(FULL, "wrong", 12)
     store_in(running, FULL, prompt)
     with engine_of(FULL, offloading=sharing(FULL, running)) as engine:
@@ -134,7 +134,7 @@ def tier_of(engine: SimulatedEngine, is_scheduler: bool = True) -> MooncakeTier:
 
 
 class Watched:
-    """Mooncake's client, where something happens right before a call."""
+    """Mooncake's client, with something that happens right before a call."""
 
     def __init__(self, tier: Any, names: Sequence[str], happens: Callable[[], None]) -> None:
         self._store, self._names, self._happens = tier._store, names, happens
@@ -171,7 +171,7 @@ SHORT = ("get, owner SIGKILL", "lookup, master SIGKILL", "put, master SIGSTOP")
 def test_requests_go_on_whatever_becomes_of_a_server(
     call: str, server: str, how: signal.Signals, tmp_path: Any, record_property: Any
 ) -> None:
-    """All outputs, and every byte that attention reads, are those of computing."""
+    """All outputs, and every byte that attention reads, equal those of computing."""
     prompts = [prompt_of(FULL, seed, 12) for seed in range(3)]
     servers = Servers(tmp_path)
     try:
@@ -200,13 +200,13 @@ def test_requests_go_on_whatever_becomes_of_a_server(
             # After a minute Mooncake gives up, and may go on writing: see `MooncakeTier`.
             is_given_up = (call, server, how) == ("get", "owner", signal.SIGSTOP)
             while engine.side.secondary._jobs.num_under_way:
-                # Until what hangs has ended: its place was kept. No step is made for it alone.
+                # Serve until the hanging call ends; its place is kept. It alone causes no step.
                 serve(engine, plan_of(f"while {(number := number + 1)}", prompts[0][:5]))
                 time.sleep(0.1)
                 taken_s = time.monotonic() - began_s
                 assert taken_s < 200
                 if is_given_up and taken_s > 90:
-                    break  # Its place, and those of the gets behind it, are nobody's any more.
+                    break  # Its place, and the places of the gets behind it, are lost.
             else:
                 assert not is_given_up
                 serve(engine)

@@ -32,7 +32,7 @@ class Stored:
         self.sharing = Sharing(model, folders, self.servers.url)
 
     def serve(self) -> Served:
-        """An engine's answers. Where the machine was too busy for a lookup, another one's."""
+        """An engine's answers. If the machine was too busy for a lookup, another engine's."""
         for _ in range(4):
             served = self.sharing.serve()
             names = ("late", "given_up", "paused")
@@ -45,7 +45,7 @@ class Stored:
         return [key for key in keys if key.rpartition("/")[2][0] in "RT"]
 
     def overwrite(self, change: Callable[[bytes, int], bytes], fits: bool) -> None:
-        """Change all objects, with seals that are right for that, or for what they were."""
+        """Change all objects. Their seals are right for the change, or for the old bytes."""
         store: Any = raw_client(self.servers)
         for number, key in enumerate(self.objects()):
             value = store.get(key)
@@ -107,7 +107,7 @@ def test_engines_that_differ_do_not_meet(first: Served, stored: Stored) -> None:
 def test_wrong_bytes_without_a_right_seal_are_computed(
     first: Served, stored: Stored, reference: Served
 ) -> None:
-    """And removed: what follows stores them again."""
+    """Such objects are removed, and later requests store them again."""
 
     def flipped(content: bytes, number: int) -> bytes:
         at = number * 97 % len(content)
@@ -124,8 +124,8 @@ def test_wrong_bytes_without_a_right_seal_are_computed(
 @long_only
 @pytest.mark.main_version
 def test_wrong_bytes_would_change_answers(stored: Stored, reference: Served) -> None:
-    """A control: seals that are right for zeros."""
-    stored.serve()  # Whatever was removed before.
+    """The control: seals that are right for zeros."""
+    stored.serve()  # This stores again what was removed before.
     stored.overwrite(lambda content, _: bytes(len(content)), fits=True)
     served = stored.serve()
     assert served.hit_tokens("shared") == HITS
@@ -140,7 +140,7 @@ def test_an_engine_that_dies_or_stops_while_it_puts_harms_nobody(
     model_folder: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """It has put some of what the other asks for, and is in the middle of more."""
+    """It has put some of the objects that the other asks for, and is putting more."""
     stored = Stored(model_folder("full"), tmp_path_factory)
     reference = stored.sharing.reference()
     try:

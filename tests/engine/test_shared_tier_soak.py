@@ -37,7 +37,7 @@ CAPACITY_BYTES = 16 << 20
 
 @dataclass
 class Damage:
-    """What goes wrong with the files of a folder, and how full it was at most."""
+    """The faults of the files of a folder, and its maximum fill."""
 
     folder: Path
     rng: random.Random = field(default_factory=lambda: random.Random("soak"))
@@ -65,14 +65,14 @@ class Damage:
                 shutil.rmtree(path.parent, ignore_errors=True)
             self.counts[what] += 1
         except (OSError, ValueError, IndexError):
-            pass  # It is gone, or empty.
+            pass  # The file is gone, or empty.
 
     def taken_bytes(self) -> int:
         return sum(taken for _, taken, _ in files_below(str(self.folder / "kvext3")))
 
 
 class Engine:
-    """One in a process of its own, that answers so many requests."""
+    """An engine in a process of its own, which answers this many requests."""
 
     def __init__(self, model: Path, work: Path, folder: Path, requests: int) -> None:
         work.mkdir()
@@ -99,7 +99,7 @@ class Engine:
 
     @property
     def answers(self) -> list[tuple[int, list[int], int]]:
-        """Number of the prompt, reply, hit tokens; the last line of one that was killed is cut."""
+        """The prompt's number, the reply, hit tokens. A killed process leaves a cut last line."""
         if not self.answers_path.exists():
             return []
         lines = self.answers_path.read_text().split("\n")[:-1]

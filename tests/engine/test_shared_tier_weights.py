@@ -54,7 +54,7 @@ class Weights:
         )
 
     def serve(self, environ: Mapping[str, str] = SEED, **plans: Plan) -> dict[str, Served]:
-        """By name of a plan; one that has failed reports an error."""
+        """The reports by name of a plan. A plan that has failed reports an error."""
         return dict(processes.serve(self._folders, plans, SEED | environ).items())
 
 
@@ -84,7 +84,7 @@ def weights(
 def references(
     model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Served]:
-    """Engines with nothing of ours, which compute all, by their weights."""
+    """By weights, engines without this package, which compute everything."""
     weights = Weights(model_folder("full"), tmp_path_factory)
     plans = {
         name: Plan(model, ("shared",), engine=NO_PREFIX_CACHING)
@@ -98,7 +98,7 @@ def check(served: Served, reference: Served) -> None:
 
 
 def test_kv_of_other_weights_would_change_answers(references: Mapping[str, Served]) -> None:
-    """A control."""
+    """The control."""
     error = references["others"].logprob_error("shared", references["mine"])
     assert error > 100 * LOGPROB_TOLERANCE
 
@@ -112,7 +112,7 @@ def check_refused(served: Served, weights: Weights) -> None:
 def test_kv_of_weights_that_are_replaced_while_an_engine_starts_is_never_read(
     weights: Weights, references: Mapping[str, Served]
 ) -> None:
-    """By others of the same size, with the same time of modification."""
+    """Weights of the same size, with the same time of modification, replace them."""
     first = weights.serve(first=weights.plan(replaced="while it starts"))["first"]
     second = weights.serve(second=weights.plan())["second"]
     check(second, references["others"])
@@ -131,7 +131,7 @@ def test_weights_that_are_replaced_are_refused_by_several_workers(weights: Weigh
 def test_weights_of_another_load_format_do_not_meet(
     weights: Weights, references: Mapping[str, Served]
 ) -> None:
-    """Two sets in one folder, of which ``load_format`` chooses."""
+    """One folder has two sets of weights, of which ``load_format`` chooses one."""
     import torch
     from safetensors.torch import load_file
 
@@ -154,7 +154,7 @@ def test_weights_of_another_load_format_do_not_meet(
 def test_kv_of_weights_that_are_loaded_again_is_not_put(
     weights: Weights, references: Mapping[str, Served], tmp_path: Path
 ) -> None:
-    """By an engine that nobody has told to reset its connector; the tier has the first ones'."""
+    """The engine was not told to reset its connector. The tier has the KV of the first weights."""
     first = shutil.copytree(weights.model, tmp_path / "first")
     served = weights.serve(
         reloaded=weights.plan("reloaded", "before it answers"), second=weights.plan(model=first)

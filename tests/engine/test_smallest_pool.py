@@ -19,11 +19,11 @@ MAX_MODEL_LEN = 448
 WIDE_PAGES = paged(
     Layout("wide-pages", (Group(Attention.FULL, 32), Group(Attention.WINDOW, 4, 40)))
 )
-"""The unit is eight pages of the window: so many are held between two boundaries."""
+"""The unit is eight pages of the window, so eight pages are held between two boundaries."""
 
 
 def smallest_pool(layout: PagedLayout, max_num_batched_tokens: int) -> int:
-    """Blocks without which vLLM refuses to start (``max_memory_usage_bytes``), and the null one."""
+    """The blocks that vLLM requires to start (``max_memory_usage_bytes``), and the null block."""
     options = EngineOptions(
         num_blocks=2, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=max_num_batched_tokens
     )
@@ -39,7 +39,7 @@ def smallest_pool(layout: PagedLayout, max_num_batched_tokens: int) -> int:
 def test_the_longest_request_ends_in_the_smallest_pool(
     layout: PagedLayout, num_prompt_tokens: int
 ) -> None:
-    """What stores hold of it must not keep its own next step from having blocks."""
+    """The blocks that stores hold must not keep the request's own next step from its blocks."""
     step_tokens = 20
     prompt = tokens(random.Random(1), num_prompt_tokens)
     plan = plan_of("longest", prompt, max_tokens=MAX_MODEL_LEN - num_prompt_tokens)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps vLLM's own ``schedule`` plans, and that no step comes out differently for it.
+"""The steps that vLLM's own ``schedule`` plans. Another function would not change any step.
 
 On vLLM's real scheduler, with real pages and without a model: see ``test_connector_scheduler``.
 """
@@ -68,7 +68,7 @@ def watch_planning(engine: SimulatedEngine) -> list[bool]:
 
 
 def num_times_off(planned: list[bool]) -> int:
-    """How often another function was there, and was gone again."""
+    """The number of times that another function came and went."""
     return sum(not before and after for before, after in pairwise(planned))
 
 
@@ -90,7 +90,7 @@ def test_upstreams_function_plans_every_step_of_an_engine_without_holes(
         check_nothing_is_left(engine)
 
 
-# Another function is there while holes are, and no longer.
+# Another function is there while there are holes, and no longer.
 
 
 def serve_with_a_hole(engine: SimulatedEngine, name: str) -> None:
@@ -123,7 +123,7 @@ def preempt(engine: SimulatedEngine, name: str) -> None:
 
 
 def fail(engine: SimulatedEngine, name: str, has_hole: bool) -> None:
-    """Without a hole, a part of the load fails; with one, all of it."""
+    """Let a part of the load fail if there is no hole, or all of it if there is one."""
     if has_hole:
         make_holes(engine, (64, 192))
     fail_next(engine, *(range(1, 40) if has_hole else (1, 3)))
@@ -237,14 +237,14 @@ def test_another_function_is_there_while_segments_are_learned(is_async: bool) ->
             assert num_times_off(planned) == number + 1
 
 
-# Nothing comes out differently than with another function around every step.
+# The results equal those of an engine with another function around every step.
 
 
 _take_new_holes = HoleQueue.take_new_holes
 
 
 class StandingParts(StepParts):
-    """Around every step, and hits are corrected behind it."""
+    """Another function stands around every step, and hits are corrected after it."""
 
     def add(self, part: Any) -> None:
         super().add(part)
@@ -261,7 +261,7 @@ class StandingParts(StepParts):
 
 @pytest.fixture
 def standing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From the call on, engines are made with `StandingParts`."""
+    """Make engines with `StandingParts` from the call on."""
 
     def stand() -> None:
         monkeypatch.setattr(patched_scheduler, "StepParts", StandingParts)
@@ -272,14 +272,14 @@ def standing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What steps are, and what has been counted of hits after each of them."""
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # Block hashes of all engines begin alike.
+    """The steps, and the counts of hits after each of them."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # The block hashes of all engines begin alike.
     found: list[Any] = []
     shake_hands, record = SimulatedEngine._shake_hands, SimulatedEngine._record
 
     def begin(engine: SimulatedEngine) -> None:
         shake_hands(engine)
-        engine.clock = lambda: 0.0  # How long a request waits, and what is paid, is the same.
+        engine.clock = lambda: 0.0  # Waiting and computing take no time.
         engine.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
 
     def note(engine: SimulatedEngine, output: Any, results: dict[int, Any]) -> Any:
@@ -332,7 +332,7 @@ def test_segments_are_learned_in_the_same_steps(
     seen: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also those that a lookup asks for, and those that are tried again after a reset."""
+    """So are segments that a lookup asks for, and segments that are tried again after a reset."""
 
     def learn(engine: LearningEngine) -> None:
         for document in (ONE, OTHER, ONE):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Single cases of stores and loads, on vLLM's real scheduler, with real pages and without a model.
 
-What random requests meet rarely, or cannot tell: what is refused, waited for, counted and logged.
+The cases are rare in random requests, or not visible there: refusals, waits, counts and logs.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def let_go(engine: SimulatedEngine) -> None:
 
 
 def watch_jobs(engine: SimulatedEngine) -> list[ConnectorMetadata]:
-    """What workers are told from now on, step by step."""
+    """The messages to workers from now on, step by step."""
     found: list[ConnectorMetadata] = []
     watch(engine.side, "build_connector_meta", lambda jobs, *_: found.append(jobs))
     return found
 
 
 def test_pages_are_zeroed_before_what_is_stored_is_loaded_into_them() -> None:
-    """A load may fill parts of a page; the rest may be bytes of another precision."""
+    """A load may fill parts of a page. The rest may be bytes of another precision."""
     with zeroing(), engine_of(FULL) as engine:
         serve(engine, plan_of("first", PROMPT, max_tokens=1))
         zeroed: list[set[int]] = []
@@ -71,7 +71,7 @@ def test_what_drafts_keep_before_a_window_is_loaded_with_it(
 ) -> None:
     """MTP of several modules (``extra_retained_tokens``): vLLM has blocks for it, and caches them.
 
-    Those of the second request are the third one's window.
+    The second request's blocks are the third one's window.
     """
     to_spec = Group.to_spec
 
@@ -122,7 +122,7 @@ def test_an_engine_whose_prompts_are_too_short_to_hit_is_warned(
 
 @pytest.mark.parametrize(("policy", "hits"), [("all", [0, 1, 1]), ("second_touch", [0, 0, 1])])
 def test_whole_chunks_of_what_is_aborted_are_stored(policy: str, hits: list[int]) -> None:
-    """As soon as they are computed, if somebody else has had them, or all is stored; not more."""
+    """They are stored once computed, if another request has had them or all is stored; not more."""
     connector = offloading(FULL, store_policy=policy, chunk_tokens=16)
     found = []
     with engine_of(FULL, offloading=connector, max_num_batched_tokens=24) as engine:
@@ -140,7 +140,7 @@ def test_whole_chunks_of_what_is_aborted_are_stored(policy: str, hits: list[int]
 
 
 def test_stores_leave_blocks_for_others() -> None:
-    """Stores that do not end hold three quarters of the pool at most. A swap holds none."""
+    """Stores that do not end hold at most three quarters of the pool. A swap holds none."""
     rng = random.Random(1)
     with engine_of(FULL, NEVER, num_blocks=200) as engine:
         for number in range(12):
@@ -166,14 +166,14 @@ def test_stores_leave_blocks_for_others() -> None:
 
 
 def referenced_in_steps(engine: SimulatedEngine) -> list[int]:
-    """From now on, the blocks that are kept for transfers while steps are computed."""
+    """Record from now on the blocks that are kept for transfers while steps are computed."""
     found: list[int] = []
     watch(engine.runner, "execute", lambda *_: found.append(engine.held.num_referenced_blocks))
     return found
 
 
 def preempt(engine: SimulatedEngine) -> None:
-    """Others have all free blocks while a step is made in which a request needs one."""
+    """Other requests have all free blocks during a step in which a request needs one."""
     pool = engine.block_pool
     taken = pool.get_new_blocks(pool.get_num_free_blocks())
     (request,) = engine.scheduler.running
@@ -260,7 +260,7 @@ def test_a_store_that_fails_on_one_worker_is_worth_nothing(failing: int) -> None
 
 @pytest.mark.parametrize("is_under_way", [False, True], ids=["planned", "under way"])
 def test_stores_that_are_abandoned_hold_nothing_and_are_worth_nothing(is_under_way: bool) -> None:
-    chunk = offloading(FULL, chunk_tokens=512)  # Nothing is stored before the end.
+    chunk = offloading(FULL, chunk_tokens=512)  # Such a large chunk is stored at the end only.
     with engine_of(FULL, NEVER, offloading=chunk) as engine:
         engine.add_request(plan_of("first", PROMPT, max_tokens=1))
         while engine.scheduler.requests:
@@ -278,7 +278,7 @@ def test_stores_that_are_abandoned_hold_nothing_and_are_worth_nothing(is_under_w
 
 
 def test_the_end_of_the_last_transfer_is_reported_in_one_more_step() -> None:
-    """What is counted travels with a step, and no step may follow for a while."""
+    """The counts travel with a step, and it may take long until the next step."""
     with engine_of(FULL, NEVER) as engine:
         jobs = watch_jobs(engine)
         engine.add_request(plan_of("first", PROMPT, max_tokens=1))
@@ -347,7 +347,7 @@ def test_pins_last_until_the_load_has_ended_or_the_request_goes() -> None:
 
 
 def test_what_was_found_follows_what_the_device_has() -> None:
-    """It had the beginning when the request was looked up, and has lost it since."""
+    """The device had the beginning when the request was looked up, and has lost it since."""
     with engine_of(FULL, caching=True) as engine:
         serve(engine, plan_of("first", PROMPT, max_tokens=1))
         assert engine.reset()
@@ -364,7 +364,7 @@ def test_what_was_found_follows_what_the_device_has() -> None:
 
 
 def test_an_abort_while_it_loads_stores_nothing() -> None:
-    """Its pages do not hold yet what its count of computed tokens says."""
+    """Its pages do not have the KV yet that its count of computed tokens claims."""
     with engine_of(FULL) as engine:
         serve(engine, plan_of("first", PROMPT))
         before = len(engine.entries)
@@ -384,7 +384,7 @@ def test_an_abort_while_it_loads_stores_nothing() -> None:
 JOINED = {
     "joined": (FULL, True, {"second"}),
     "no local cache": (FULL, False, {"second", "third"}),
-    # A local hit drops its last block: who waited would have to load all the same.
+    # A local hit drops its last block, so a waiting request would have to load all the same.
     "drafts": (DEEPSEEK_V4_EAGLE, True, {"second", "third"}),
 }
 
@@ -417,7 +417,7 @@ def test_requests_with_the_same_prefix_load_it_once(name: str) -> None:
 
 @pytest.mark.parametrize("hole_reuse", [False, True])
 def test_a_load_that_costs_more_than_computing_is_not_made(hole_reuse: bool) -> None:
-    """Where time stands still for the scheduler, computing costs nothing, and copies do."""
+    """The scheduler's clock stands still, so computing costs nothing, but copies do."""
     connector = offloading(FULL, load_if_slower=False, hole_reuse=hole_reuse)
     with engine_of(FULL, offloading=connector) as engine:
         engine.clock = lambda: 100.0
@@ -434,7 +434,7 @@ def test_a_load_that_costs_more_than_computing_is_not_made(hole_reuse: bool) -> 
 
 
 def test_a_request_that_waits_for_room_is_not_looked_up_in_every_step() -> None:
-    """Two of them would leave too few blocks for either to go on."""
+    """Two of them would leave too few blocks for either request to go on."""
     prompt = tokens(random.Random(5), 384)
     with engine_of(FULL, num_blocks=1 + 384 // UNIT_TOKENS * 3 // 2) as engine:
         serve(engine, plan_of("first", prompt, max_tokens=1))

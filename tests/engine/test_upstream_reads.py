@@ -21,7 +21,7 @@ from vllm_ascend_kvext.patches.upstream import (
     tokens_per_block,
 )
 
-# Since vLLM 0.30 hits of such a model end within the blocks of its states.
+# A layout whose hits end within the blocks of its states, since vLLM 0.30.
 FINE_HASHES = Layout("fine-hashes", (Group(Attention.FULL, 4), Group(Attention.MAMBA, 16)))
 LAYOUTS = (
     layouts.FULL,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The build of ``csrc/ascend``, with a stand-in for CANN: see `support.transfer.stand_in_cann`.
 
-Shows that the launcher compiles against the declared calls, that both libraries land in the
-package's folder and load from there. What CANN's own compiler makes of the kernel it cannot show.
+The tests show that the launcher compiles against the declared calls, and that both libraries land
+in the package's folder and load from there. They cannot show what CANN's own compiler makes of the
+kernel.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def test_the_error_says_what_is_missing(
 
 
 def test_a_cann_without_device_info_is_refused(tmp_path: Path, cann: Path) -> None:
-    """As 8.1.RC1."""
+    """CANN 8.1.RC1 is like this."""
     header = cann / "include" / "acl" / "acl.h"
     lines = header.read_text(encoding="utf-8").splitlines(keepends=True)
     header.write_text("".join(line for line in lines if "GetDeviceInfo" not in line))

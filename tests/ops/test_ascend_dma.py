@@ -36,7 +36,7 @@ def host(*, is_pinned: bool = True) -> SimpleNamespace:
 
 
 class Copies:
-    """What the operator was asked for: ends of the arrays' lives, and direction, of each batch."""
+    """The requests to the operator: lifetimes of the arrays, and direction, of each batch."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[list[weakref.ref[torch.Tensor]], int]] = []
@@ -46,7 +46,7 @@ class Copies:
         self.batches.append((list(map(weakref.ref, arrays)), direction))
 
     def run(self) -> None:
-        """As the device, some time later."""
+        """Run the enqueued work, as the device does some time later."""
         for found, _ in self.batches:
             arrays = [array() for array in found]
             assert None not in arrays, "an array was freed before the device had read it"
@@ -59,7 +59,7 @@ class Copies:
 
 @pytest.fixture
 def npu(mocker: MockerFixture) -> Iterator[mock.MagicMock]:
-    """`torch.npu`, all of whose events are one."""
+    """A `torch.npu` whose events are all the same."""
     npu = mocker.patch.object(torch, "npu", create=True)
     npu.Event.return_value.query.return_value = False
     yield npu

@@ -58,7 +58,7 @@ def transfer_of(case: TransferCase, memory: TransferMemory) -> Transfer:
 
 
 def run(shim: Shim, case: TransferCase, *, num_cores: int = 4) -> None:
-    """Runs a case on memory of its own and looks at every byte, guards included."""
+    """Runs a case on memory of its own, and checks every byte, guards included."""
     memory = TransferMemory.random(case)
     expected = memory.after(case)
     transfer = transfer_of(case, memory)
@@ -81,7 +81,7 @@ def test_every_byte_arrives_and_no_other_changes(
 
 @DIRECTIONS
 def test_reaches_the_host_by_the_devices_address(shim: Shim, direction: int) -> None:
-    """The buffer is a part of what was mapped."""
+    """The buffer is a part of the mapped memory."""
     case = replace(CASE, direction=direction)
     memory = TransferMemory.random(case)
     expected = memory.after(case)
@@ -100,7 +100,7 @@ def test_reaches_the_host_by_the_devices_address(shim: Shim, direction: int) -> 
 
 
 def test_mapped_memory_stays_allocated_until_it_is_unmapped(shim: Shim) -> None:
-    """Else another buffer at the same address would be taken for mapped."""
+    """Otherwise another buffer at the same address would be taken for mapped."""
     backend = shim.backend()
     memory = np.zeros(4096, np.uint8)
     allocated = weakref.ref(memory)
@@ -171,14 +171,14 @@ def test_small_runs_share_units_but_leave_no_core_idle(shim: Shim) -> None:
     case = uniform_case(row_bytes=2, rows_per_page=1, pages=range(1, 1001))
     run(shim, case, num_cores=40)
     run(shim, case, num_cores=1)
-    # 25 runs each; and as many as a unit may have.
+    # These have 25 runs each, and as many as a unit may have.
     assert shim.launches == [(40, 40), (1, math.ceil(1000 / 32))]
 
 
 @DIRECTIONS
 @pytest.mark.parametrize("is_far", ["page", "host"])
 def test_pages_and_host_rows_beyond_32_bits(shim: Shim, direction: int, is_far: str) -> None:
-    """The pool, or the host buffer, is larger than 4 GiB, of which only what is touched exists."""
+    """The pool, or the host buffer, is larger than 4 GiB. Only the touched part of it exists."""
     rows = np.random.default_rng(1).integers(0, 256, 2048, dtype=np.uint8)  # four of 512 bytes
     far, near = np.frombuffer(mmap.mmap(-1, 5 << 30), np.uint8), np.zeros(2 * 2048, np.uint8)
     pool, host = (far, near) if is_far == "page" else (near, far)

@@ -82,7 +82,7 @@ _VLLM = "vllm.model_executor"
 
 
 def named(module: str, name: str, *bases: type) -> type:
-    """A class of vLLM, as far as its name goes."""
+    """A class with the name of a vLLM class, and nothing more of it."""
     return type(name, bases or (torch.nn.Module,), {"__module__": module})
 
 

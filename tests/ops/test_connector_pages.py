@@ -27,7 +27,7 @@ def test_every_byte_comes_back_around_every_boundary(pages: PageRoundTrip) -> No
 
 
 def test_second_turn_stores_the_rest(pages: PageRoundTrip) -> None:
-    """Rows of a chunk then lie in several pieces."""
+    """The rows of a chunk then lie in several pieces."""
     unit = pages.unit_tokens
     for first, second in ((unit, 2 * unit), (unit + 1, 1024 + unit - 1), (1024 + unit, 2049)):
         assert pages.run([first, second]) == second - second % unit

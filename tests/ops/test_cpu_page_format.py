@@ -13,7 +13,7 @@ PAGE, TOKEN = 1, 5
 
 
 def key_and_value_caches(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the backend's ``forward`` takes a registered tensor apart."""
+    """Split a registered tensor as the backend's ``forward`` does."""
     joined = cache.view(BLOCKS, HEADS, 2 * TOKENS, HEAD_SIZE)
     key_cache, value_cache = joined.chunk(2, dim=2)
     return key_cache, value_cache

@@ -32,7 +32,7 @@ def test_runs_are_consecutive_slots_of_one_page() -> None:
 
 
 def test_rows_of_all_groups_are_one_transfer_which_is_waited_for() -> None:
-    """The rows in host memory may be overwritten next."""
+    """The caller may overwrite the rows in host memory next."""
     calls = mock.Mock()
     planes = [
         PlacedPlane(

@@ -39,7 +39,7 @@ def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_nothing_is_read_or_written_out_of_range(fuzz: Path, seed: str) -> None:
-    # vLLM's CPU platform preloads libraries into child processes; ASan's has to be the first.
+    # vLLM's CPU platform preloads libraries into child processes. ASan's must be the first.
     environ = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     finished = subprocess.run(
         [fuzz, SECONDS, seed],
@@ -51,5 +51,5 @@ def test_nothing_is_read_or_written_out_of_range(fuzz: Path, seed: str) -> None:
     )
     assert finished.returncode == 0, finished.stderr[-5000:]
     accepted, refused = map(int, finished.stdout.split())
-    # Both ways are taken often: damage that is always noticed would leave the copying untested.
+    # Both ways are taken often. If all damage was noticed, copying would stay untested.
     assert min(accepted, refused) > 20

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transfer op that rotates keys: exact angles, one rounding, and no other byte.
 
-What must come out is computed in numpy, in float64, row by row.
+The expected rows are computed in numpy, in float64, row by row.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MESSAGE = re.compile(
 )
 
 ROW_BYTES = (4, 16, 64, 80, 128, 144, 256, 512, 1152, 2304, 4608, 9216)
-"""`cases` draws others, too; those of odd sizes are not rotated."""
+"""`cases` also draws others. Rows of odd sizes are not rotated."""
 
 MAX_POSITIONS = 1 << 30
 
@@ -60,7 +60,7 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class RotatedCase:
-    """A transfer, and how its keys turn."""
+    """A transfer, and the rotation of its keys."""
 
     transfer: TransferCase
     rotation: KeyRotation
@@ -107,7 +107,7 @@ def rotated_cases(draw: st.DrawFn) -> RotatedCase:
 
 
 def numbers_of(data: Bytes, dtype: RowDtype) -> Numbers:
-    """Of bytes, in their order."""
+    """The numbers of bytes, in their order."""
     if dtype == RowDtype.FLOAT32:
         return data.view(np.float32).astype(np.float64)
     if dtype == RowDtype.FLOAT16:
@@ -116,7 +116,7 @@ def numbers_of(data: Bytes, dtype: RowDtype) -> Numbers:
 
 
 def bytes_of(numbers: NDArray[np.float32], dtype: RowDtype) -> Bytes:
-    """The lower half of a bfloat16 is cut off."""
+    """The lower half of a float32 is cut off to make a bfloat16."""
     if dtype == RowDtype.FLOAT32:
         return numbers.astype(np.float32).view(np.uint8)
     if dtype == RowDtype.FLOAT16:
@@ -136,7 +136,7 @@ def pairs_of(numbers: Numbers, style: int) -> tuple[Numbers, Numbers]:
 def rotated_parts(
     case: RotatedCase, memory: TransferMemory, allocations: tuple[Bytes, ...], of_source: bool
 ) -> Iterator[tuple[list[int], int, Bytes]]:
-    """What turns of the rows of each run: its row of rotations, its shift, and a view of its bytes.
+    """The rotated part of each run: its row of rotations, its shift, and a view of its bytes.
 
     ``allocations`` are as of ``TransferMemory.snapshot``. shape: [rows, heads, bytes].
     """
@@ -161,7 +161,7 @@ def rotated_parts(
 
 
 def filled(case: RotatedCase, seed: int = 0) -> TransferMemory:
-    """Parts that turn have numbers of their types: the random bytes of all others may be none."""
+    """Rotated parts have numbers of their types. The random bytes of other parts may be NaN."""
     memory = TransferMemory.random(case.transfer, seed)
     random = np.random.default_rng(seed)
     allocations = tuple(region.whole for region in (*memory.pools, memory.host))
@@ -174,7 +174,7 @@ def filled(case: RotatedCase, seed: int = 0) -> TransferMemory:
 
 
 def run(case: RotatedCase, memory: TransferMemory, num_threads: int = 1, streaming: int = -1):
-    """As callers do, unless it is said whether to stream."""
+    """Run a case as callers do. A ``streaming`` of 0 or 1 says whether copies bypass the caches."""
     if streaming in (0, 1):
         native().rotated_page_transfer(
             *memory.descriptors(case.transfer), *case.rotation, num_threads, streaming
@@ -192,7 +192,7 @@ def run(case: RotatedCase, memory: TransferMemory, num_threads: int = 1, streami
 
 
 def assert_rotates(case: RotatedCase, memory: TransferMemory, *options: int) -> None:
-    """The keys turn, and every other byte is as after a transfer that rotates nothing."""
+    """The keys turn, and every other byte is as after a transfer without rotation."""
     before, expected = memory.snapshot(), memory.after(case.transfer)
     run(case, memory, *options)
     found = memory.snapshot()
@@ -204,7 +204,7 @@ def assert_rotates(case: RotatedCase, memory: TransferMemory, *options: int) -> 
     assert_same(found, expected)
 
 
-# Half a unit in the last place, relative to the number; and of the smallest number.
+# Half a unit in the last place, relative to the number, and half of the smallest number.
 ROUNDING = {
     RowDtype.FLOAT32: (2.0**-24, 2.0**-149),
     RowDtype.BFLOAT16: (2.0**-8, 2.0**-134),
@@ -220,7 +220,7 @@ def assert_turned(
     a, b = pairs_of(numbers_of(source.copy(), RowDtype(dtype)), style)
     found = pairs_of(numbers_of(destination.copy(), RowDtype(dtype)), style)
     wanted = a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)
-    # Float32 inside: angles, products and sum are rounded once each.
+    # The op computes in float32: angles, products and the sum are rounded once each.
     inside = 5 * 2.0**-24 * (np.abs(a) + np.abs(b))
     relative, absolute = ROUNDING[RowDtype(dtype)]
     for number, exact in zip(found, wanted, strict=True):
@@ -232,7 +232,7 @@ def assert_turned(
 @settings(max_examples=sampled(300), suppress_health_check=list(HealthCheck))
 @given(rotated_cases(), st.integers(1, 3), st.sampled_from((-1, 0, 1)))
 def test_keys_turn_and_nothing_else_changes(case: RotatedCase, num_threads, streaming) -> None:
-    """A shift of zero keeps every bit, of what is no number, too."""
+    """A shift of zero keeps every bit, of NaN, too."""
     assert_rotates(case, filled(case), num_threads, streaming)
 
 
@@ -248,7 +248,7 @@ def key_case(
     num_planes: int = 1,
     direction: int = HOST_TO_PAGES,
 ) -> RotatedCase:
-    """Keys of whole pages of 16 tokens; frequencies as of RoPE with base 10,000."""
+    """Keys of whole pages of 16 tokens, with the frequencies of RoPE with base 10,000."""
     head_bytes = head_size * dtype.element_bytes
     transfer = uniform_case(
         row_bytes=num_heads * head_bytes,
@@ -293,7 +293,8 @@ def test_every_half_is_widened_and_rounded_as_torch_does(dtype, style, frequency
     memory = TransferMemory.random(case.transfer)
     memory.host.region[:] = np.ascontiguousarray(pairs).view(np.uint8).reshape(-1)
     run(case, memory)
-    moved = memory.pools[0].region[case.transfer.planes[0, 3] :]  # behind the null page
+    # The page lies behind the null page.
+    moved = memory.pools[0].region[case.transfer.planes[0, 3] :]
     found = np.ascontiguousarray(moved).view(np.uint16).reshape(pairs.shape)
     if style == PairStyle.NEIGHBOURS:
         found = found.swapaxes(1, 2)
@@ -396,7 +397,7 @@ WRONG_CELLS = [
 
 
 def said_against(case: RotatedCase, memory: TransferMemory) -> str:
-    """The refusal, which has written nothing."""
+    """The refusal. Nothing has been written."""
     before = memory.snapshot()
     with pytest.raises(DescriptorError) as caught:
         run(case, memory)

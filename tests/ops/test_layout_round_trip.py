@@ -35,7 +35,7 @@ def test_deepseek_v4_byte_for_byte() -> None:
     Layers share page sizes; since vLLM 0.30 those of a group lie side by side in a block.
     """
     layout = deepseek_v4("fp8_ds_mla", num_blocks=4).layout()
-    page_bytes = {  # as strides of pages, too, where each layer has pages of its own
+    page_bytes = {  # The page stride is larger where each layer has pages of its own.
         (GroupKind.FULL, 256, 64 * 584): 37440,  # attention of ratio 4
         (GroupKind.FULL, 256, 64 * 132): 8640,  # keys and scales of the indexer
         (GroupKind.FULL, 256, 2 * 584): 1728,  # attention of ratio 128
@@ -67,7 +67,7 @@ def test_deepseek_v4_byte_for_byte() -> None:
     ],
 )
 def test_parallelism_that_is_refused(name: str, message: str) -> None:
-    """Of vLLM's own config, whose scheduler then counts twice the tokens per block."""
+    """vLLM's own config makes its scheduler count twice the tokens per block."""
     vllm_config = VllmConfig()
     setattr(vllm_config.parallel_config, name, 2)
     with pytest.raises(LayoutError, match=message):

@@ -66,7 +66,7 @@ def test_it_does_what_the_oracle_does(
     assert_same(memory.snapshot(), expected)
 
 
-# Large enough to be split between threads, row widths that no task's end falls on.
+# They are large enough to be split between threads. No task's end falls on a row's end.
 LARGE = [
     uniform_case(
         row_bytes=row_bytes,
@@ -105,7 +105,7 @@ def test_adjacent_runs_are_one_copy() -> None:
     arguments = (memory.pool_table, memory.host.address, case.host_bytes, case.planes, case.runs)
     *_, sizes = native().expand(*arguments, PAGES_TO_HOST)
     assert sizes.tolist() == [192, 128, 64] * 2
-    # Adjacent in the pool only.
+    # The runs are adjacent in the pool only.
     case.runs[1:, 4] += 1
     case.planes[1, 8] += 64
     *_, sizes = native().expand(
@@ -132,7 +132,7 @@ def test_bundled_is_one_call_and_exploded_one_per_plane_that_has_runs(
 
 
 def test_exploded_is_validated_as_a_whole() -> None:
-    """Planes that overlap each other cannot be seen one by one."""
+    """Planes that overlap each other cannot be checked one by one."""
     case = replace(THREE_PLANES, planes=THREE_PLANES.planes.copy())
     case.planes[2, 8] = case.planes[1, 8]
     memory = TransferMemory.random(case)
@@ -183,7 +183,7 @@ SMALL_ROW_BYTES = MIN_MEAN_RUN_BYTES_FOR_DMA // 4 - 1
 
 @pytest.fixture
 def kernel(mocker: MockerFixture) -> mock.MagicMock:
-    """The class of a kernel that can be had."""
+    """The class of a kernel that is available."""
     return mocker.patch("vllm_ascend_kvext.transfer.ascend.npu_transfers.AscendKernelBackend")
 
 
@@ -256,7 +256,7 @@ def store_into(pools: Pools, memory: TransferMemory) -> None:
 
 
 def test_pools_serve_until_their_memory_moves_and_once_it_is_registered_again() -> None:
-    """As a storage that sleep mode has freed, without a word."""
+    """Sleep mode frees a storage like this, without telling its users."""
     before, after = (
         TransferMemory.random(THREE_PLANES, seed=1),
         TransferMemory.random(THREE_PLANES, seed=2),

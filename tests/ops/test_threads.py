@@ -33,7 +33,7 @@ def run(memory: TransferMemory, num_threads: int) -> None:
 
 
 def test_other_threads_run_meanwhile() -> None:
-    """No thread is ever preempted here, so another one runs only while this one gives way."""
+    """The interpreter preempts no thread here, so another one runs only while this one waits."""
     source = np.ones(32 << 20, np.uint8)
     destination = np.zeros_like(source)
     num_ticks = 0
@@ -186,7 +186,7 @@ def run_on(memory: TransferMemory, placement: CopyPlacement) -> None:
 @needs_two_cpus
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_copies_run_on_the_named_cpus(pinned: int, num_threads: int) -> None:
-    """And not on the one that the caller is bound to."""
+    """Copies do not run on the CPU that the caller is bound to."""
     before = set(copy_threads())
     # A niceness of its own makes these threads new ones.
     placement = CopyPlacement.on(CPUS[1:], num_threads=num_threads, niceness=10 + num_threads)
@@ -195,7 +195,7 @@ def test_copies_run_on_the_named_cpus(pinned: int, num_threads: int) -> None:
     run_on(memory, placement)
     assert_same(memory.snapshot(), expected)
     expected_places = [(set(CPUS[1:]), 10 + num_threads)] * num_threads
-    # A copy does not wait for threads that it could do without, and that still set themselves up.
+    # A copy does not wait for threads that it can do without, and that are still starting.
     for _ in range(1000):
         places = [place for number, place in copy_threads().items() if number not in before]
         if places == expected_places:

@@ -38,7 +38,7 @@ MESSAGE = re.compile(
 def refusal(
     pools: Table, host_address: int, host_bytes: int, planes: Table, runs: Table, direction: int
 ) -> str | None:
-    """What the compiled module says against it."""
+    """The message with which the compiled module refuses it."""
     try:
         native().validate(pools, host_address, host_bytes, planes, runs, direction)
     except DescriptorError as error:
@@ -134,7 +134,7 @@ def _meet(left: Span, right: Span) -> bool:
 
 @st.composite
 def damages(draw: st.DrawFn, case: TransferCase) -> tuple[np.ndarray, np.ndarray]:
-    """The case's planes and runs with one to three cells that may be wrong."""
+    """The case's planes and runs, with one to three cells that may be wrong."""
     planes, runs = case.planes.copy(), case.runs.copy()
     for _ in range(draw(st.integers(1, 3))):
         table = draw(st.sampled_from((planes, runs)))
@@ -299,7 +299,7 @@ def test_one_byte_is_not_shared_by_host_rows_of_two_planes() -> None:
 
 
 def test_groups_that_share_a_page_may_not_share_its_bytes() -> None:
-    """Rows of other widths: those of the groups have no number in common, and the same bytes."""
+    """Rows of other widths. The row numbers of the groups differ, but their bytes are the same."""
     planes = np.array([(0, 0, 0, 64, 0, 16, 4, 9, 0), (1, 0, 0, 64, 0, 32, 2, 9, 64)])
     runs = np.array([(0, 3, 2, 2, 0), (1, 3, 1, 1, 0)])
     message = refusal(np.array([(1 << 20, 9 * 64)]), 1, 128, planes, runs, HOST_TO_PAGES)

@@ -55,11 +55,11 @@ from vllm_ascend_kvext.segments.worker.segments_worker import SegmentsWorker  # 
 WINDOW = 20
 TOKEN_BYTES = 2 * 2 * HEADS * HEAD * 4
 TOKEN_IDS = tuple(int(i) for i in torch.randint(0, 6, (64,), generator=torch.manual_seed(0)))
-"""Few of them, so that most occur again."""
+"""Few token ids, so that most occur again."""
 
 
 class Worker:
-    """A worker of a model with two layers: one group, or one of full attention and a window."""
+    """A worker of a model with two layers, in one group, or one of full attention and a window."""
 
     def __init__(
         self,
@@ -118,11 +118,11 @@ class Worker:
         scale: float = 0,
         only: slice = slice(None),
     ) -> None:
-        """As a forward would, in the first layer; other layers add what stands before.
+        """Write tokens as a forward would, in the first layer. Other layers add the tokens before.
 
         Args:
             scale: Keys are scaled behind the rotation by one plus this much per element.
-            only: Those of the tokens that are written, the first of them at ``first``.
+            only: The tokens that are written, the first of them at ``first``.
         """
         of_token = torch.randn((12, 2, HEADS, HEAD), generator=torch.manual_seed(1))
         positions = torch.arange(first, first + len(token_ids[only]))
@@ -140,7 +140,7 @@ class Worker:
             self.backend.write_rows(keys, values, *self.backend.caches_of(name, tensor), slots)
 
     def run(self, *jobs: StoreJob | LoadJob) -> EndedJobs:
-        """To their end."""
+        """Run jobs to their end."""
         stores = tuple(job for job in jobs if isinstance(job, StoreJob))
         loads = tuple(job for job in jobs if isinstance(job, LoadJob))
         self.side.begin_step(ConnectorMetadata(stores=stores, loads=loads))
@@ -193,11 +193,11 @@ def stored(make_worker: Callable[..., Worker]) -> Worker:
     return worker
 
 
-# What a worker says
+# The reports of a worker.
 
 
 def window_of_kernel() -> dict[str, Any]:
-    """vLLM without its hybrid manager: full attention to the scheduler, a window to the kernel."""
+    """vLLM without its hybrid manager: the scheduler sees full attention, the kernel a window."""
     rotary = RotaryEmbedding()
     return {"model": small_model(rotary, rotary, sliding_window=33)}
 
@@ -232,7 +232,7 @@ class RaisingBackend(SmallBackend):
 
 
 class ForgetfulBackend(SmallBackend):
-    """Writes no values."""
+    """An op that writes no values."""
 
     def write_rows(self, keys, values, key_cache, value_cache, slots) -> None:
         super().write_rows(
@@ -306,7 +306,7 @@ def test_states_are_refused() -> None:
     assert "expected full or sliding-window attention with a row per token" in refusal
 
 
-# Jobs
+# Jobs.
 
 
 @pytest.mark.parametrize("has_window", [False, True])
@@ -371,7 +371,7 @@ def test_holes_that_cover_all_of_a_load_in_parts(stored: Worker) -> None:
 
 
 def test_a_segment_that_does_not_fit_fails_the_job(stored: Worker) -> None:
-    """And its pages are among those that failed, also where the exact part ends before them."""
+    """The failed pages include the segment's pages, even if the exact part ends before them."""
     before = {name: tensor.clone() for name, tensor in stored.kv_caches.items()}
     null = (TablePart(0, (21, 1, 0, 13, 2)),)
     exact = TokenRange(0, 8)
@@ -395,12 +395,12 @@ def test_a_second_registration_takes_the_tokens_where_they_are(stored: Worker) -
         assert (tensor[[21, 1, 20, 13, 2]] != -7).any()
 
 
-# Moves
+# Moves.
 
 
 @pytest.mark.parametrize("staging_tokens", [1, 5, 7, 1000])
 def test_segments_are_placed_at_other_positions(staging_tokens: int, make_worker) -> None:
-    """Two texts change their order; their first tokens stay out; one is used twice."""
+    """Two texts change their order. Their first tokens stay out, and one text is used twice."""
     worker, wanted = make_worker(has_window=True), make_worker(has_window=True)
     mover, token_ids = worker.mover, TOKEN_IDS[:33]
     mover._max_tokens = staging_tokens
@@ -510,7 +510,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_moves(
     host = worker.mover._host
     host.random_(0, 255)
     before = [each.clone() for each in (host, *worker.kv_caches.values())]
-    # The first of the two would be all right.
+    # The first of the two would be right.
     jobs = [SegmentRows(36, 38, 64, 40, 5), SegmentRows(3, 36, 64, 40, 5)._replace(**changes)]
     longer = tuple(TablePart(table.first_page, (*table.ids, 22)) for table in tables)
     with pytest.raises(SegmentError, match=re.escape(message)) as caught:
@@ -522,11 +522,11 @@ def test_what_does_not_fit_is_refused_before_a_byte_moves(
     assert all(map(torch.equal, before, (host, *worker.kv_caches.values())))
 
 
-# The check of keys
+# The check of keys.
 
 
 def test_keys_of_small_chunks_are_checked_together(make_worker) -> None:
-    """Each token occurs twice, in two chunks. Sections lie in any order, with a gap before one."""
+    """Each token occurs twice, in two chunks. Sections are in any order, with a gap before one."""
     worker, token_ids = make_worker(has_window=True), (*range(12), *range(10))
     worker.compute(3, token_ids, SOURCE)
     mover = worker.mover
@@ -566,14 +566,14 @@ def test_keys_that_do_not_turn_are_reported_once(make_worker) -> None:
     assert again.extras is None
 
 
-# Pages that are addressed by token, as on NPUs; here in host memory.
+# Pages that are addressed by token, as on NPUs. They are in host memory here.
 
 
 @pytest.fixture
 def make_token_worker(
     make_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Worker]:
-    """Of a model whose layers register two tensors: heads and elements of a head of each."""
+    """A worker of a model whose layers register two tensors, with heads and elements of each."""
 
     def make(*sizes: tuple[int, int], **attributes: Any) -> Any:
         by_token = partial(build_layout, addressing=RowAddressing.TOKENS)
@@ -591,7 +591,7 @@ def make_token_worker(
 
 @pytest.mark.parametrize("is_latent", [False, True])
 def test_rows_of_tokens_are_stored_and_placed(is_latent: bool, make_token_worker) -> None:
-    """What is rotated is the first tensor, or of latents the second."""
+    """The rotated tensor is the first one, or with latents the second one."""
     rank = {"kv_lora_rank": 24, "qk_rope_head_dim": HEAD} if is_latent else {}
     sizes = [(1, 24), (1, HEAD)] if is_latent else [(HEADS, HEAD)] * 2
     worker = make_token_worker(*sizes, **rank)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reuse of KV at other positions, which is approximate: an extension of the connector.
+"""Reuse of KV at other positions, an extension of the connector. Such reuse is approximate.
 
-The connector does not know it: see ``connector.extension``.
+The connector does not import this package; see ``connector.extension``.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is counted of segments, and reported; see ``counted``."""
+"""The counters of segments, which are reported as metrics; see ``counted``."""
 
 from __future__ import annotations
 
@@ -12,36 +12,38 @@ from vllm_ascend_kvext.counted import Counted, MetricTable, Reporting, zeros
 
 
 class SegmentRefusal(enum.Enum):
-    """Why the segments of a request are computed, or not stored."""
+    """Why the segments of a request are computed instead of reused, or are not stored."""
 
     WRONG_SEGMENTS = "wrong_segments"
-    """They overlap, lie outside the prompt, or are no pairs of numbers."""
+    """The named segments overlap, lie outside the prompt, or are no pairs of numbers."""
 
     UNSUITED_REQUEST = "unsuited_request"
-    """A row that has nothing but token ids cannot compute a part of it; see ``HoleRefusal``."""
+    """A part of the request cannot be computed from token ids alone; see ``HoleRefusal``."""
 
     TOO_LONG = "too_long"
     """A segment that is to be stored does not fit into the model's context behind the sink."""
 
     UNCHECKED_KEYS = "unchecked_keys"
-    """It is not known yet that this model's keys turn with their positions alone."""
+    """The keys of this model have not yet been found to depend on positions by rotation alone."""
 
     NO_WINDOW = "no_window"
-    """The model has windows, and host memory does not hold those at the end of what is exact."""
+    """Host memory lacks the windows at the end of the exact beginning of the prompt."""
 
     ROOM = "room"
-    """The device's pool, or host memory, is too small for it."""
+    """The device's pool, or host memory, is too small for the segment."""
 
 
 @dataclass(slots=True)
 class SegmentCounters(Reporting):
-    """What became of segments; counters never go down."""
+    """What became of segments. Counters never go down."""
 
     hit_segments: Annotated[
         int,
         Counted(
             "Segments of admitted requests, by whether they were stored and reused.",
-            *("result", "hit", "blend_segments"),
+            "result",
+            "hit",
+            "blend_segments",
         ),
     ] = 0
     missed_segments: Annotated[int, Counted("", "result", "missed", "blend_segments")] = 0
@@ -50,7 +52,9 @@ class SegmentCounters(Reporting):
         Counted(
             "Prompt tokens of reused segments: reused, or computed because they are in a head, or "
             "what the question attends to.",
-            *("result", "reused", "blend_tokens"),
+            "result",
+            "reused",
+            "blend_tokens",
         ),
     ] = 0
     recomputed_tokens: Annotated[int, Counted("", "result", "recomputed", "blend_tokens")] = 0
@@ -63,7 +67,9 @@ class SegmentCounters(Reporting):
         int,
         Counted(
             "Questions compared with segments, and those that could not be.",
-            *("result", "scored", "blend_probes"),
+            "result",
+            "scored",
+            "blend_probes",
         ),
     ] = 0
     lost_probes: Annotated[int, Counted("", "result", "lost", "blend_probes")] = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments as an extension of the connector: the option, and what it makes on each side."""
+"""Segments as an extension of the connector: reads the option, and makes both sides."""
 
 from __future__ import annotations
 

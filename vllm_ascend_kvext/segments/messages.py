@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two sides of segments tell each other, in the ``extras`` of the connector's messages.
+"""Messages between the two sides of segments, in the ``extras`` of the connector's messages.
 
-Plain data that can be pickled: with tensor parallelism it crosses processes.
+They are plain data that can be pickled: with tensor parallelism they cross processes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class SegmentsOfWorker:
 
     Attributes:
         layout: None if segments cannot be stored and placed; ``refusal`` says why.
-        refusal: Empty if they can be.
-        probe_refusal: Why it cannot compare a question with segments; empty if it can.
+        refusal: Why segments cannot be stored and placed; empty if they can be.
+        probe_refusal: Why the worker cannot compare a question with segments; empty if it can.
     """
 
     layout: SegmentLayout | None
@@ -31,12 +31,12 @@ class SegmentsOfWorker:
 
 @dataclass(frozen=True, slots=True)
 class ProbeJob:
-    """A row of the step, the queries of whose last tokens are compared with keys in pages.
+    """A row of the step. The queries of its last tokens are compared with keys in pages.
 
     Attributes:
         row_id: Unique in the engine.
-        tokens: These last ones.
-        scored: Tokens whose scores are wanted, before those of the row; ascending and disjoint.
+        tokens: These last tokens.
+        scored: Tokens before the row whose scores are wanted; ascending and disjoint.
         block_ids: The row's block table, from its first page on, by KV cache group.
     """
 
@@ -51,11 +51,11 @@ class SegmentOutput:
     """What workers report of segments after a step.
 
     Attributes:
-        key_checks: Stores of segments, summed over workers, whose keys were found to turn with
-            their positions alone; see ``segments.keys.key_check``.
-        key_check_failure: What is wrong with the first keys that do not; empty if all do.
-        scores: Of the probes of the step, by row: of all tokens that are scored, one after the
-            other, summed over workers. None if some worker has none.
+        key_checks: The number of stores of segments, summed over workers, whose keys passed the
+            check of ``segments.keys.key_check``.
+        key_check_failure: What is wrong with the first keys that failed it; empty if none did.
+        scores: The scores of the step's probes, by row: one score per scored token, in their order,
+            summed over workers. None if some worker has no scores.
     """
 
     key_checks: int = 0

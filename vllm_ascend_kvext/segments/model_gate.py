@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks a model whether its segments may be reused: what is asked, and what the answers say.
+"""Checks whether the segments of a model may be reused: makes prompts, and judges the answers.
 
-Prompts are random tokens. *In place*: a segment stands where it was stored, behind the same sink.
-All KV is exact then, so the answer has to be that of a prompt without reuse::
+Prompts are random tokens. *In place* means that a segment stands where it was stored, behind the
+same sink. Then all KV is exact, so the answer has to equal that of a prompt without reuse::
 
     stored      [sink][segment                     ]
     in place    [sink][segment                     ] others  copy
     reused              ---------------------------
 
-*Moved*: segments stand elsewhere, behind each other, so answers differ. They are asked for with
-segments as they are stored, and with what is repaired of them. Prompts end with a copy of some
-tokens of a segment, so that models which retrieve have something to find, as induction heads do
-(Olsson et al., arXiv 2209.11895).
+*Moved* means that segments stand elsewhere, one behind the other, so answers differ. Each such
+prompt is asked twice: with segments as they are stored, and with repaired segments, whose heads are
+computed. Prompts end with a copy of some tokens of a segment. So a model that retrieves finds
+something, as induction heads do (Olsson et al., arXiv 2209.11895).
 
-``commands.check_model`` has an engine compute the prompts. Knows nothing of vLLM.
+``commands.check_model`` has an engine compute the prompts. This module knows nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from vllm_ascend_kvext.segments.prompt_segments import behind_head
 from vllm_ascend_kvext.token_range import TokenRange
 
 NUM_SEGMENTS = 3
-"""Segments that are stored; each has a prompt in place."""
+"""The number of stored segments. Each has one prompt in place."""
 
 NUM_MOVED = 6
-"""Prompts with several segments."""
+"""The number of prompts with several segments, which are moved."""
 
 MIN_SEGMENT_TOKENS = 96
 _MIN_REUSED_TOKENS = 48
-"""So many tokens of each segment that is moved are reused."""
+"""The minimum number of tokens that are reused of each moved segment."""
 
 _REPEATED_TOKENS = 32
-"""First tokens of a segment that occur in it once more: their keys are compared."""
+"""The number of first tokens of a segment that occur in it twice, so that keys can be compared."""
 
 _COPY_TOKENS = 12
 _OTHER_TOKENS = 9
-"""No multiple of a page."""
+"""The number of other tokens before and behind segments. It is no multiple of a page."""
 
 MIN_LIMITS = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
-"""By the type of a model: nats that sums in another order may change a log-probability by, where
-two runs without reuse happen to agree."""
+"""The minimum limits of a difference between log-probabilities, in nats, by the type of the model.
+Sums in another order may change them by this much, even if two runs without reuse agree."""
 
 NOISE_FACTOR = 4
-"""A difference of so many times that of two runs without reuse is not told from it."""
+"""The limit of a difference, as a multiple of the difference between two runs without reuse."""
 
 SURE_ERRORS = 2.0
-"""Standard errors by which repair has to take answers further away: 95 % of models where it does
-nothing pass."""
+"""A model is refused if repair takes answers further away by more than this many standard errors.
+So 95 % of the models pass in which repair changes nothing."""
 
 Answer = Mapping[int, float]
 """Log-probabilities of the likeliest next tokens, by token id."""
@@ -64,8 +64,8 @@ Answer = Mapping[int, float]
 class GateQuestion(NamedTuple):
     """A request that an engine is to compute.
 
-    ``stores``: the prompt, behind the sink, is a segment that is to be stored. ``segments``: those
-    that the request names.
+    ``stores`` says that the prompt behind the sink is a segment to be stored. ``segments`` are the
+    segments that the request names.
     """
 
     token_ids: tuple[int, ...]
@@ -74,12 +74,12 @@ class GateQuestion(NamedTuple):
 
     @property
     def cache_salt(self) -> str:
-        """Requests that reuse nothing have another one: else the prefix cache had their KV."""
+        """The salt. Requests without reuse have another one, to miss the prefix cache."""
         return "kvext-check" if self.stores or self.segments else "kvext-check-whole"
 
 
 GateReply = tuple[Answer, Mapping[str, object]]
-"""The answer to the last token of a prompt, and ``kv_transfer_params`` of the response."""
+"""The answer to the last token of a prompt, and the ``kv_transfer_params`` of the response."""
 
 
 class Heads(NamedTuple):
@@ -89,7 +89,7 @@ class Heads(NamedTuple):
     min_head_tokens: int
 
     def reused(self, segment: TokenRange) -> TokenRange | None:
-        """What is reused of a segment that is stored whole."""
+        """The reused part of a segment that is stored whole."""
         return behind_head(segment, segment.num_tokens, *self)
 
 
@@ -97,21 +97,22 @@ _AS_STORED = Heads(0, 0)
 
 
 InPlace = tuple[float, float, float]
-"""How answers to a prompt differ from one without reuse, where reused KV is exact, in nats: with
-reuse; without, computed beside others; without, and with other tokens where some are reused."""
+"""Three differences, in nats, from the answer to one prompt in place without reuse. The first is
+that of the answer with reuse. The second is that of the prompt computed together with others. The
+third is that of a prompt with other tokens in place of the reused ones; it reuses no KV."""
 
 Moved = tuple[float, float]
-"""The same of a prompt whose segments stand elsewhere, as stored and repaired."""
+"""Two such differences for a moved prompt: with segments as stored, and with repaired ones."""
 
 
 class GatePrompt(NamedTuple):
-    """A prompt, and where the stored segments stand in it; ascending."""
+    """A prompt, and the ranges of the stored segments in it, ascending."""
 
     token_ids: tuple[int, ...]
     segments: tuple[TokenRange, ...]
 
     def without(self, runs: Sequence[TokenRange], others: Sequence[int]) -> tuple[int, ...]:
-        """The tokens, with others in place of those in some runs."""
+        """The tokens of the prompt, with other tokens in these runs."""
         token_ids = list(self.token_ids)
         for run in runs:
             token_ids[slice(*run)] = others[slice(*run)]
@@ -119,9 +120,9 @@ class GatePrompt(NamedTuple):
 
 
 class GatePrompts(NamedTuple):
-    """Segments that are stored, without the sink, and all prompts that a model is asked.
+    """The stored segments, without the sink, and all prompts that a model is asked.
 
-    For each segment a prompt is ``in_place``. ``others`` are as many tokens as the longest has.
+    ``in_place`` has one prompt per segment. ``others`` has as many tokens as the longest prompt.
     """
 
     segments: tuple[tuple[int, ...], ...]
@@ -131,7 +132,7 @@ class GatePrompts(NamedTuple):
 
 
 class AskedEngine(Protocol):
-    """An engine that nobody else uses; its properties are those of ``Blending``."""
+    """An engine that only the check uses."""
 
     @property
     def keys_are_checked(self) -> bool: ...
@@ -139,21 +140,21 @@ class AskedEngine(Protocol):
     def why_no_reuse(self) -> str: ...
 
     def ask(self, questions: Sequence[GateQuestion]) -> list[GateReply]:
-        """Compute requests together, and wait until no transfer is under way."""
+        """Compute these requests together, and wait until all transfers have ended."""
 
     def forget_cached(self) -> None:
         """Empty the prefix cache."""
 
     def compute_heads(self, heads: Heads) -> None:
-        """From here on, compute so much of each reused segment."""
+        """From here on, compute these heads of each reused segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelGate:
     """The check of one engine's model.
 
-    ``heads`` are those of the engine's options. Fewer than ``min_tokens`` are not reused; the
-    largest blocks have ``page_tokens``.
+    ``heads`` come from the engine's options. Runs of fewer than ``min_tokens`` tokens are not
+    reused. The largest blocks have ``page_tokens`` tokens.
     """
 
     engine: AskedEngine
@@ -164,14 +165,14 @@ class ModelGate:
     max_prompt_tokens: int
 
     def check(self, vocabulary_tokens: int, dtype: str) -> str:
-        """Check a model with so large a vocabulary, of a type by torch's name without the module.
+        """Check a model with a vocabulary of this size. ``dtype`` is like ``float32``.
 
         Returns:
-            The numbers by which its segments may be reused.
+            The measured numbers, if the segments of the model may be reused.
 
         Raises:
-            BlendingError: They may not, or it cannot be asked: there is too little room, or a store
-                fails.
+            BlendingError: The segments may not be reused. Or the model cannot be asked, because
+                there is too little room, or because a store fails.
         """
         prompts = self.make_prompts(vocabulary_tokens)
         self._store(prompts)
@@ -182,15 +183,15 @@ class ModelGate:
         return judge(in_place, self._ask_moved(prompts) if has_windows else [], dtype)
 
     def make_prompts(self, vocabulary_tokens: int) -> GatePrompts:
-        """Random tokens, the same at each call.
+        """Make prompts of random tokens, the same at each call.
 
-        The first and last quarter of the vocabulary are left out: special tokens are there.
-        Segments, and what is reused of them, lie in several pages.
+        The first and the last quarter of the vocabulary are left out, because special tokens lie
+        there. Segments and their reused parts span several pages.
 
         Raises:
-            BlendingError: There is no room for a segment that would be reused.
+            BlendingError: There is no room for a segment long enough to be reused.
         """
-        repaired_tokens = max(self.heads)  # At least, of each reused segment.
+        repaired_tokens = max(self.heads)  # The minimum for each reused segment.
         segment_tokens = max(
             MIN_SEGMENT_TOKENS,
             2 * self.page_tokens,
@@ -241,7 +242,7 @@ class ModelGate:
         alone = [self._whole([question])[0] for question in whole]
         beside = self._whole(whole)
         other = self._whole(others)
-        found = self._reused(prompts.in_place, _AS_STORED)  # In place, nothing has a head.
+        found = self._reused(prompts.in_place, _AS_STORED)  # In place, segments have no head.
         differences = (_differences(alone, each) for each in (found, beside, other))
         return list(zip(*differences, strict=True))
 
@@ -253,12 +254,12 @@ class ModelGate:
         return list(zip(*differences, strict=True))
 
     def _whole(self, questions: Sequence[GateQuestion]) -> list[Answer]:
-        """Answers without any reuse."""
+        """The answers without any reuse."""
         self.engine.forget_cached()
         return [answer for answer, _ in self.engine.ask(questions)]
 
     def _reused(self, prompts: Sequence[GatePrompt], heads: Heads) -> list[Answer]:
-        """Answers with segments reused, but for so much of each of them."""
+        """The answers with segments reused behind these heads."""
         self.engine.forget_cached()
         self.engine.compute_heads(heads)
         replies = self.engine.ask(
@@ -282,7 +283,7 @@ class ModelGate:
 
 
 class _Draw:
-    """Random tokens."""
+    """Draws random tokens."""
 
     def __init__(self, vocabulary_tokens: int) -> None:
         self._rng = random.Random(0)
@@ -309,7 +310,7 @@ class _Draw:
         return GatePrompt(token_ids + self._copy(self._rng.choice(segments)), tuple(places))
 
     def _copy(self, segment: tuple[int, ...]) -> tuple[int, ...]:
-        """Some that occur in a segment once."""
+        """Consecutive tokens of a segment that were not repeated in it."""
         end = len(segment) - _REPEATED_TOKENS - _COPY_TOKENS
         first = self._rng.randrange(_REPEATED_TOKENS, end)
         return segment[first : first + _COPY_TOKENS]
@@ -318,8 +319,8 @@ class _Draw:
 def judge(in_place: Sequence[InPlace], moved: Sequence[Moved], dtype: str) -> str:
     """Judge a model by its answers to at least one prompt in place; see `ModelGate.check`.
 
-    ``moved`` is empty where it does not matter: published results disagree on whether recomputing
-    helps models with sliding windows, so these are asked.
+    ``moved`` is given only for models with sliding windows: published results disagree on whether
+    recomputing heads helps them. It is empty for other models.
     """
     reused = max(reused for reused, _, _ in in_place)
     noise = max(noise for _, noise, _ in in_place)
@@ -329,7 +330,7 @@ def judge(in_place: Sequence[InPlace], moved: Sequence[Moved], dtype: str) -> st
         f"log-probabilities differ by {reused:.2g} where segments are reused in place, by "
         f"{noise:.2g} between two runs without reuse, by {other:.2g} with other tokens there"
     )
-    if not (math.isfinite(reused) and reused <= limit):  # The limit may be no number either.
+    if not (math.isfinite(reused) and reused <= limit):  # The limit may be NaN, too.
         raise BlendingError(
             f"{numbers}: expected at most {limit:.2g} of reuse in place. What is stored, loaded or "
             "computed between segments is not what the model computes. Serve it without segments, "
@@ -358,16 +359,16 @@ def _differences(alone: Sequence[Answer], found: Sequence[Answer]) -> list[float
 
 
 def difference(wanted: Answer, found: Answer) -> float:
-    """Mean absolute difference of the tokens that are likeliest without reuse, in nats.
+    """Mean absolute difference of log-probabilities, in nats, over the tokens of ``wanted``.
 
-    A token that is not among the others' likeliest counts as if it were the last of them. Infinite
-    if some are no numbers.
+    A token that ``found`` lacks counts as if it had the lowest log-probability of ``found``. The
+    result is infinite if an answer is empty or a difference is NaN or infinite.
     """
     if not wanted or not found:
         return math.inf
     last = min(found.values())
     pairs = [(value, found.get(token, last)) for token, value in wanted.items()]
-    # Tokens that a model never answers have infinite ones.
+    # Tokens that a model never answers have a log-probability of minus infinity.
     found_mean = mean(
         0.0 if one == other == -math.inf else abs(one - other) for one, other in pairs
     )

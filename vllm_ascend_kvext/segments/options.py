@@ -39,11 +39,11 @@ FORMER_KEYS: Mapping[str, str] = {
     "segment_context": '"segments": {"context": ...}',
     "learn_segments": '"segments": {"learn": ...}',
 }
-"""What stands in place of the keys that had no object of their own."""
+"""The former flat keys of ``kv_connector_extra_config``, and what replaces each of them."""
 
 
 class Selector(enum.Enum):
-    """How the tokens of reused segments are chosen that are computed after all."""
+    """How the connector chooses which tokens of reused segments are computed nevertheless."""
 
     HEADS = "heads"
     QUESTION = "question"
@@ -65,58 +65,58 @@ _SEPARATOR = Values(
 class SegmentOptions:
     """The keys of the object ``segments``.
 
-    An object, whose keys are below; `{}` has the default of each. It turns segments on: documents
-    whose KV was stored by itself are reused wherever they stand in a prompt, with their keys
-    rotated to the new positions. **Approximate**: a reused token has not seen what stands before
-    its segment, and answers change. See `docs/blending.md`. Unset: no segment is reused.
+    An object with the keys below; `{}` uses every default. It turns segments on: a document that
+    was stored by itself is reused wherever it stands in a prompt. Its keys are rotated to the new
+    positions. **Approximate**: a reused token has not seen what stands before its segment, so
+    answers change. See `docs/blending.md`. Unset: no segment is reused.
     """
 
     selector: Annotated[Selector | None, choice(Selector)] = None
     """Which tokens of reused segments are computed. `heads`: the first `head_tokens` of each.
-    `question`: these, and behind them what the question attends to. What follows the last segment
-    is computed once, at the price of one more step, only to find that out. Not with a
-    `cudagraph_mode` of `FULL`, nor without full attention: there it is `heads`, and the log says
-    why. Unset: `question` on a CPU, where that can be."""
+    `question`: the heads, and the tokens behind them that the question attends to. To find these,
+    the text behind the last segment is computed once more, which costs one step. `question` needs
+    a layer with full attention, and a `cudagraph_mode` other than `FULL`. Otherwise `heads` is
+    used, and the log says why. Unset: `question` on a CPU that can do it, else `heads`."""
 
     head_tokens: Annotated[int | None, NATURAL_NUMBER] = None
-    """How many first tokens of each reused segment are computed. Segments shorter than twice that
-    are computed whole. `0` reuses segments as they are. Unset: 4 where the question chooses others,
-    else 16."""
+    """How many first tokens of each reused segment are computed. Segments shorter than twice this
+    number are computed whole. `0` reuses segments as they are. Unset: 4 where the question chooses
+    further tokens, else 16."""
 
     ratio: Annotated[float, RATIO] = 0.16
-    """With `selector` `question`: this part of the tokens behind heads is computed, but no less
-    than one run of each segment. `1.0` computes all of them."""
+    """With `selector` `question`: the share of the tokens behind heads that is computed. At least
+    one run of each segment is computed. `1.0` computes all tokens."""
 
     check_layer: Annotated[int | None, NATURAL_NUMBER] = None
-    """With `selector` `question`: the layer at which the question is compared with the segments,
-    counted from 0 in the order of the model, among those with pages of their own. It must have full
-    attention. Unset: the one next to three fifths of the model."""
+    """With `selector` `question`: the layer at which the question is compared with the segments.
+    Layers with pages of their own are counted from 0, in the order of the model. The layer must
+    have full attention. Unset: the layer nearest to three fifths of the model."""
 
     separator: Annotated[str | tuple[int, ...] | None, _SEPARATOR] = None
-    """What stands between two of these separators in a prompt is a segment, where a request names
-    none. A text, which is tokenized once, without special tokens, or a list of token ids. Unset:
-    only segments that a request names are reused."""
+    """The text between two of these separators is a segment, in a prompt whose request names no
+    segments. The value is a list of token ids, or a text. A text is tokenized once, without special
+    tokens. Unset: only segments that a request names are reused."""
 
     sink: Annotated[str | tuple[int, ...] | None, _SINK] = None
-    """What segments are computed behind. A text, which is tokenized once, without special tokens,
-    and follows the model's token for the beginning of a sequence, if it has one; or a list of token
-    ids. Unset: that token alone, and with `context` what prompts begin with; `[]` is nothing. See
-    `docs/blending.md`."""
+    """The tokens that segments are computed behind: a list of token ids, or a text. A text is
+    tokenized once, without special tokens, and follows the model's token for the beginning of a
+    sequence, if the model has one. Unset: that beginning token alone; with `context`, also the
+    common beginning of prompts. `[]`: no tokens. See `docs/blending.md`."""
 
     context: Annotated[bool | None, FLAG] = None
-    """`true`: segments are computed, too, behind what prompts of their `cache_salt` begin with, and
-    that and two or eight of the first documents that were stored under it. Answers come nearer to
-    those without reuse, and may be taken from these documents; see `docs/blending.md`. Unset:
-    `true` where the question chooses what is computed, which lets little of them through, unless
-    `learn` is `false`."""
+    """`true`: segments are also computed behind the common beginning of the prompts of their
+    `cache_salt`, and behind this beginning and two or eight of the first documents of this salt.
+    Answers come nearer to those without reuse, but may be taken from these documents; see
+    `docs/blending.md`. Unset: `true` where the question chooses what is computed, because this lets
+    little of these documents through. Unset with `learn` `false`: `false`."""
 
     learn: Annotated[bool | None, FLAG] = None
-    """`true`: a segment that two requests had, and that no client has stored, is computed by itself
-    and stored while no request waits to be admitted. `false`: only clients store segments. Unset:
-    `true` where `separator` is set, but for `store_policy` `never`."""
+    """`true`: the engine computes and stores a segment that two requests had and that no client has
+    stored. It does so while no request waits to be admitted. `false`: only clients store segments.
+    Unset: `true` where `separator` is set and `store_policy` is not `never`."""
 
     def learns_new(self, store_policy: StorePolicy) -> bool:
-        """Whether segments are learned: clients who only put separators do not store any."""
+        """Whether segments are learned. By default they are with separators: clients store none."""
         if self.learn is None:
             return self.separator is not None and store_policy is not StorePolicy.NEVER
         return self.learn
@@ -129,8 +129,8 @@ def parse_segment_options(value: Any, options: ConnectorOptions) -> SegmentOptio
     """Read and validate the object ``segments``.
 
     Raises:
-        SettingsError: If it is no object, a key is not in `SEGMENT_OPTIONS`, a value is wrong, or
-            the connector's options exclude segments.
+        SettingsError: The value is no object, a key is not in `SEGMENT_OPTIONS`, a value is wrong,
+            or the connector's options exclude segments.
     """
     if not isinstance(value, Mapping):
         raise wrong_value(

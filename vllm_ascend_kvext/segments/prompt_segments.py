@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parts of a prompt are segments, and which of their tokens are reused.
+"""Finds the segments of a prompt, and chooses which of their tokens are reused.
 
-A segment is a text that is known by itself, such as a document, wherever it stands in a prompt: a
-request says so, or it stands between separators. One that was computed by itself has made its own
-first tokens an attention sink, and has not seen what stands before it. Computing its first tokens
-anew takes most of the harm away (EPIC, arXiv 2410.15332): they are its *head*::
+A segment is a text that may stand anywhere in a prompt, such as a document. A request names its
+segments, or separators mark them. A segment that was computed by itself has made its own first
+tokens an attention sink, and has not seen the text before it. Computing its first tokens anew
+removes most of the harm (EPIC, arXiv 2410.15332). These tokens are its *head*::
 
     prompt      [exact   |segment A         |segment B, unknown|segment C         |question]
     computed              hhhh               =================== hhhh               ========
     reused                    --------------                        --------------
 
-Pure functions. The last token is always computed: its output is wanted.
+The functions are pure. The last token of a prompt is always computed, because its output is wanted.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def named_segments(
 ) -> list[TokenRange] | None:
     """The segments that a request names, ascending, without empty ones; None if it names none.
 
-    In its sampling parameters, `SEGMENTS_KEY` holds pairs of first and end token: lists, or their
-    JSON text. ``num_tokens`` is the length of the prompt.
+    `SEGMENTS_KEY` in its sampling parameters holds pairs of first and end token, as lists or as
+    their JSON text. ``num_tokens`` is the length of the prompt.
 
     Raises:
-        SegmentError: If they are something else, overlap, or lie outside the prompt.
+        SegmentError: The value is something else, or segments overlap or lie outside the prompt.
     """
     value = read_argument(extra_args, SEGMENTS_KEY)
     if value is None:
@@ -56,7 +56,7 @@ def is_to_be_stored(extra_args: Mapping[str, Any] | None) -> bool:
     """Whether the prompt of a request is a segment that is to be stored.
 
     Raises:
-        SegmentError: If `STORE_KEY` is no truth value.
+        SegmentError: The value of `STORE_KEY` is no truth value.
     """
     value = read_argument(extra_args, STORE_KEY)
     if value is None:
@@ -71,10 +71,10 @@ def is_to_be_stored(extra_args: Mapping[str, Any] | None) -> bool:
 
 
 def separated_segments(token_ids: Sequence[int], separator: Sequence[int]) -> list[TokenRange]:
-    """What stands between two separators that follow each other.
+    """The texts between neighbouring separators, ascending, without empty ones.
 
-    What stands before the first one and behind the last one is no segment: instructions and the
-    question. The separators themselves are computed. Ascending, without empty ones.
+    The text before the first separator is instructions, and the text behind the last one is the
+    question: neither is a segment. The separators themselves are computed.
     """
     starts = _find_all(token_ids, separator)
     width = len(separator)
@@ -84,7 +84,7 @@ def separated_segments(token_ids: Sequence[int], separator: Sequence[int]) -> li
 
 
 def _find_all(token_ids: Sequence[int], separator: Sequence[int]) -> list[int]:
-    """Where a separator begins, from the left; those that overlap one before are left out."""
+    """Where separators begin, from the left. One that overlaps an earlier one is left out."""
     wanted = list(separator)
     tokens = list(token_ids)
     found: list[int] = []
@@ -125,7 +125,8 @@ def _wrong(value: object, expected: str) -> SegmentError:
 class BlendPlan(NamedTuple):
     """The spans of a prompt behind its exact beginning, ascending.
 
-    ``reused`` is loaded and ``holes`` are computed; all behind is computed by the request itself.
+    The ``reused`` spans are loaded, and the ``holes`` are computed. The request itself computes all
+    tokens behind them.
     """
 
     reused: tuple[TokenRange, ...]
@@ -139,10 +140,10 @@ class BlendPlan(NamedTuple):
 def behind_head(
     segment: TokenRange, stored_tokens: int, head_tokens: int, min_head_tokens: int = 0
 ) -> TokenRange | None:
-    """What is reused of a segment of which ``stored_tokens`` are stored; None if that is nothing.
+    """The reused part of a segment with ``stored_tokens`` stored tokens; None if it is empty.
 
-    A segment shorter than twice its head is computed whole. ``min_head_tokens`` are computed of
-    every segment, whatever its length.
+    A segment shorter than twice its head is computed whole. At least the first ``min_head_tokens``
+    of every segment are computed, whatever its length.
     """
     if segment.num_tokens < 2 * head_tokens:
         return None
@@ -154,10 +155,12 @@ def behind_head(
 def plan_blend(
     num_tokens: int, exact_tokens: int, candidates: Iterable[TokenRange], min_run_tokens: int
 ) -> BlendPlan | None:
-    """Plan a prompt, and what was generated before its request was preempted; None reuses nothing.
+    """Plan the tokens of a request; None if nothing is reused.
 
-    ``candidates`` may be reused, ascending and disjoint; of them, runs shorter than
-    ``min_run_tokens`` are computed. ``exact_tokens`` is the length of the exact beginning.
+    After a preemption these are the prompt and the tokens that were generated before.
+    ``candidates`` are the ranges that may be reused, ascending and disjoint. Runs of them that are
+    shorter than ``min_run_tokens`` are computed. ``exact_tokens`` is the length of the exact
+    beginning.
     """
     reused: list[TokenRange] = []
     for candidate in candidates:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids of what stands before and between segments, from the model and its tokenizer."""
+"""The token ids that stand before and between segments, from the model and its tokenizer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 class SegmentTokens(NamedTuple):
-    """What segments are computed behind, and what stands between them; see ``SegmentOptions``.
+    """The tokens of the sink and of the separator; see ``SegmentOptions``.
 
-    ``first_ids`` is what tokenizers put before a text, if the sink begins with it.
+    ``first_ids`` are the tokens that tokenizers put before a text. They are empty if the sink does
+    not begin with them.
     """
 
     sink_ids: tuple[int, ...] = ()
@@ -27,11 +28,11 @@ NO_SEGMENT_TOKENS = SegmentTokens()
 
 
 def segment_tokens_of(model: ModelConfig, options: SegmentOptions) -> SegmentTokens:
-    """What segments are computed behind, and what separates them.
+    """The tokens of the sink and of the separator, for one model.
 
     Raises:
-        SettingsError: If one of them is a text of which the tokenizer makes nothing, or there is no
-            tokenizer; or token ids that the model does not have.
+        SettingsError: One of them is a text, and the tokenizer makes no token of it or does not
+            exist. Or one of them has token ids that the model does not have.
     """
     first_ids = _first_ids(model)
     sink = options.sink

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of single tokens, in the pages of a worker and in host memory.
 
-A *row* is what a token has in a plane, in the order in which the model writes it: head by head,
-element by element. A *slot* is the place of a token in the pages of a KV cache group: its page
-times the tokens per page, plus its row in the page. A *section* of host memory has room for the
-rows of consecutive tokens, plane after plane, each plane from a multiple of 64 bytes on::
+A *row* holds the elements of one token in a plane, in the order in which the model writes them:
+head by head, element by element. A *slot* is the place of a token in the pages of a KV cache group:
+its page times the tokens per page, plus its row in the page. A *section* of host memory has room
+for the rows of consecutive tokens, plane after plane. Each plane begins at a multiple of 64 bytes::
 
     section of 3 rows    keys of layer 0: row 0 row 1 row 2 | values of layer 0: row 0 ...
 
-Knows no requests, and imports no torch.
+This module knows no requests, and imports no torch at run time.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ if TYPE_CHECKING:
     from vllm_ascend_kvext.segments.keys.rotary import RotarySignature
 
 Slots = Mapping[int, npt.NDArray[np.int64]]
-"""Slots of the same tokens by KV cache group. shape: [num_tokens], each slot once."""
+"""Slots of the same tokens, by KV cache group. shape: [num_tokens]. Each slot occurs once."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPlane:
     """The keys, or the values, of one layer of a KV cache group.
 
-    Where heads share a latent, a row has one. ``keys`` is how they turn; None for values.
+    Where heads share a latent, a row has one head. ``keys`` says how keys turn with their
+    position; it is None for values.
     """
 
     layer_name: str
@@ -56,16 +57,17 @@ class TokenPlane:
 
 @dataclass(frozen=True, slots=True)
 class SegmentLayout:
-    """How one worker lays out its tokens in sections: bytes of one token, by plane.
+    """How one worker lays out its tokens in sections.
 
-    The largest sliding window counts the token that reads; it is 0 if there is none.
+    ``row_bytes`` has the bytes of one token, by plane. ``window_tokens`` is the largest sliding
+    window, the reading token included; it is 0 if the model has no window.
     """
 
     row_bytes: tuple[int, ...]
     window_tokens: int = 0
 
     def plane_offsets_bytes(self, section_rows: int) -> list[int]:
-        """Where the planes of a section begin, and, last, where it ends."""
+        """The offsets at which the planes of a section begin, and at last the offset of its end."""
         sizes = (row_bytes * section_rows for row_bytes in self.row_bytes)
         aligned = (num_bytes + -num_bytes % HOST_ALIGNMENT_BYTES for num_bytes in sizes)
         return list(accumulate(aligned, initial=0))
@@ -78,9 +80,9 @@ class SegmentLayout:
 class SegmentRows(NamedTuple):
     """Consecutive tokens of a request, and their rows in one section.
 
-    The section begins at ``offset_bytes`` of the host buffer, a multiple of 64, and has room for
-    ``section_rows`` rows; ``first_row`` is that of the first token. A load moves keys by
-    ``shift_tokens`` positions. A store has ``token_ids``, by which keys are checked.
+    The section begins at ``offset_bytes`` of the host buffer, a multiple of 64. It has room for
+    ``section_rows`` rows; ``first_row`` is the row of the first token. A load moves keys by
+    ``shift_tokens`` positions. A store has ``token_ids``, with which the keys are checked.
     """
 
     first_tokens: int
@@ -99,7 +101,7 @@ class SegmentRows(NamedTuple):
 class HostRows(NamedTuple):
     """Rows of consecutive tokens in host memory (dtype: uint8, contiguous), plane after plane.
 
-    Row 0 of each plane lies at a multiple of 64 bytes; ``first_row`` is that of the first token.
+    Row 0 of each plane lies at a multiple of 64 bytes. ``first_row`` is the row of the first token.
     """
 
     memory: torch.Tensor
@@ -112,29 +114,29 @@ class TokenPages(Protocol):
 
     @property
     def planes(self) -> tuple[TokenPlane, ...]:
-        """Those of the model's first layer come first, keys before values."""
+        """The planes, those of the model's first layer first, and keys before values."""
         ...
 
     @property
     def tokens_per_page(self) -> Mapping[int, int]:
-        """By KV cache group."""
+        """The tokens per page, by KV cache group."""
         ...
 
     @property
     def num_pages(self) -> int:
-        """Page 0 is the null page, of which no slot may be named."""
+        """The number of pages, page 0 included. It is the null page: no slot may lie in it."""
         ...
 
     def read(self, slots: Slots, rows: HostRows) -> None:
-        """Copy rows out of pages: every plane of the tokens that the slots name."""
+        """Copy the rows of the tokens in these slots out of pages, in every plane."""
         ...
 
     def write(self, slots: Slots, rows: HostRows) -> None:
-        """Copy rows into pages. No other byte of them changes."""
+        """Copy rows into pages. No other byte of the pages changes."""
         ...
 
     def read_plane(self, index: int, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-        """A copy of rows of one plane. shape: [num_tokens, row_bytes]."""
+        """Return a copy of rows of one plane. shape: [num_tokens, row_bytes]."""
         ...
 
 
@@ -148,11 +150,11 @@ def slots_of(
 ) -> npt.NDArray[np.int64]:
     """The slots of consecutive tokens of a request in the pages of one KV cache group.
 
-    ``table`` is at least the part of its block table that has them; ``what`` is for the error:
-    whose tokens and table.
+    ``table`` is a part of the request's block table; it must cover these tokens. ``what`` says in
+    the error whose tokens and table they are.
 
     Raises:
-        SegmentError: The part is too short, or a page is null or not there.
+        SegmentError: The part does not cover the tokens, or a page is null or does not exist.
     """
     first_page, end_page = first_tokens // tokens_per_page, -(-end_tokens // tokens_per_page)
     end_of_table = table.first_page + len(table.ids)

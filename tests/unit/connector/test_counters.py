@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys of the connector's counts, and traffic.
 
-What all tables do is in ``test_counted``; the names of metrics are those of ``docs/metrics.md``.
+``test_counted`` tests what all tables do. ``docs/metrics.md`` has the names of metrics.
 """
 
 from __future__ import annotations

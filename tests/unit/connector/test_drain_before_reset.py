@@ -22,7 +22,7 @@ ABORTED = SimpleNamespace(is_finished=lambda: True)
         ({}, True, NUM_STEPS_OF_A_STORE),
         ({"paused": PAUSED}, True, NUM_STEPS_OF_A_STORE),  # The step sends its outputs.
         ({"paused": PAUSED}, False, 0),
-        ({"aborted": ABORTED}, False, NUM_STEPS_OF_A_STORE),  # It is there while it loads.
+        ({"aborted": ABORTED}, False, NUM_STEPS_OF_A_STORE),  # The request is there while it loads.
         ({"aborted": ABORTED, "paused": PAUSED}, False, 0),
     ],
 )

@@ -14,7 +14,7 @@ from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 
 
 class Scheduler:
-    """One that plans steps without requests."""
+    """A scheduler that plans steps without requests."""
 
     max_num_scheduled_tokens = 64
     max_num_running_reqs = 8
@@ -24,7 +24,7 @@ class Scheduler:
 
 
 def test_the_end_of_a_row_is_told_although_its_request_is_gone(mocker: MockerFixture) -> None:
-    """It goes while the step is planned that computes its row."""
+    """The hole goes while the step is planned that computes its row."""
     mocker.patch.object(hole_steps, "budget_of_holes", return_value=(64, 8, 64))
     mocker.patch.object(hole_steps, "add_rows", side_effect=lambda *_: side.holes.clear())
     row = SimpleNamespace(row_id="row", run=SimpleNamespace(num_tokens=16))

@@ -54,7 +54,7 @@ def test_memory_beside_a_cpu_is_plain(torch: Any, pinned: list[bool]) -> None:
 
 
 def test_memory_beside_a_cpu_is_taken_at_once(torch: Any) -> None:
-    """Otherwise the first stores pay for every page that they touch."""
+    """Otherwise the first stores are slowed by a page fault per page."""
     before_bytes = resident_bytes()
     buffer = HostBuffer.allocate(64 << 20, CPU)
     assert resident_bytes() - before_bytes > 60 << 20

@@ -49,7 +49,7 @@ def test_model_of_states_only_cannot_skip_them() -> None:
 
 def test_pages_that_leave_are_those_of_one_tail_and_not_of_the_next() -> None:
     layout = of(FULL, WINDOW, MAMBA, hash_block_size=16)
-    # The window at 96 begins in page 4, that at 128 in page 6. The state at 96 is page 2.
+    # The window at 96 begins in page 4, and the window at 128 in page 6. The state at 96 is page 2.
     assert layout.pages_that_leave(96, 128) == ((1, 4, 6), (3, 2, 3))
     assert layout.pages_that_leave(96, 112) == ((1, 4, 5), (3, 2, 3))
 
@@ -97,13 +97,13 @@ def test_sizes_and_rows_are_those_of_the_workers_planner(piece: Piece) -> None:
 
 
 def test_places_are_aligned_as_the_transfer_op_asks() -> None:
-    """`store` knows no transfers: the two constants meet in the connector."""
+    """`store` knows no transfers, so the two constants meet in the connector."""
     assert ALIGNMENT_BYTES % HOST_ALIGNMENT_BYTES == 0
 
 
 def test_tails_are_the_windows_before_a_boundary() -> None:
     layout = of(FULL, WINDOW, STATES)
-    # 23 tokens before 104, from the start of their page; 7 tokens for the states.
+    # The window has 23 tokens before 104, from its page's start; the states have 7 tokens.
     assert layout.pages(Piece.tails(104)) == ((1, 5, 7), (2, 6, 7))
 
 

@@ -13,7 +13,7 @@ from vllm_ascend_kvext.token_range import TokenRange, without
 
 
 class CountedRuns(list[TokenRange]):
-    """Each may be read a few times."""
+    """Each segment may be read a few times."""
 
     num_read = 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people write into ``kv_connector_extra_config``, and what becomes of it."""
+"""The values of ``kv_connector_extra_config``, and the options that are made of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GIB = 1 << 30
 FLAG = {True: True, False: False, "true": True, "false": False, " True ": True}
 NO_FLAG = (1, 0, "1", "yes", "", [True])
 
-# By key: default as it is shown, values with what becomes of them, wrong values.
+# The key, its default as it is shown, values with their results, and wrong values.
 TABLE: dict[str, tuple[str, list[tuple[Any, Any]], tuple[Any, ...]]] = {
     "host_memory_gib": (
         "8",
@@ -201,7 +201,7 @@ def test_the_default_chunk_is_rounded_up_to_whole_units(
 def test_a_chunk_is_no_longer_than_what_a_request_may_have(
     chunk_tokens: int, unit_tokens: int, max_model_len: int, most_tokens: int
 ) -> None:
-    """What is the default is taken with any model."""
+    """The default values are accepted with any model."""
     options = parse(chunk_tokens=chunk_tokens)
     if not most_tokens:
         assert options.chunk_tokens_of(unit_tokens, max_model_len) == chunk_tokens

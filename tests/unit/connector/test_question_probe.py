@@ -36,7 +36,7 @@ HEADS, KEY_HEADS, ELEMENTS = 4, 2, 8
 PAGE_TOKENS = 4
 NUM_PAGES = 20
 IDS = (5, 3, 11, 7, 12)
-"""Pages of a request: 20 tokens."""
+"""The pages of a request of 20 tokens."""
 ROW = TokenRange(14, 17)
 SCORED = (TokenRange(2, 5), TokenRange(6, 12))
 JOB = ProbeJob("a-hole-1", ROW, SCORED, (TablePart(0, ()), TablePart(0, IDS)))
@@ -51,7 +51,7 @@ PLANES = tuple(
 
 @dataclass
 class Pages:
-    """Rows by plane and slot."""
+    """The rows by plane and slot."""
 
     rows: np.ndarray
     planes: tuple[TokenPlane, ...] = PLANES
@@ -62,7 +62,7 @@ class Pages:
         return self.rows[index, slots].view(np.uint8)
 
     def keys(self, tokens: range) -> torch.Tensor:
-        """Of the checked layer. shape: [tokens, key heads, elements]."""
+        """Keys of the checked layer. shape: [tokens, key heads, elements]."""
         import torch
 
         found = self.rows[2, [slot_of(token) for token in tokens]]
@@ -81,7 +81,7 @@ class Attention:
 
 
 class Step:
-    """A layer, and a step that it computes: tokens of others, padding, and the row in no order."""
+    """A layer, and a step that it computes: other tokens, padding, and the row in no order."""
 
     def __init__(self) -> None:
         torch = pytest.importorskip("torch")
@@ -98,14 +98,14 @@ class Step:
         self.probe: QuestionProbe = QuestionProbe(layer, self.pages, lambda: self.slots)
 
     def scores(self, *jobs: ProbeJob) -> dict[str, Any]:
-        """Of one step."""
+        """The scores of one step."""
         self.probe.begin_step(jobs)
         returned = self.attention.forward("layer", self.queries, "key", output=3)
         assert returned == ("computed", "layer", self.queries, "key", 3)
         return self.probe.end_step()
 
     def expected(self) -> np.ndarray:
-        """One product after the other."""
+        """The attention, one product after the other."""
         import torch
 
         by_token = {14: self.queries[2], 15: self.queries[4], 16: self.queries[1]}
@@ -126,7 +126,7 @@ def step() -> Step:
 def test_scores_are_attention_probabilities_of_all_heads_and_tokens(
     step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys of two bytes are read as what they are."""
+    """Keys of two bytes are read with their type."""
     import torch
 
     rows = torch.from_numpy(step.pages.rows)
@@ -140,7 +140,7 @@ def test_scores_are_attention_probabilities_of_all_heads_and_tokens(
     assert scores.dtype == np.float32 and np.allclose(scores, expected, atol=1e-5)
     assert len(of_other) == 3
     assert step.scores() == {} == step.probe.end_step()
-    monkeypatch.setattr(question_selection, "MAX_LOGITS", 1)  # Part by part.
+    monkeypatch.setattr(question_selection, "MAX_LOGITS", 1)  # It takes several parts.
     assert np.allclose(step.scores(JOB)["a-hole-1"], expected, atol=1e-5)
     step.probe.shutdown()
     step.probe.shutdown()
@@ -172,7 +172,7 @@ def test_what_fails_does_not_end_the_step(step: Step, job: ProbeJob) -> None:
 
 
 class Graphs(enum.Enum):
-    """Values of vLLM's ``CUDAGraphMode``: of steps that only decode, and of others."""
+    """Values of vLLM's ``CUDAGraphMode``: for steps that only decode, and for other steps."""
 
     NONE = 0
     PIECEWISE = 1

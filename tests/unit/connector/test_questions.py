@@ -88,11 +88,11 @@ def test_a_question_is_no_longer_than_there_is_room_for(
     ("segments_end_tokens", "num_tokens", "expected"),
     [
         (100, 130, (100, 130)),
-        (120, 130, (120, 130)),  # The last segment is not stored: it is no question.
+        (120, 130, (120, 130)),  # The last segment is not stored, but it is not the question.
         (130, 130, (100, 130)),
         (500, 130, (100, 130)),
         (100, 400, (100, 356)),
-        (390, 400, (346, 356)),  # As if the end stood right behind the segments.
+        (390, 400, (346, 356)),  # Its end counts as right behind the segments.
     ],
 )
 def test_the_question_stands_behind_the_last_segment(

@@ -40,17 +40,17 @@ def room_of(
 @pytest.mark.parametrize(
     ("groups", "num_tokens", "boundary_tokens", "num_blocks"),
     [
-        ([FULL], 20, 16, 5),  # every page of the request, and no other
+        ([FULL], 20, 16, 5),  # The load needs every page of the request, and no other.
         ([FULL], 21, 16, 6),
         ([FULL], 16, 15, 4),
         ([FULL], 17, 4, 5),
         # A window of 10 tokens lies in 4 pages at most; a step of 16 tokens takes 4, and one more
         # where it begins within a page.
         ([WINDOW], 400, 100, 4 + 5),
-        ([WINDOW], 102, 100, 4 + 2),  # the rest is shorter than a step
+        ([WINDOW], 102, 100, 4 + 2),  # The rest is shorter than a step.
         # There is one page before the boundary; vLLM asks for those of a window and a step.
         ([WINDOW], 40, 4, 1 + 7),
-        ([MAMBA], 400, 96, 2 + 3),  # a state is one page
+        ([MAMBA], 400, 96, 2 + 3),  # A state is one page.
         # Parts of one group share its blocks.
         ([FULL, WINDOW, INDEXER], 200, 100, 50 + 4 + 5),
         ([WINDOW, FULL], 200, 100, 4 + 5 + 50),
@@ -73,12 +73,12 @@ def test_windows_keep_what_all_steps_in_flight_have_left_behind() -> None:
 def test_request_that_the_pool_cannot_hold_never_loads() -> None:
     room = room_of(FULL, num_blocks=9)
     assert room.of_load("a", 40, 20) is Room.NEVER
-    # It computes instead, so nobody waits behind it.
+    # It computes instead, so no request waits behind it.
     assert room.of_load("b", 36, 20) is Room.YES
 
 
 def test_largest_need_of_all_parked_counts() -> None:
-    """The first holds 5 blocks and needs 15 more; the second holds 4 and needs one more."""
+    """The first request holds 5 blocks and needs 15 more. The second holds 4 and needs one more."""
     for num_blocks, expected in ((23, Room.LATER), (24, Room.YES)):
         room = room_of(FULL, num_blocks=num_blocks)
         room.park("a", 80, 20)
@@ -92,7 +92,7 @@ def test_others_wait_behind_the_first_that_waits() -> None:
     assert room.of_load("large", 40, 20) is Room.LATER
     assert room.of_load("small", 8, 4) is Room.LATER
     assert room.num_parked == 1
-    room.unpark("a")  # It computes.
+    room.unpark("a")  # The request computes.
     assert not room.num_parked
     assert room.of_load("small", 8, 4) is Room.LATER
     assert room.of_load("large", 40, 20) is Room.YES
@@ -101,12 +101,12 @@ def test_others_wait_behind_the_first_that_waits() -> None:
 
 
 def test_request_that_is_not_asked_about_loses_its_turn() -> None:
-    """vLLM passes it over, for example because of its adapter: others need not wait for it."""
+    """vLLM passes the request over, for example because of its adapter. Others need not wait."""
     room = room_of(FULL, num_blocks=14)
     room.park("a", 40, 20)
     assert room.of_load("large", 40, 20) is Room.LATER
     room.end_step()
-    assert room.of_load("small", 8, 4) is Room.LATER  # It was asked about in that step.
+    assert room.of_load("small", 8, 4) is Room.LATER  # The request was asked about in that step.
     room.keep_turn("large")
     room.end_step()
     assert room.of_load("small", 8, 4) is Room.LATER
@@ -118,7 +118,7 @@ def test_request_that_is_not_asked_about_loses_its_turn() -> None:
     ("num_parked", "pool", "expected"),
     [
         (0, {}, Room.YES),
-        (1, {"num_running": 1}, Room.YES),  # What runs ends, or is preempted.
+        (1, {"num_running": 1}, Room.YES),  # Running requests end, or are preempted.
         (1, {"num_free": 9}, Room.LATER),
         (1, {"num_free": 10}, Room.YES),
     ],
@@ -135,7 +135,7 @@ def test_a_request_that_loads_nothing_waits_for_parked_ones_if_it_does_not_fit(
 
 @pytest.mark.parametrize("leave", ["withdraw", "unpark"])
 def test_request_that_stops_waiting_lets_others_pass(leave: str) -> None:
-    """The version says so, as it does whenever a load may begin that could not."""
+    """The version changes whenever a load may begin that could not begin before."""
     room = room_of(FULL, num_blocks=14)
     room.park("a", 40, 20)
     assert room.of_load("large", 40, 20) is Room.LATER

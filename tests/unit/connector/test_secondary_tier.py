@@ -55,7 +55,7 @@ def test_an_option_without_a_tier_is_refused() -> None:
         secondary_tier_of("config", WITH_TIER)
 
 
-# On a worker.
+# The worker has it.
 
 
 class Jobs(NamedTuple):
@@ -106,7 +106,7 @@ def test_a_worker_side_passes_on_what_is_the_tiers() -> None:
 
     tier = Recording()
     worker = SmallWorker(secondary=tier)
-    worker.side.register(worker.pages.kv_caches)  # As after a reset.
+    worker.side.register(worker.pages.kv_caches)  # A reset registers pages again.
     assert tier.calls == ["register"], "host memory is the same after a reset"
     described = worker.side.describe()
     assert tier.pages is not None and described.secondary == "what it says"

@@ -7,7 +7,7 @@ from vllm_ascend_kvext.connector.scheduler.transfer_cost import MIN_PREFILL_TOKE
 
 
 def measured() -> TransferCost:
-    """1 ms per token, 1 MB/s, parked for 10 ms."""
+    """The costs: 1 ms per token, 1 MB/s, parked for 10 ms."""
     cost = TransferCost()
     cost.note_step(1000, 1.0)
     cost.note_copies("load", 1_000_000, 1.0)

@@ -33,7 +33,7 @@ def name(job: Job) -> int | str:
 
 
 class Jobs:
-    """Runs jobs by writing them down; they pass a gate, and those that a test has named fail."""
+    """Runs jobs by writing them down. Jobs pass a gate, and the jobs that a test has named fail."""
 
     def __init__(self) -> None:
         self.gate = Gate()
@@ -62,7 +62,7 @@ class Jobs:
         return [job for job, _ in self.begun]
 
     def take(self, count: int) -> list[tuple[int | str, bool]]:
-        """Names of the next jobs that end, and whether they went well."""
+        """The names of the next jobs that end, and whether they succeeded."""
 
         def enough() -> bool:
             self.ended += self.thread.take_ended()
@@ -136,7 +136,7 @@ def test_failures_are_logged_once_per_burst(
 
 
 def test_waiting_for_an_end(jobs: Jobs) -> None:
-    jobs.thread.wait_for_end(20)  # nothing is under way
+    jobs.thread.wait_for_end(20)  # No job is under way.
     jobs.hold(1)
     jobs.thread.submit([store(2)], None)
     begun_s = time.monotonic()

@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
 TOKENS = TokenRange(0, 128)
 NUM_PAGES, LAYER = 64, "model.layers.0.c4.attn"
-"""Of every small worker."""
+"""The pages of every small worker, and its first layer."""
 
 
 class Move:
-    """`page_transfer` behind a gate; numbers of loads, from 1, that fail can be named."""
+    """`page_transfer` behind a gate. Loads with these numbers, counted from 1, fail."""
 
     def __init__(self) -> None:
         self.gate = Gate()
@@ -165,7 +165,7 @@ def test_stores_of_a_forward_that_raised_are_reported_as_failed(
 
 
 def test_stores_before_a_step_have_ended_before_it(worker: SmallWorker, move: Move) -> None:
-    """Whatever is in the queue."""
+    """This holds whatever is in the queue."""
     move.gate.close()
     worker.begin(worker.job)
     move.gate.wait_for_arrival()
@@ -269,7 +269,7 @@ def test_of_a_load_that_fails_each_part_is_tried(
 def test_pages_of_a_failed_load_are_those_it_should_have_filled(
     worker: SmallWorker, move: Move
 ) -> None:
-    """Not those before its tokens, none that a window has left behind, and no null block."""
+    """Pages before its tokens, pages that a window has left, and null blocks do not count."""
     tokens = TokenRange(64, 192)
     tables = worker.tables_of(tokens)
     job = worker.store(2, tokens, tables)
@@ -286,7 +286,7 @@ def test_pages_of_a_failed_load_are_those_it_should_have_filled(
     ("tables", "pages"),
     [
         ((), set()),
-        ((TablePart(7, (5, 6)),), {5}),  # 6 is behind the last token
+        ((TablePart(7, (5, 6)),), {5}),  # Page 6 is behind the last token.
         ((TablePart(9, (5, 6)),), set()),
         ((TablePart(1, (5, 6, 7)),), {5, 6, 7}),
         ((TablePart(0, (*range(1, 8), NUM_PAGES)),), {*range(1, 8), NUM_PAGES}),
@@ -307,7 +307,7 @@ def test_a_job_that_cannot_be_planned_fails(
 
 @pytest.mark.parametrize("host_bytes", [1 << 20, 4096])
 def test_a_store_that_lacks_rows_or_memory_fails(host_bytes: int, make: Make) -> None:
-    """Rows behind the last whole one of a chunk; host memory is never left."""
+    """These rows lie behind the last whole row of a chunk. Reads stay in host memory."""
     worker = make("single_group", options=worker_options(host_bytes=host_bytes))
     job = worker.job
     if host_bytes > 4096:
@@ -369,7 +369,7 @@ def test_a_registration_of_other_pages_is_refused(worker: SmallWorker, make: Mak
 
 @pytest.mark.parametrize("end", ["shutdown", "end_transfers", "register"])
 def test_what_runs_ends_and_what_is_queued_fails(end: str, worker: SmallWorker, move: Move) -> None:
-    """The memory of pages may go away then, and nobody calls `register` again."""
+    """The memory of pages may go away then, and `register` is not called again."""
     move.gate.close()
     worker.begin(worker.job, worker.store(2, TOKENS, worker.tables))
     move.gate.wait_for_arrival()
@@ -399,7 +399,7 @@ def test_a_worker_without_caches() -> None:
 
 
 def test_a_pool_that_has_moved_fails_its_jobs(worker: SmallWorker) -> None:
-    """Memory that was taken away without a word is not written to."""
+    """Memory that was taken away without notice is not written to."""
     pools = worker.side._runner.pools
     pools.tensors = tuple(tensor.clone() for tensor in pools.tensors)
     with pytest.raises(DescriptorError):

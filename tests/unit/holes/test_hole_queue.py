@@ -24,7 +24,7 @@ def pool() -> BlockPool:
 def parked(
     *holes: tuple[int, int], after_tokens: int = 0, pool: BlockPool | None = None
 ) -> HoleQueue:
-    """A request that waits for its holes; of a model with windows if there is a pool."""
+    """A request that waits for its holes. Its model has windows if there is a pool."""
     queue = HoleQueue(window_blocks(pool) if pool else no_windows(BlockPool(), {0: PAGE_TOKENS}))
     queue.begin("a", [TokenRange(*hole) for hole in holes], after_tokens)
     return queue
@@ -45,7 +45,7 @@ def test_only_the_hole_behind_the_rows_of_the_device_does_not_wait_for_the_load(
     assert runs(queue, 12) == [(20, 32)]
     assert runs(queue) == [(32, 50)]
     assert runs(queue) == []
-    assert not queue.restart("a")  # Its load writes to its blocks.
+    assert not queue.restart("a")  # The load of the request writes to its blocks.
     assert queue.note_load_ended("a")
     assert runs(queue) == [(60, 70)]
     assert queue.restart("a")
@@ -84,7 +84,7 @@ def test_a_step_has_so_many_rows_and_tokens_of_all_requests() -> None:
     assert runs(queue, 0) == runs(queue, -5) == runs(queue, MANY, 0) == []
     assert queue.lacks_room
     queue.note_load_ended("a")
-    # What follows in a request reads all before it: a part of a hole is its last row.
+    # Later rows of a request read all rows before them, so a part of a hole is its last row.
     assert [(row.request_id, *row.run) for row in rows(queue, 12, MANY, 8)] == [
         ("a", 40, 48),
         ("b", 0, 4),
@@ -129,7 +129,7 @@ def test_rows_move_the_window_on(pool: BlockPool) -> None:
     ids = first[GROUP].all_block_ids
     assert len(ids) == 7 and ids[:2] == [0, 0] and 0 not in ids[2:]
     tables.leave(26, is_end_of_hole=False)
-    assert pool.num_free == 13  # The step may still use what it leaves.
+    assert pool.num_free == 13  # The step may still use the blocks that it leaves.
     windows.end_step()
     assert pool.num_free == 16
     second = tables.extend(TokenRange(26, 32))
@@ -164,7 +164,7 @@ def test_row_is_as_short_as_the_free_blocks_are_few(pool: BlockPool) -> None:
     queue = parked((0, 40), pool=pool)
     queue.begin("b", [TokenRange(0, 4)], 0)
     held = list(pool.allocate(20))
-    assert rows(queue) == []  # Later requests do not take what this one waits for.
+    assert rows(queue) == []  # Later requests do not take the blocks that this one waits for.
     pool.release(held[17:])
     assert runs(queue) == [(0, 10)]
     queue.end_step()
@@ -186,7 +186,7 @@ def test_all_blocks_come_back(pool: BlockPool, num_steps: int, is_loaded: bool, 
         rows(queue, 4)
     getattr(queue, end)("a")
     if not is_loaded:
-        assert pool.num_free < 20  # What is being loaded is written to them.
+        assert pool.num_free < 20  # A load writes to these blocks.
         assert not queue.note_load_ended("a")
     queue.end_step()
     assert pool.num_free == 20

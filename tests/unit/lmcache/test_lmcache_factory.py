@@ -28,7 +28,7 @@ class Role(enum.Enum):
 
 
 def engine() -> Any:
-    """vLLM's config, as far as it is read."""
+    """The parts of vLLM's config that are read."""
     return SimpleNamespace(
         model_config=SimpleNamespace(model="model"),
         cache_config=SimpleNamespace(cache_dtype="auto"),
@@ -39,7 +39,7 @@ def engine() -> Any:
 
 
 class LMCacheMPConnector:
-    """LMCache's: it names its objects after the model."""
+    """LMCache's connector, which names its objects after the model."""
 
     def __init__(self, vllm_config: Any, role: Role, kv_cache_config: Any) -> None:
         self.config, self.kv_cache_config = vllm_config, kv_cache_config
@@ -48,7 +48,7 @@ class LMCacheMPConnector:
         setattr(self, f"{role.name.lower()}_adapter", adapter)
 
     def own_name(self, model_name: str) -> str:
-        """LMCache adds to it with decode context parallelism."""
+        """LMCache adds to the name with decode context parallelism."""
         return f"{model_name}##lmcache-dcp"
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
@@ -81,7 +81,7 @@ def made(
     own: Any = None,
     connector: type = LMCacheMPConnector,
 ) -> Any:
-    """What vLLM makes of the class that it asks for."""
+    """The object that vLLM makes of the class that it asks for."""
     return class_for(connector)(own or engine(), role, groups)
 
 

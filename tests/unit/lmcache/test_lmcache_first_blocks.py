@@ -29,7 +29,7 @@ def cached(*resumed: str) -> SimpleNamespace:
         *((output, {}, True) for output in (NEW, cached("other", "a"))),
         *((output, {0: 0, 1: 0}, True) for output in (NEW, cached("a"))),
         *((output, {0: 1, 1: 1}, False) for output in (NEW, cached("a"))),
-        # LMCache adds the new blocks of what goes on itself.
+        # LMCache itself adds the new blocks of running requests.
         *((output, {}, False) for output in (cached(), cached("other"))),
     ],
 )

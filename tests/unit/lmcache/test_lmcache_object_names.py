@@ -57,7 +57,7 @@ REFERENCE = fingerprint()
     [
         {"groups": replace(GROUPS, num_blocks=7)},
         {"parallel__rank": 1},
-        # A worker's model may rename it; the specs have its consequences.
+        # A worker's model may rename it. The specs have its consequences.
         *({"cache__cache_dtype": name} for name in ("fp8", "fp8_ds_mla", "bfloat16")),
     ],
 )
@@ -67,7 +67,7 @@ def test_what_a_process_alone_knows_does_not_matter(changes: dict[str, Any]) -> 
 
 
 def test_both_sides_of_an_engine_agree_on_a_bundle_of_layers() -> None:
-    """Which the scheduler has as the spec of its first layer."""
+    """The scheduler has this bundle as the spec of its first layer."""
     wide = replace(FULL, head_size=32)
     worker = config(100, {"a": FULL, "b": wide}, (WINDOW, "c"))
     scheduler = config(100, (FULL, "a", "b"), (WINDOW, "c"))
@@ -75,7 +75,7 @@ def test_both_sides_of_an_engine_agree_on_a_bundle_of_layers() -> None:
 
 
 def test_all_stages_of_a_pipeline_agree() -> None:
-    """Each has other layers in the same groups, of which the first may have another spec."""
+    """Each worker has other layers in the same groups, whose first layer may have another spec."""
     first, *same, other = (
         fingerprint(config(9, (spec, layer), (WINDOW, "w")), parallel__pipeline_parallel_size=2)
         for spec, layer in (

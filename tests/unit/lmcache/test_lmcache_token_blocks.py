@@ -31,7 +31,7 @@ def window(rows: int, window_tokens: int) -> SlidingWindowMLASpec:
     )
 
 
-# Rows per block of compressed, window, and both state groups, by --block-size.
+# The rows per block of compressed, window, and both state groups, by --block-size.
 @pytest.mark.parametrize(("mla", "swa", "state", "states"), [(128, 128, 8, 32), (32, 32, 2, 8)])
 def test_a_block_stands_for_the_tokens_that_its_rows_hold(
     mla: int, swa: int, state: int, states: int
@@ -50,7 +50,7 @@ def test_a_block_stands_for_the_tokens_that_its_rows_hold(
     )
     assert [spec.block_size for spec in old_specs] == [mla, mla, swa, state, states]
     assert [spec.block_size for spec in new_specs] == [mla * 4, mla * 128, swa, state, states]
-    # Everything else stays.
+    # All other fields stay.
     for old_spec, new_spec in zip(old_specs, new_specs, strict=True):
         assert new_spec.page_size_bytes == old_spec.page_size_bytes
         assert new_spec.real_page_size_bytes == old_spec.real_page_size_bytes

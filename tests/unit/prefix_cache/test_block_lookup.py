@@ -65,7 +65,7 @@ def test_the_longest_hit_is_that_of_a_search_block_by_block(
     for geometry, columns in cache:
         group = described(geometry, tuple(range(num_ids, num_ids + len(columns))))
         for id, keys, column in zip(group.group_ids, group.keys, columns, strict=True):
-            # Of several blocks with one content the first is taken.
+            # The first of several blocks with one content is taken.
             table |= {keys.at(HASHES, n): {7: (id, n), 8: 0} if n % 5 else (id, n) for n in column}
         groups.append(group)
         num_ids += len(columns)

@@ -17,7 +17,7 @@ COLUMNS = st.one_of(
 
 
 class CountingTable:
-    """The cached blocks of one group by key, and how often it was asked for each."""
+    """The cached blocks of one group by key, and how often each was asked for."""
 
     def __init__(self, column: list[bool]) -> None:
         self.keys = GroupKeys.of_group(0, 2)

@@ -10,7 +10,7 @@ from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.retention.geometry import GroupGeometry
 
 Cached = list[set[int]]
-"""Per group: the indices of its cached blocks."""
+"""The indices of cached blocks, per group."""
 
 
 def everything(groups: tuple[GroupGeometry, ...], num_tokens: int) -> Cached:
@@ -20,7 +20,7 @@ def everything(groups: tuple[GroupGeometry, ...], num_tokens: int) -> Cached:
 def find_in_group(
     group: GroupGeometry, cached: set[int], max_tokens: int, unit_tokens: int, drop: bool
 ) -> int:
-    """Number of blocks that the group's own lookup returns."""
+    """The number of blocks that the group's own lookup returns."""
     num_blocks = max_tokens // group.block_tokens
 
     def aligned(blocks: int) -> bool:
@@ -60,14 +60,14 @@ def find_in_group(
 def look_up(
     groups: tuple[GroupGeometry, ...], cached: Cached, limit_tokens: int, unit_tokens: int
 ) -> int:
-    """Tokens that a lookup limited to ``limit_tokens`` hits."""
+    """The tokens that a lookup limited to ``limit_tokens`` hits."""
     return hit_and_longest(groups, cached, limit_tokens, unit_tokens)[0]
 
 
 def hit_and_longest(
     groups: tuple[GroupGeometry, ...], cached: Cached, limit_tokens: int, unit_tokens: int
 ) -> tuple[int, int]:
-    """Tokens that a lookup hits, and the most that some group offers on the way there."""
+    """The tokens that a lookup hits, and the most that some group offers on the way there."""
     hit, longest, verified, done = limit_tokens, 0, set(), set()
     while True:
         candidate = hit

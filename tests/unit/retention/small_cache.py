@@ -2,8 +2,8 @@
 """A cache manager on a block pool, both small enough to be searched by brute force.
 
 Requests are admitted, computed in chunks, preempted and finished on it. It does what upstream does,
-with the real `CheckpointRetention`. A request's hash is the text up to there: whoever sees a key
-knows the whole prefix.
+with the real `CheckpointRetention`. The hash of a block is the text up to its end, so a key shows
+the whole prefix.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ class ModelRequest:
         return self.finished
 
     def hash_blocks(self, hash_block_tokens: int) -> list[bytes]:
-        """Hash the blocks that have become full; upstream does so whenever tokens are added."""
+        """Hash the blocks that have become full. Upstream does so whenever tokens are added."""
         for index in range(len(self.block_hashes), self.num_tokens // hash_block_tokens):
             self.block_hashes.append(self.text[: (index + 1) * hash_block_tokens].encode())
         return self.block_hashes
 
 
 class ModelKeyTable:
-    """Upstream's ``BlockHashToBlockMap``: of a key one block, or several by id."""
+    """Upstream's ``BlockHashToBlockMap``: a key has one block, or several by id."""
 
     def __init__(self) -> None:
         self._cache: dict[bytes, Any] = {}
@@ -244,7 +244,7 @@ class ModelPool:
         block.ref_cnt += 1
 
     def free(self, blocks: list[ModelBlock]) -> None:
-        """As ``patches/retention/block_pool.py`` has upstream do it."""
+        """Free blocks as ``patches/retention/block_pool.py`` has upstream do it."""
         uncached, cached, num_surplus = self.cache_state.split_freed(blocks[::-1])
         self.free_block_queue.append_n(self._drop(cached))
         if num_surplus:
@@ -255,7 +255,7 @@ class ModelPool:
 
     @staticmethod
     def _drop(blocks: list[ModelBlock]) -> list[ModelBlock]:
-        """One user less; those that nobody has any more."""
+        """Count one user less of each block; returns the blocks without users."""
         for block in blocks:
             block.ref_cnt -= 1
         return [block for block in blocks if not block.ref_cnt]
@@ -328,7 +328,7 @@ class ModelManager:
         self.num_cached_block[request.request_id] = stop
 
     def places_to_fill(self, request_id: str, num_tokens: int) -> range:
-        """Indices that `extend` allocates a block for."""
+        """The indices that `extend` allocates a block for."""
         first = len(self.req_to_blocks[request_id])
         stop = -(-num_tokens // self.geometry.block_tokens)
         return range(max(first, stop - 1) if self.geometry.kind is STATE else first, stop)
@@ -393,7 +393,7 @@ class ModelCache:
         return len(inspection.surplus(self.cache_state))
 
     def checkpoints(self) -> list[dict[str, Any]]:
-        """Boundaries that can be resumed from."""
+        """The boundaries that can be resumed from."""
         return [node for node in inspection.describe(self.cache_state) if node["tail"]]
 
     def request(self, request_id: str, text: str, hints: object = None) -> ModelRequest:
@@ -402,7 +402,7 @@ class ModelCache:
         return request
 
     def state_of(self, text: str) -> RetainedRequest:
-        """What is known of a request that has not been admitted."""
+        """The demand of a request that has not been admitted."""
         return RetainedRequest(self.cache_state, self.request("asks", text))
 
     def find_evicted(self, text: str, after_tokens: int, upto_tokens: int) -> int:
@@ -411,7 +411,7 @@ class ModelCache:
         return self.state_of(text).find_prefixes(key_table, after_tokens, upto_tokens)[1]
 
     def hit_tokens(self, text: str, limit_tokens: int) -> int:
-        """What upstream's lookup finds of a text."""
+        """The hit of upstream's lookup for a text."""
         request = self.request("", text)
         cached = [
             {
@@ -424,7 +424,7 @@ class ModelCache:
         return look_up(self.geometry.groups, cached, limit_tokens, self.geometry.unit_tokens)
 
     def step(self, request: ModelRequest, num_new_tokens: int) -> bool:
-        """Compute tokens of a request, and admit it first. False if that does not fit."""
+        """Admit a request if needed, and compute some of its tokens. False if that does not fit."""
         request_id = request.request_id
         computed_tokens = request.num_computed_tokens
         if not request.running:
@@ -464,13 +464,13 @@ class ModelCache:
         return request
 
     def serve(self, text: str, hints: object = None) -> int:
-        """Compute a prompt at once and finish; returns what it hit."""
+        """Compute a prompt at once and finish; returns its hit."""
         request = self.start(text, hints)
         self.finish(request)
         return request.before_step_tokens
 
     def preempt(self, request: ModelRequest) -> None:
-        """As the repair ``preempted-in-step`` does: nothing stays cached that was not computed."""
+        """Preempt as with the repair ``preempted-in-step``: only computed tokens stay cached."""
         for manager in self.managers:
             first = request.num_computed_tokens // manager.geometry.block_tokens
             blocks = manager.req_to_blocks.get(request.request_id, [])[first:]
@@ -501,18 +501,18 @@ class ModelCache:
         self.cache_state.make_room(len(self.pool.blocks))
 
     def lose_surplus(self) -> None:
-        """Uncache what no checkpoint needs, as if other requests had taken it."""
+        """Uncache the blocks that no checkpoint needs, as if other requests had taken them."""
         for index in inspection.surplus(self.cache_state):
             block = self.pool.blocks[index]
             if block._block_hash is not None:
                 self.pool.uncache(block)
 
     def check(self) -> None:
-        """Whoever comes with the prompt of a checkpoint resumes there or later."""
+        """Check that a request with the prompt of a checkpoint resumes there or later."""
         is_exact = not self.pool.lost_unasked
         check_cache_state(self.retention, self.pool.blocks, self.pool.queue, is_exact)
         if not is_exact or self.geometry.use_eagle:
-            return  # a block may be gone, and what it was part of be incomplete
+            return  # A block may be gone, and its group incomplete.
         for node in self.checkpoints():
             text = node["key"].decode()
             hit_tokens = self.hit_tokens(text + "?", node["boundary_tokens"])

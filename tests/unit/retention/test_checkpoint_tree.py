@@ -37,9 +37,9 @@ from vllm_ascend_kvext.retention.reasons import Origin
 MAX_RUNNING = 3
 CHOICE = st.integers(0, MAX_RUNNING - 1)
 MAX_PROBES = 256
-"""Of ``csrc/retention/use_rates.h``."""
+"""The constant of ``csrc/retention/use_rates.h``."""
 REMEMBERED = 8192
-"""Of ``csrc/retention/checkpoint_tree.cpp``."""
+"""The constant of ``csrc/retention/checkpoint_tree.cpp``."""
 
 
 class CheckpointTreeMachine(RuleBasedStateMachine):
@@ -115,7 +115,7 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loses_unasked and self._can_undo())
     @rule()
     def preempt_before_it_computes(self) -> None:
-        """Within one scheduling step; copies of blocks may have given way to what is undone."""
+        """Preempt within one step. Copies of blocks may have given way to the undone blocks."""
         request = self.last_stepped
         assert request is not None
         self.pool.lost_unasked = True
@@ -137,7 +137,7 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
             assert self.cache.num_surplus == len(self.pool.blocks)
 
     def _check_that_full_blocks_are_cached(self, request: ModelRequest) -> None:
-        """In the step that fills them, where some hit reads every block of a window."""
+        """Check it in the step that fills blocks, where some hit reads every block of a window."""
         for manager in self.cache.managers:
             group = manager.geometry
             if group.kind is WINDOW and group.window_blocks * group.block_tokens >= UNIT_TOKENS:
@@ -248,7 +248,7 @@ def test_the_longest_evicted_prefix_is_found(
 
 
 def test_a_bounded_number_of_lengths_is_tried() -> None:
-    """The longest first: what is shorter than so many others is not found any more."""
+    """The longest comes first: a boundary shorter than so many others is not found any more."""
     cache = ModelCache("full and window", 1500, UNIT_TOKENS)
     cache.serve("a" * 4 + "x")
     cache.serve("b" * 4 * (MAX_PROBES + 2) + "x")
@@ -275,7 +275,7 @@ def test_the_oldest_eviction_is_forgotten_first() -> None:
 
 
 def test_without_full_attention_a_boundary_is_behind_shorter_ones_only() -> None:
-    """Undone within its step, a request is before a boundary that others had left."""
+    """A request is undone within its step, before a boundary that others had left."""
     cache = ModelCache("window only", 100)
     first = ModelRequest("r1", "a" * 16 + "x")
     second = ModelRequest("r2", "a" * 40 + "y", [16])
@@ -302,12 +302,12 @@ def test_evictions_count_against_their_reason(cache: ModelCache) -> None:
     assert rates.is_worth_trying(hint)
     assert rates.expected_uses((Origin.LATEST, 0, 0)) == 1
     for prompt in prompts[:10]:
-        cache.serve(prompt)  # asks for what was evicted
+        cache.serve(prompt)  # The request asks for the evicted checkpoint.
     assert rates.is_worth_trying(latest)
 
 
 def test_a_boundary_without_its_state_is_not_passed() -> None:
-    """Draft tokens are accepted, and a step goes over a boundary: the one before it is kept."""
+    """Draft tokens are accepted, and a step passes a boundary. The one before it is kept."""
     cache = ModelCache("full and state", 100)
     request = ModelRequest("r", "a" * 5)
     for _ in range(2):  # The first step ends where the same prompt resumes.
@@ -353,8 +353,8 @@ def test_what_was_cached_for_a_boundary_that_is_not_reached_is_uncached() -> Non
 def lost_first_blocks(layout: str, num_tokens: int, groups: Sequence[int]) -> ModelCache:
     """A cache from which the first block of some groups was uncached while a request had it.
 
-    As a connector uncaches what it failed to load. Those who come next get it, and cache what they
-    compute in it.
+    A connector uncaches blocks like this when it fails to load them. Later requests get the block,
+    and cache in it what they compute.
     """
     cache = ModelCache(layout, 30)
     request = ModelRequest("loads", "a" * (num_tokens + 1))
@@ -371,7 +371,7 @@ def tail_at(cache: ModelCache, boundary_tokens: int) -> list[ModelBlock]:
 
 
 def test_who_passes_a_boundary_whose_tail_holds_something_else_takes_it_anew() -> None:
-    """The reallocated block would be in the tail twice, and what a hit reads be surplus."""
+    """The reallocated block would be twice in the tail, and a block of a hit would be surplus."""
     cache = lost_first_blocks("full looks ahead", 16, groups=[0, 1])
     before = tail_at(cache, 4)
     request = ModelRequest("computes", "a" * 9)
@@ -386,7 +386,7 @@ def test_who_passes_a_boundary_whose_tail_holds_something_else_takes_it_anew() -
 
 
 def test_a_held_block_that_is_uncached_is_needed_no_longer_than_others() -> None:
-    """As a connector uncaches what it failed to load."""
+    """A connector uncaches blocks like this when it fails to load them."""
     cache, request, held = with_held_blocks(are_idle=False)
     for block in held:
         cache.pool.uncache_unasked(block)
@@ -397,7 +397,7 @@ def test_a_held_block_that_is_uncached_is_needed_no_longer_than_others() -> None
 
 
 def test_a_need_that_was_overruled_is_not_taken_back_from_others() -> None:
-    """A held block is reallocated for want of others, and a checkpoint comes to need it."""
+    """A held block is reallocated because others are lacking, and a checkpoint comes to need it."""
     cache, holder, (block, *_) = with_held_blocks(are_idle=True)
     taken = cache.pool.allocate(len(cache.pool.queue))
     cache.pool.free([other for other in taken if other is not block])
@@ -423,7 +423,7 @@ def test_what_a_lookup_read_behind_its_hit_is_not_cached_twice() -> None:
 
 
 def test_who_hits_a_boundary_whose_tail_holds_something_else_takes_it_anew() -> None:
-    """It is hit all the same: others have computed the block since."""
+    """The prefix is hit nevertheless, because others have computed the block since."""
     cache = lost_first_blocks("full and window", 24, groups=[1])
     lost = tail_at(cache, 8)[0]
     other = ModelRequest("shorter", "a" * 4 + "x")
@@ -446,7 +446,7 @@ def test_a_tail_that_was_taken_anew_goes_with_what_was_not_computed() -> None:
 
 
 def test_nothing_is_evicted_while_blocks_are_free_that_were_uncached(cache: ModelCache) -> None:
-    """Checkpoints that have lost blocks do not cost others theirs."""
+    """Checkpoints that have lost blocks do not cost others their blocks."""
     cache.serve("b" * 12 + "x")
     request = ModelRequest("r", "a" * 12 + "x")
     assert cache.step(request, 12)

@@ -39,7 +39,7 @@ def find_evicted(cache: ModelCache, text: str) -> int:
 
 
 def answer(letters: str) -> str:
-    """Text that differs from other answers from its first token on."""
+    """A text that differs from other answers from its first token on."""
     return "".join(letter * 8 for letter in letters)
 
 
@@ -132,7 +132,7 @@ def test_losses_to_look_ahead() -> None:
     use_eagle=st.booleans(),
 )
 def test_losses_add_up(prompts: list[list[str]], num_blocks: int, use_eagle: bool) -> None:
-    """What is lost was computed before, and what is still cached is hit or lost."""
+    """Lost tokens were computed before. Tokens that are still cached are hit or lost."""
     cache = make_cache(num_blocks, use_eagle)
     seen: list[str] = []
     for prompt in prompts:
@@ -146,7 +146,7 @@ def test_losses_add_up(prompts: list[list[str]], num_blocks: int, use_eagle: boo
         before = sum(cache.stats.lost_tokens.values())
         hit_tokens = cache.serve(text)
         lost = sum(cache.stats.lost_tokens.values()) - before
-        if num_blocks == 400:  # else it may go while the request is admitted
+        if num_blocks == 400:  # Otherwise it may go while the request is admitted.
             assert lost >= cached_tokens - hit_tokens
         shared = max((common(text, other) for other in seen), default=0)
         assert hit_tokens + lost <= shared
@@ -176,7 +176,7 @@ def test_what_a_preempted_request_did_not_compute_is_forgotten(cache: ModelCache
 
 
 def test_of_two_copies_of_the_same_content_checkpoints_need_one(cache: ModelCache) -> None:
-    """Two requests compute the same at once; what the second one computed is surplus."""
+    """Two requests compute the same at once. The second one's blocks are surplus."""
     first, second = (ModelRequest(name, SYSTEM + "x") for name in ("r1", "r2"))
     cache.step(first, 2)
     cache.step(second, 2)

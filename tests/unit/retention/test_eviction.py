@@ -16,12 +16,12 @@ from unit.retention.small_cache import LAYOUTS, ModelCache, spelled
 from vllm_ascend_kvext.retention.reasons import Origin
 
 LOOKED_AT = 16
-"""Checkpoints that every eviction looks at: of so few it takes the least worthy of all."""
+"""The number of checkpoints that every eviction looks at. It takes the worst of so few."""
 Node = dict[str, Any]
 
 
 class World(ModelCache):
-    """A cache, and what is to be known of its checkpoints."""
+    """A cache, and the facts that the model knows about its checkpoints."""
 
     def __init__(self, layout: str, num_blocks: int) -> None:
         super().__init__(layout, num_blocks)
@@ -33,13 +33,13 @@ class World(ModelCache):
         return {key: node for key, node in nodes.items() if node["tail"]}
 
     def evict_one(self) -> set[bytes]:
-        """Evict until there is one more block; returns what went."""
+        """Evict until there is one more block; returns what was evicted."""
         before = set(self.by_key())
         self.cache_state.make_room(self.num_surplus + 1)
         return before - set(self.by_key())
 
     def worths(self) -> dict[bytes, float]:
-        """What a use saves per block, times the uses to expect per time."""
+        """The tokens that a use saves per block, times the expected uses per time."""
         return self.worths_of(self.savings())
 
     def worths_of(self, savings: dict[bytes, tuple[float, Any, float]]) -> dict[bytes, float]:
@@ -49,7 +49,7 @@ class World(ModelCache):
         }
 
     def savings(self) -> dict[bytes, tuple[float, Any, float]]:
-        """Tokens saved per block, reason and age of every checkpoint."""
+        """The saved tokens per block, the reason and the age of every checkpoint."""
         nodes = self.by_key()
         needs: Counter[int] = Counter()
         for node in inspection.describe(self.cache_state):
@@ -116,7 +116,7 @@ def test_no_more_is_evicted_than_has_to_be(prompts: list[str], layout: str) -> N
 
 
 def test_of_many_the_least_worthy_go_first() -> None:
-    """An eviction does not look at all of them, and still takes one of those worth little."""
+    """An eviction does not look at all checkpoints, but still takes one that is worth little."""
     world = World("full and window", 10000)
     for number in range(50):
         world.serve(f"{number:04}" + "a" * 4 + "x")

@@ -24,7 +24,7 @@ def make_cache() -> ModelCache:
 
 
 def put(cache: ModelCache, blocks: list[ModelBlock]) -> None:
-    """Cache blocks that hold what no prompt does."""
+    """Cache blocks with content that no prompt has."""
     for block in blocks:
         block._block_hash = b"loose %d" % block.block_id
         cache.pool.cached_block_hash_to_block.insert(block._block_hash, block)
@@ -41,8 +41,8 @@ def served(cache: ModelCache, text: str) -> bool:
 class FreeOrderMachine(RuleBasedStateMachine):
     """Blocks are allocated, cached, freed, hit, needed, and needed no more, in any order.
 
-    Those that this test allocates it knows the exact order of. What requests do to the others is
-    checked by what has to hold of any order.
+    The test knows the exact order of the blocks that it allocates itself. For blocks of requests it
+    checks the rules that hold for any order.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class FreeOrderMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(1, 8))
     def allocate(self, number: int) -> None:
-        """Of what nothing needs: the first ones, in order."""
+        """Allocate the first blocks that nothing needs, in their order."""
         uncached, surplus, needed = self.parts()
         number = min(number, len(uncached) + len(surplus))
         taken = self.pool.allocate(number)
@@ -99,7 +99,7 @@ class FreeOrderMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def hit(self, data: st.DataObject) -> None:
-        """Once freed again, they go to the end of the surplus, as `free_some` checks."""
+        """Hit blocks. Freed again, they go to the end of the surplus, as `free_some` checks."""
         _, surplus, _ = self.parts()
         if surplus:
             blocks = self._draw(data, surplus)
@@ -119,7 +119,7 @@ class FreeOrderMachine(RuleBasedStateMachine):
 
     @rule(units=st.lists(st.sampled_from("aab"), min_size=1, max_size=5))
     def serve(self, units: list[str]) -> None:
-        """Checkpoints come, and where room is short some go."""
+        """Checkpoints come, and some go where room is short."""
         self._compare_surplus(lambda: served(self.cache, spelled(units)))
 
     @rule(number=st.integers(1, 6))
@@ -131,7 +131,7 @@ class FreeOrderMachine(RuleBasedStateMachine):
         )
 
     def _compare_surplus(self, event: Callable[[], Any]) -> None:
-        """What was surplus and stays it comes first, in the order that it had."""
+        """Blocks that were surplus, and stay surplus, come first, in their old order."""
         _, surplus, _ = self.parts()
         before = [(block, block._block_hash) for block in surplus]
         self.touch.reset_mock()

@@ -27,7 +27,7 @@ PROMPT = "a" * 100
 
 
 def used_and_reported(hints: object) -> list[int]:
-    """What is used; the rest is reported when a request is admitted, which happens once."""
+    """Some hints are used. The others are reported at the admission, which happens once."""
     return used_of(ModelRequest("r7", PROMPT, hints))
 
 
@@ -65,7 +65,7 @@ def test_positions_are_rounded_down_to_boundaries(
 @pytest.mark.parametrize(
     "params",
     [
-        None,  # a pooling request has none
+        None,  # A pooling request has none.
         *(
             SimpleNamespace(extra_args=arguments)
             for arguments in (None, {}, {HINT_ARGUMENT: None}, {"another": [48]})

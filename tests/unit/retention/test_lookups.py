@@ -23,7 +23,7 @@ class CountedKey(bytes):
 
 
 class SomeDict(dict):  # type: ignore[type-arg]
-    """Whoever adds to it has to ask the table."""
+    """A dict of another type: code that adds to it has to ask the table."""
 
 
 class CountedTable(ModelKeyTable):
@@ -41,7 +41,7 @@ def make_cache(layout: str, num_blocks: int) -> ModelCache:
 
 
 def test_the_lookups_of_a_request_do_not_grow_with_its_siblings() -> None:
-    """For one prompt among few and among many that begin alike."""
+    """The prompt is one among few, and one among many that begin alike."""
     counts = []
     for num_siblings in (20, 400):
         cache = make_cache("full and window", 8000)
@@ -63,7 +63,7 @@ def test_the_lookups_of_a_request_do_not_grow_with_its_siblings() -> None:
 def test_what_full_attention_shares_is_found(
     num_cached: int, num_prompt_tokens: int, hit_units: int
 ) -> None:
-    """By a search that doubles its steps, and then halves them."""
+    """The search doubles its steps, and then halves them."""
     cache = make_cache("blocks below the unit", 400)
     request = cache.request("r", "a" * 170)
     expected = []

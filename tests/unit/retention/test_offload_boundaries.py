@@ -58,7 +58,7 @@ def test_ends_of_prompts_junctions_and_hints_are_planned(
     boundary: int,
     origin: Origin,
 ) -> None:
-    """At the last unit below them. The last token of a prompt is always computed."""
+    """They are at the last unit below the ends. The last token of a prompt is always computed."""
     request = a_request(prompt_tokens, **hints)
     plan = OffloadBoundaries(groups, UNIT_TOKENS).plan(request, hit_tokens, shared_tokens)
     assert plan[boundary].origin is origin
@@ -82,7 +82,7 @@ def test_steps_end_at_what_was_asked_for_and_where_the_prompt_is_hit_again() -> 
     planner = OffloadBoundaries(STATE_GROUPS, UNIT_TOKENS)
     plan = planner.plan(request, 80, 333)
     assert [planner.next_stop_after(plan, tokens) for tokens in (80, 247, 248)] == [248, 248, 328]
-    # Not 1,000: the last token is always computed.
+    # The result is not 1,000, because the last token is always computed.
     assert planner.next_stop_after(plan, 984) == 992
     assert planner.next_stop_after(plan, 992) > 1 << 40
 
@@ -108,7 +108,7 @@ def test_rung_ends_steps_while_requests_resume_there() -> None:
             planner.note_tried(reason)
         if number % 16 == 0:
             planner.note_hit(useful)
-    # But for one request in so many, which finds out whether that has changed.
+    # Only one request in so many has all rungs, to find out whether that has changed.
     plans = [set(rungs_of(planner, number)) for number in range(320)]
     assert all(useful in plan for plan in plans)
     assert 3 <= sum(plan == set(rungs) for plan in plans) <= 30
@@ -146,7 +146,7 @@ def test_state_at_the_end_of_a_step_is_stored_wherever_that_is() -> None:
 def test_suggestion_that_nobody_uses_is_made_less_often(
     reason: Reason, is_used: bool, nums: Sequence[int]
 ) -> None:
-    """Some are tried, to see whether that has changed."""
+    """Some suggestions are still made, to see whether that has changed."""
     planner = OffloadBoundaries(GROUPS, UNIT_TOKENS)
     num = 0
     for _ in range(1000):
@@ -159,7 +159,7 @@ def test_suggestion_that_nobody_uses_is_made_less_often(
 
 
 def test_grids_rungs_and_ends_of_steps_are_not_asked_for() -> None:
-    """So their tails get less of the pool, and are stored last."""
+    """Their tails get less of the pool, and are stored last."""
     planner = OffloadBoundaries(GROUPS, UNIT_TOKENS)
     unasked = {origin for origin in Origin if planner.is_unasked(Reason(origin))}
     assert unasked == {Origin.GRID, Origin.LADDER, Origin.CHUNK}

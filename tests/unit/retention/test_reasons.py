@@ -105,7 +105,7 @@ def test_ages_of_long_ago_weigh_less(rates: Any) -> None:
     assert ratio < 0.1, "with all of them remembered a fifth would be left"
 
 
-# What is estimated of ages, from all events at once.
+# The estimates by age, from all events at once.
 
 
 def edges() -> list[float]:
@@ -173,9 +173,9 @@ def test_uses_per_pool_are_those_of_kaplan_meier_and_gittins(
     rates = new_rates()
     for number, (kind, age_pools) in enumerate(events):
         tell(rates, kind, age_pools)
-        if number % 7 == 0:  # what was estimated before must not stay
+        if number % 7 == 0:  # Earlier estimates must not stay.
             rates.uses_per_pool(PROMPT, age_pools)
-    # Every use among the first few, and every so many, is heeded at once.
+    # The first few uses, and then every n-th use, change the estimate at once.
     for _ in range(ESTIMATE_EVERY):
         events = [*events, ("use", 0.0)]
         tell(rates, *events[-1])

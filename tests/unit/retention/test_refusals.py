@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is not as the compiled module knows it is refused in words, and changes nothing."""
+"""The compiled module refuses unknown objects with a message, and changes nothing."""
 
 from __future__ import annotations
 

@@ -31,11 +31,11 @@ TEXT = spelled("abcdef")
 
 
 class RefusedError(Exception):
-    """What caching a run is made to raise."""
+    """The error that caching a run is made to raise."""
 
 
 def make_cache(layout: str = "full and window", has_events: bool = True) -> ModelCache:
-    """With events, upstream's functions cache every run, and all of them are answered."""
+    """Make a cache. With events, upstream's functions cache every run, and all are answered."""
     return ModelCache(layout, 60, has_events=has_events, is_upstreams=True)
 
 
@@ -58,7 +58,7 @@ def begin(cache: ModelCache, request: ModelRequest, state: RetainedRequest) -> A
 
 
 def cached_blocks(cache: ModelCache) -> list[list[int]]:
-    """Per group, which blocks of the request are cached."""
+    """The cached blocks of the request, per group."""
     return [
         [index for index, block in enumerate(manager.req_to_blocks["r"]) if block._block_hash]
         for manager in cache.managers
@@ -143,7 +143,7 @@ def test_runs_end_at_nulls_and_at_cached_blocks() -> None:
 
 
 def test_runs_of_quiet_groups_are_cached_without_upstreams_functions() -> None:
-    """States are not quiet: upstream keeps further books of them."""
+    """Steps with states are not quiet, because upstream keeps further records of states."""
     cache = ModelCache(
         (GroupGeometry(FULL, 4), GroupGeometry(WINDOW, 4, 9), GroupGeometry(STATE, 4)),
         60,
@@ -212,7 +212,7 @@ def test_a_foreign_manager_caches_its_full_attention_blocks_itself(
 class StoppingTable(ModelKeyTable):
     """Raises when one block more than ``num_blocks`` is cached.
 
-    Its dict is no plain one: the compiled module has to ask the table.
+    Its dict is of another type, so the compiled module has to ask the table.
     """
 
     num_blocks = 0
@@ -232,7 +232,7 @@ class StoppingTable(ModelKeyTable):
 def test_a_step_that_raises_leaves_nothing_settled_and_is_done_again(
     has_events: bool, num_cached: int
 ) -> None:
-    """Blocks that were cached before it raised are not cached a second time."""
+    """Blocks that were cached before the error are not cached a second time."""
     layout = "two full, two windows"
     cache, expected = make_cache(layout, has_events), make_cache(layout, has_events)
     expected.retention.cache(give_blocks(expected), len(TEXT))

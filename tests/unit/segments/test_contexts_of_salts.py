@@ -27,7 +27,7 @@ def document(number: int, num_tokens: int = 3) -> tuple[int, ...]:
 def note_prompts(
     contexts: SegmentContexts, *beginnings: tuple[int, ...], cache_salt: str | None = None
 ) -> None:
-    """Of prompts with these tokens before their first segments, which differ."""
+    """Note prompts with these tokens before their first segments, which differ."""
     for number, before in enumerate(beginnings):
         segment = TokenRange(len(before), len(before) + 3)
         prompt = [*before, *document(1000 + number), *range(99)]
@@ -124,7 +124,7 @@ def test_the_salts_that_are_known_are_bounded(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(segment_contexts, "MAX_SALTS", 2)
     contexts = SegmentContexts(FIRST, 1000)
     for salt in ("a", "b", "c"):
-        contexts.sinks("full a", ())  # It is used all the time.
+        contexts.sinks("full a", ())  # The context is used all the time.
         contexts.add(document(1), salt, 1)
         fill(contexts, f"full {salt}")
     assert len(contexts._documents) <= 2 and len(contexts._contexts) == 2
@@ -183,7 +183,7 @@ def test_contexts_begin_like_the_prompts_before_them() -> None:
 
 
 def test_contexts_get_a_beginning_once_it_is_known_and_keep_it() -> None:
-    """What is stored behind those before is found, too."""
+    """Segments that were stored behind the earlier sinks are found, too."""
     contexts = SegmentContexts(FIRST, 1000)
     fill(contexts)
     note_prompts(contexts, *BEGUN)
@@ -265,7 +265,7 @@ def test_prompts_of_other_salts_take_nothing_from_one(monkeypatch: pytest.Monkey
     note_prompts(contexts, *BEGUN)
     begun = token_ids_of(contexts)
     assert len(begun) == 6
-    for number in range(9):  # Nobody remembers its prompts; others come, and its contexts stay.
+    for number in range(9):  # The salt's prompts are forgotten; its contexts stay.
         note_prompts(contexts, *BEGUN, cache_salt=f"salt {number}")
     note_prompts(contexts, *[(*BEFORE[::-1], 1)] * NUM_PROMPTS)
     assert token_ids_of(contexts) == begun

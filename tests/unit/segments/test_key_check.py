@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from vllm_ascend_kvext.segments.keys.key_check import (
-    FEWEST_PAIRS,
     MAX_PAIRS,
+    MIN_PAIRS,
     check_keys,
     find_pairs,
     has_enough_pairs,
@@ -81,9 +81,9 @@ def not_a_number(keys: np.ndarray, values: np.ndarray, model: Model) -> Any:
 
 
 WRONG: dict[str, Callable[[np.ndarray, np.ndarray, Model], Any]] = {
-    # As HunYuan's: a weight per element, behind the rotation.
+    # HunYuan scales keys like this: a weight per element, behind the rotation.
     "scaled": lambda k, v, model: (k * np.linspace(0.9, 1.1, HEAD), v),
-    # As learnt positions, which are added to embeddings: values know them, too.
+    # Learnt positions that are added to embeddings change values, too.
     "positions added": lambda k, v, model: (
         k + 0.2 * np.sin(model.positions / 50)[:, None, None],
         v,
@@ -92,9 +92,9 @@ WRONG: dict[str, Callable[[np.ndarray, np.ndarray, Model], Any]] = {
         k,
         v + 0.2 * np.cos(model.positions / 50)[:, None, None],
     ),
-    # As with a short convolution.
+    # A short convolution mixes keys like this.
     "the token before": lambda k, v, model: (k + 0.3 * np.roll(k, 1, axis=0), v),
-    # As a temperature that grows with the position.
+    # A temperature may grow with the position.
     "scaled by position": lambda k, v, model: (
         k * (1 + 0.1 * np.log(model.positions - 990))[:, None, None],
         v,
@@ -130,7 +130,7 @@ def test_another_signature_fails(dtype: RowDtype, read_as: dict[str, object]) ->
 
 
 def test_a_small_rotated_part_is_seen_beside_a_large_latent() -> None:
-    """Of MLA: the latent is most of a row's length."""
+    """The latent is most of the length of an MLA row."""
     signature = signature_of(RowDtype.BFLOAT16, num_pairs=4, offset=8)
 
     def latent(keys: np.ndarray, values: np.ndarray, model: Model) -> Any:
@@ -170,8 +170,8 @@ def test_pairs_are_of_equal_tokens_and_far_apart() -> None:
     assert len(find_pairs(many)) == MAX_PAIRS and find_pairs(many)[0] == (0, 499)
 
 
-@pytest.mark.parametrize("num_tokens", [FEWEST_PAIRS, 9, 48, 64, 65, 500])
-@pytest.mark.parametrize("max_tokens", [2 * FEWEST_PAIRS, 41, 128, 10_000])
+@pytest.mark.parametrize("num_tokens", [MIN_PAIRS, 9, 48, 64, 65, 500])
+@pytest.mark.parametrize("max_tokens", [2 * MIN_PAIRS, 41, 128, 10_000])
 @pytest.mark.parametrize("num_different", [1, 5, 500])
 def test_a_text_with_enough_pairs_is_made_of_any(
     num_tokens: int, max_tokens: int, num_different: int
@@ -180,13 +180,13 @@ def test_a_text_with_enough_pairs_is_made_of_any(
     text = text_with_pairs(document, max_tokens)
     assert len(text) <= min(max_tokens, 2 * MAX_PAIRS) and set(text) <= set(document)
     pairs = find_pairs(text)
-    assert has_enough_pairs(text) and len(pairs) >= FEWEST_PAIRS
+    assert has_enough_pairs(text) and len(pairs) >= MIN_PAIRS
     assert len({other - one for one, other in pairs}) > 1 or num_different == 1
-    # Else its first chunk would be the document's, and not be stored and compared again.
+    # Otherwise its first chunk would be the document's, and would not be stored and compared again.
     assert num_different == 1 or text[:5] != document[:5]
 
 
-@pytest.mark.parametrize(("num_tokens", "max_tokens"), [(FEWEST_PAIRS - 1, 100), (100, 15)])
+@pytest.mark.parametrize(("num_tokens", "max_tokens"), [(MIN_PAIRS - 1, 100), (100, 15)])
 def test_of_too_few_tokens_there_is_none(num_tokens: int, max_tokens: int) -> None:
     assert not has_enough_pairs(text_with_pairs(range(num_tokens), max_tokens))
 
@@ -205,7 +205,7 @@ def test_another_model_fails_by_a_text_of_different_tokens(name: str, dtype: Row
 
 
 def test_positions_between_which_tokens_are_missing_are_turned_as_far() -> None:
-    """Chunks of a segment that are stored already are not stored again."""
+    """Stored chunks of a segment are not stored again."""
     model = Model(signature_of())
     model.positions[NUM_TOKENS // 2 :] += 160
     found = model.check()

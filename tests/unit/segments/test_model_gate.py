@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a model before its segments are reused, and what follows from the answers."""
+"""The questions to a model before its segments are reused, and the judgement of its answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_ascend_kvext.errors import BlendingError
-from vllm_ascend_kvext.segments.keys.key_check import FEWEST_PAIRS, find_pairs
+from vllm_ascend_kvext.segments.keys.key_check import MIN_PAIRS, find_pairs
 from vllm_ascend_kvext.segments.model_gate import (
     MIN_LIMITS,
     NUM_MOVED,
@@ -35,7 +35,7 @@ PAGE_TOKENS = 16
 HEADS = Heads(16, 0)
 WITH_WINDOWS = Heads(16, 63)
 
-# What is asked.
+# The questions.
 
 
 def prompts(repaired: int = 16, min_reused: int = 32, room: int = 4096) -> GatePrompts:
@@ -47,7 +47,7 @@ def test_segments_stand_in_place_behind_the_sink_and_elsewhere_in_other_orders()
     found = prompts()
     assert found == prompts(), "they are the same each time"
     assert len(set(found.segments)) == NUM_SEGMENTS
-    assert all(len(find_pairs(segment)) >= FEWEST_PAIRS for segment in found.segments)
+    assert all(len(find_pairs(segment)) >= MIN_PAIRS for segment in found.segments)
     for prompt, segment in zip(found.in_place, found.segments, strict=True):
         (place,) = prompt.segments
         assert prompt.token_ids[: place.end_tokens] == SINK + segment
@@ -85,14 +85,14 @@ def test_with_little_room_fewer_segments_stand_together() -> None:
         prompts(room=100)
 
 
-# In which order, and of whom.
+# The order of the questions, and the engine that gets them.
 
 
 class FakeEngine:
-    """Answers the same, whatever is asked, unless it is told otherwise.
+    """Gives the same answer to every question, unless a test has set another.
 
     Attributes:
-        asked: What was computed together, in order; None where the prefix cache was emptied.
+        asked: The questions that were computed together, in order; None for an emptied cache.
     """
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ def check(engine: FakeEngine, heads: Heads = HEADS, page_tokens: int = PAGE_TOKE
 
 
 def test_what_is_reused_lies_in_several_pages(engine: FakeEngine) -> None:
-    """In one page, whatever goes wrong with tables of pages is not seen."""
+    """Segments in one page would hide all faults of page tables."""
     check(engine, page_tokens=128)
     for segment in (each for question in engine.questions for each in question.segments):
         run = HEADS.reused(segment)
@@ -197,7 +197,7 @@ def test_what_cannot_be_asked_is_said(
         check(engine)
 
 
-# What the answers say.
+# The judgement of the answers.
 
 ALONE = {5: -0.5, 6: -1.5, 7: -2.5}
 FAR = {5: -2.5, 6: -3.5, 7: -4.5}
@@ -236,7 +236,7 @@ CASES: dict[str, tuple[list[InPlace], list[Moved], str, str]] = {
         "expected that computing the first tokens of segments brings answers nearer",
     ),
     "no numbers": ([in_place(INF)], [], "float32", "expected at most"),
-    # The limit is no number either.
+    # The limit may be NaN, too.
     "no numbers anywhere": ([(INF, INF, INF)], [], "float32", "expected at most"),
     **{
         f"moved, no numbers {number}": (

@@ -25,7 +25,7 @@ from vllm_ascend_kvext.token_range import TokenRange
 
 MANY = 10_000
 OWN_IDS = [[101, 102, 103, 104, 105]]
-"""Of a request that goes on behind its 18th token."""
+"""The blocks of a request that goes on behind its 18th token."""
 
 HOLES = [TokenRange(0, 4), TokenRange(8, 12)]
 PLAN = PreviewPlan(TokenRange(18, 26), (TokenRange(2, 4),))
@@ -134,7 +134,7 @@ def test_without_room_or_answer_it_is_given_up(
     assert waiting.runs(9 if lack == "tokens" else MANY)[0] == (2, 4)
     for _ in range(MAX_STEPS):
         assert waiting.counters.lost_probes == 0
-        assert waiting.rows(0) == []  # No request has room: that does not count.
+        assert waiting.rows(0) == []  # No request has room, so this wait does not count.
         assert waiting.queue.end_step() == []
         assert waiting.rows(room) == []
     if lack == "answer":
@@ -174,8 +174,8 @@ def test_held_windows_become_part_of_the_tables_as_far_as_the_request_has_no_own
     assert table.blocks[:WINDOW_PAGES] == cached[:num_missing]
     assert table.all_block_ids[2 + num_missing :] == [99]
     assert tables.extend(TokenRange(16, 30)) is tables.by_group
-    tables.leave(30, is_end_of_hole=True)  # A later row may read what this one leaves.
-    windows.release_held()  # It has begun: nothing is held for it any more.
+    tables.leave(30, is_end_of_hole=True)  # A later row may read what this row leaves.
+    windows.release_held()  # The request has begun, so nothing is held for it any more.
     assert pool.num_free == 20 - num_missing
     tables.release()
     tables.release()

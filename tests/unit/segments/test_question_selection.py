@@ -11,7 +11,7 @@ from vllm_ascend_kvext.segments.question_selection import select_runs
 from vllm_ascend_kvext.token_range import TokenRange
 
 LENGTHS = ((0, 6), (1, 40), (0, 3))
-"""Of a segment's head, of what is reused of it, and of what is not stored."""
+"""Lengths of a segment's head, of its reused part, and of the part that is not stored."""
 Prompt = tuple[list[TokenRange], list[TokenRange], np.ndarray]
 
 
@@ -21,7 +21,7 @@ def tokens_of(runs: tuple[TokenRange, ...]) -> set[int]:
 
 @st.composite
 def prompts(draw: st.DrawFn) -> Prompt:
-    """Segments, what of each is reused, and scores with many that are equal."""
+    """Segments, the reused part of each, and scores of which many are equal."""
     segments: list[TokenRange] = []
     reused: list[TokenRange] = []
     position = draw(st.integers(0, 5))
@@ -43,7 +43,7 @@ TOUCHING = [TokenRange(0, 16), TokenRange(16, 32)]
 @example((TOUCHING, TOUCHING, np.array([9] * 8 + [8] * 24, np.float32)), 0.25, 4)
 @example(([TokenRange(0, 12)], [TokenRange(4, 12)], np.array([9] * 4 + [1] * 8)), 0.0, 8)
 def test_as_tried_one_after_the_other(prompt: Prompt, ratio: float, run_tokens: int) -> None:
-    """The best run of each segment, then the best of all others; of equal ones the first."""
+    """The best run of each segment, then the best other runs. Of equal runs, the first."""
     segments, reused, scores = prompt
     score_of = dict(
         zip((token for run in segments for token in range(*run)), scores.tolist(), strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people write into the object ``segments``, and what becomes of it."""
+"""The values of the object ``segments``, and the options that are made of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEYS = [option.key for option in SEGMENT_OPTIONS]
 FLAG = {True: True, False: False, "true": True, "false": False, " True ": True}
 NO_FLAG = (1, 0, "1", "yes", "", [True])
 
-# By key: default as it is shown, values with what becomes of them, wrong values.
+# The key, its default as it is shown, values with their results, and wrong values.
 TABLE: dict[str, tuple[str, list[tuple[Any, Any]], tuple[Any, ...]]] = {
     "selector": ("unset", [("question", Selector.QUESTION)], ("head", "QUESTION", True, "")),
     "head_tokens": ("unset", [(0, 0), (8, 8)], (-1, True, "16", 16.0)),
@@ -128,7 +128,7 @@ def test_a_key_of_an_earlier_release_is_refused_with_what_stands_in_its_place(
 
 def test_each_key_stands_in_place_of_one_of_an_earlier_release() -> None:
     news = [new.replace("...", "0") for new in FORMER_KEYS.values()]
-    # Segments were off with `false`: that is not to turn them on.
+    # Segments were off with `false`. The message must not tell to turn them on.
     assert news[0].endswith(", or nothing where it was false,")
     given = [json.loads("{" + new.partition(", or")[0] + "}") for new in news]
     assert [key for each in given for key in each["segments"]] == KEYS

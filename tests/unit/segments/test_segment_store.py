@@ -29,7 +29,7 @@ LAYOUT = SegmentLayout(row_bytes=(64, 128))
 
 
 class SmallStore(SegmentStore):
-    """A tier of some bytes, and what requests do with it in one line."""
+    """A tier of some bytes, and the calls of requests in one line each."""
 
     def __init__(self, capacity_bytes: int = 1 << 20) -> None:
         self.tier = HostTier(capacity_bytes, TierGeometry(CHUNK, UNIT, needs_tails=False))
@@ -106,7 +106,7 @@ def test_what_is_there_is_not_stored_again() -> None:
 def test_what_is_found_is_what_was_stored(data: st.DataObject) -> None:
     """Segments with equal beginnings, in a tier that is too small for all of them."""
     store = SmallStore(capacity_bytes=12 * LAYOUT.num_bytes(CHUNK))
-    contents: dict[int, tuple[int, ...]] = {}  # token ids, by where an entry lies
+    contents: dict[int, tuple[int, ...]] = {}  # By the place of an entry, its token ids.
     lengths = st.integers(1, 60)
     for _ in range(30):
         tokens = [data.draw(st.integers(0, 1))] * data.draw(st.integers(0, 20))

@@ -90,7 +90,7 @@ def test_what_is_no_truth_value_is_refused(value: Any) -> None:
     st.lists(st.integers(4, 5), min_size=1, max_size=3),
 )
 def test_separators_split_as_text_is_split(parts: list[list[int]], separator: list[int]) -> None:
-    """Tokens of the parts are none of the separator's, so there is one way to split."""
+    """The parts have no token of the separator, so there is one way to split."""
     tokens: list[int] = []
     expected = []
     for number, part in enumerate(parts):
@@ -102,7 +102,7 @@ def test_separators_split_as_text_is_split(parts: list[list[int]], separator: li
     assert found == expected
 
 
-# What is reused.
+# Reuse.
 
 
 @pytest.mark.parametrize(

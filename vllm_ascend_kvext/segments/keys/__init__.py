@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How keys of a model turn with their positions, and how that is checked.
+"""Reads how keys of a model turn with their positions, and checks it.
 
-Imports no vLLM: its rotary modules are read as they are handed in.
+This package imports no vLLM: it reads the rotary modules that it is given.
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model to how the keys of its layers turn.
+"""Reads from a model how the keys of its layers turn.
 
-vLLM's models have the rotary module and the attention module of a layer side by side, as children
-of one module, which hands what the first returns to the second. That is what is looked for here;
-what differs is refused. Imports nothing of vLLM: modules are read as they are handed in.
+In vLLM's models, the rotary module and the attention module of a layer are children of one module.
+This parent passes the output of the rotary module to the attention module. Models with another
+structure are refused. This module imports nothing of vLLM: it reads the modules that it is given.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ SOMETIMES_ROTATED = frozenset(
         f"{_MODELS}.step3p5.Step3p5Attention",
     }
 )
-"""By full name: modules that have a rotary module in every layer, and leave it out in some, or put
-what it returns in another order (K2 Horizon, where a head turns in part)."""
+"""Modules, by full name, that have a rotary module in every layer but do not use it as usual. Most
+skip it in some layers. K2 Horizon, whose heads turn in part, reorders the output of its module."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKeys:
     """The keys of one layer, and how they turn with their position.
 
-    Without values, a row is a latent (MLA) that is both. A sliding window counts the token that
-    reads; it is 0 with full attention.
+    A layer without values stores latents (MLA), which serve as keys and as values.
+    ``window_tokens`` counts the reading token; it is 0 with full attention.
     """
 
     signature: RotarySignature
@@ -62,11 +62,11 @@ def read_layer_keys(
     attention: Mapping[str, Any],
     dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, LayerKeys]:
-    """How the keys of each layer turn, in the order of the model.
+    """Read how the keys of each layer turn, in the order of the model.
 
     Every rotary module is read, and compared with the transfer op, once for each dtype. Layers that
-    use the pages of another one are left out. vLLM's attention modules come by layer name, and so
-    do the types of their stored keys.
+    use the pages of another layer are left out. ``attention`` has vLLM's attention modules, by
+    layer name. ``dtypes`` has the types of their stored keys, by layer name.
 
     Raises:
         BlendingError: The keys of some layer cannot be moved by a rotation; the message says why.
@@ -102,7 +102,7 @@ def _layers_in_order(model: torch.nn.Module, attention: Mapping[str, Any]) -> di
     """The attention modules that have pages of their own, by name, in the order of the model.
 
     Raises:
-        BlendingError: One is part of another model.
+        BlendingError: One of them is a part of another model.
     """
     places = {id(module): place for place, module in enumerate(model.modules())}
     own = {name: module for name, module in attention.items() if not shares_pages(module)}
@@ -121,14 +121,14 @@ def shares_pages(attention: Any) -> bool:
 
 
 def _stored_head(attention: Any, rank: int | None) -> tuple[int, int]:
-    """Elements of a head as it is stored, and where in it lies what is rotated."""
+    """The elements of a stored head, and the offset of its rotated part."""
     if rank is not None:
         return int(rank) + int(attention.qk_rope_head_dim), int(rank)
     return int(attention.head_size), 0
 
 
 def _rotary_module_of(parent: Any, layer_name: str) -> Any:
-    """The one rotary module beside an attention module; refuses where some layers do without."""
+    """The rotary module beside an attention module; refuses models that skip it in some layers."""
     name = f"{type(parent).__module__}.{type(parent).__qualname__}"
     if name in SOMETIMES_ROTATED:
         raise BlendingError(
@@ -148,7 +148,7 @@ def _rotary_module_of(parent: Any, layer_name: str) -> Any:
 
 
 def _is_rotary(module: Any) -> bool:
-    """By the classes that it is made of: a subclass is one, too, if not one that is understood."""
+    """Whether a module has a known rotary class, or a base class that is one."""
     return any(
         f"{base.__module__}.{base.__qualname__}" in READERS.keys() | REFUSED.keys()
         for base in type(module).__mro__

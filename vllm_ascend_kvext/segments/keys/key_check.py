@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the keys of a model depend on their positions by the rotation alone.
+"""Checks that the keys of a model depend on their positions by the rotation alone.
 
-In the first layer, a key is made of its token and of its position, and of nothing else. So two
-tokens with the same id in one text have keys that are equal once one of them is turned to the
-position of the other, and equal values. A model that scales keys behind the rotation, or adds
-positions to embeddings, or turns keys by other angles than its rotary module says, shows here.
+In the first layer, a key depends only on its token and its position. So two tokens with the same id
+in one text have equal values, and their keys are equal once one is turned to the position of the
+other. The check finds a model that scales keys behind the rotation, adds positions to embeddings,
+or turns keys by other angles than its rotary module says.
 
-Angles are computed here in float64, without the transfer op. Knows neither pages nor torch.
+Angles are computed here in float64, without the transfer op. This module knows neither pages nor
+torch.
 """
 
 from __future__ import annotations
@@ -23,22 +24,26 @@ from vllm_ascend_kvext.segments.keys.rotation_check import HALF_UNITS
 
 Numbers = npt.NDArray[np.float64]
 ReadRows = Callable[[Sequence[int]], Numbers]
-"""Rows of some of the checked tokens, by their places. shape: [tokens, heads, head_elements]."""
+"""Returns the rows of tokens, by their places among the checked tokens. shape: [tokens, heads,
+head_elements]."""
 
-FEWEST_PAIRS = 8
+MIN_PAIRS = 8
 MAX_PAIRS = 64
 
-# Relative to the length of what is compared. A key is rounded once as a product of matrices, and
-# turned by a cosine and a sine that may be rounded to the same type: two products, a sum and their
-# rounding, each by half a unit; and both keys of a pair are. What float32 adds comes from sums of
-# thousands of products in another order.
+# The next three errors are relative to the length of the compared rows.
 _ROUNDINGS = 10
+"""The maximum number of roundings of a pair of keys, each by half a unit in the last place. A key
+is rounded once as a product of matrices. Its rotation rounds cosine, sine, two products and a
+sum."""
+
 _OTHER_ORDER_OF_SUMS = 1e-4
+"""The error of float32 sums of thousands of products that are added in another order."""
+
 _ANGLE_ERROR = 2.0**-23
-"""Per position: the module multiplies position and frequency in float32."""
+"""The error of an angle per position: the module multiplies position and frequency in float32."""
 
 _SMALL_PART = 0.1
-"""A part of a key that is shorter than this much of all of it is compared with this much."""
+"""The error of a part of a key is divided by at least this share of the length of the whole key."""
 
 
 def check_keys(
@@ -50,13 +55,15 @@ def check_keys(
 ) -> str | None:
     """Compare the keys of the first layer, and the values, of tokens that occur more than once.
 
-    The tokens are some of a segment, with their positions, ascending. Latents have no values.
+    The tokens belong to one segment, and their positions ascend. ``read_values`` is empty for
+    latents, which have no values of their own.
 
     Returns:
-        What is wrong, empty if nothing is; None if fewer than `FEWEST_PAIRS` could be compared.
+        What is wrong, or an empty text if all are equal. None if there are fewer than `MIN_PAIRS`
+        pairs to compare.
     """
     pairs = find_pairs(token_ids)
-    if len(pairs) < FEWEST_PAIRS:
+    if len(pairs) < MIN_PAIRS:
         return None
     ones, others = [one for one, _ in pairs], [other for _, other in pairs]
     other_positions = np.array(positions)[others]
@@ -76,7 +83,7 @@ def check_keys(
         for read in read_values
     ]
     for what, found, limits in compared:
-        is_wrong = ~(found <= limits)  # Also of what is no number.
+        is_wrong = ~(found <= limits)  # NaN counts as wrong.
         if is_wrong.any():
             worst = int(np.argmax(np.where(is_wrong, np.nan_to_num(found, nan=np.inf), -1)))
             one, other = pairs[worst]
@@ -92,7 +99,7 @@ def check_keys(
 
 
 def find_pairs(token_ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Places of equal tokens, in pairs: the farthest apart first, at most `MAX_PAIRS`."""
+    """Pairs of places with equal tokens, the farthest apart first, at most `MAX_PAIRS`."""
     places: dict[int, list[int]] = defaultdict(list)
     for place, token_id in enumerate(token_ids):
         places[token_id].append(place)
@@ -106,24 +113,25 @@ def find_pairs(token_ids: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def has_enough_pairs(token_ids: Sequence[int]) -> bool:
-    """Whether the keys of a text can be compared, once all of it is stored."""
-    return len(find_pairs(token_ids)) >= FEWEST_PAIRS
+    """Whether a text has enough pairs of equal tokens to compare its keys."""
+    return len(find_pairs(token_ids)) >= MIN_PAIRS
 
 
 def text_with_pairs(token_ids: Sequence[int], max_tokens: int) -> list[int]:
-    """A text of tokens of another, each at least twice, near and far: the model is asked by it.
+    """Make a text of tokens of another text, by which the keys of the model can be compared.
 
-    It has enough pairs if the other one has `FEWEST_PAIRS` tokens, and twice as many are allowed.
-    It does not begin like the other one.
+    Each of its tokens occurs at least twice, near and far. It has enough pairs if the other text
+    has `MIN_PAIRS` tokens, and ``max_tokens`` is at least twice that. It does not begin like the
+    other text.
     """
     first_ids = list(token_ids[: min(MAX_PAIRS, max_tokens // 2)])
     return first_ids[::-1] + first_ids
 
 
 def turn(keys: Numbers, signature: RotarySignature, shifts: npt.NDArray[np.int64]) -> Numbers:
-    """Keys as they would be so many positions further on.
+    """Turn keys to positions that are ``shifts`` further on.
 
-    Shape of ``keys``: [tokens, heads, head_elements]; of ``shifts``: [tokens].
+    Shape of ``keys``: [tokens, heads, head_elements]. Shape of ``shifts``: [tokens].
     """
     angles = (shifts[:, None] * np.array(signature.frequencies))[:, None, :]
     of_pair = signature.pairs
@@ -135,7 +143,7 @@ def turn(keys: Numbers, signature: RotarySignature, shifts: npt.NDArray[np.int64
 
 
 def _differences(turned: Numbers, wanted: Numbers, signature: RotarySignature) -> Numbers:
-    """By pair; what is rotated and what is not by themselves. shape: [tokens]."""
+    """The larger relative difference of the rotated and the other part of keys. shape: [tokens]."""
     rotated = np.zeros(signature.head_elements, bool)
     rotated[signature.rotated] = True
     whole = _SMALL_PART * np.linalg.norm(wanted, axis=-1)
@@ -151,7 +159,7 @@ def _differences(turned: Numbers, wanted: Numbers, signature: RotarySignature) -
 
 
 def _relative(rows: Numbers, wanted: Numbers, least: Numbers | float = 0.0) -> Numbers:
-    """The largest difference of a head, relative to its length. shape: [tokens]."""
+    """The largest difference of a head, relative to its length or ``least``. shape: [tokens]."""
     lengths = np.maximum(np.linalg.norm(wanted, axis=-1), least)
     differences = np.linalg.norm(rows - wanted, axis=-1)
     tiny = np.finfo(np.float64).tiny

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the keys of a layer turn with their position: read from its rotary module, told to the op.
+"""Reads from a rotary module how keys turn with their position, and tells it to the transfer op.
 
-A class of vLLM is known by its exact type, and named here: a subclass may compute other angles. A
-class that turns keys by a fixed angle per position has a reader; one that does not has the reason.
-What a model does to keys behind its rotary module, such as HunYuan's scaling, is not seen here.
+vLLM's classes are recognised by their exact type, because a subclass may compute other angles. A
+class that turns keys by a fixed angle per position has a reader. Other classes have a reason why
+they are refused. This module does not see what a model does to keys behind its rotary module, such
+as HunYuan's scaling.
 
-Imports no vLLM: modules are read as they are handed in.
+This module imports no vLLM: it reads the modules that it is given.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ if TYPE_CHECKING:
 class RotarySignature:
     """The rotary embedding of one layer's keys, as they lie in a row.
 
-    ``frequencies`` are radians per position, one per pair, scaled where the embedding is.
-    ``head_elements`` are those of one head, of the whole row where heads share a latent; the
-    rotated part begins at ``offset_elements``. What the embedding has multiplied it with (YaRN's
-    attention factor) is in stored keys: a rotation must not apply it.
+    ``frequencies`` are radians per position, one per pair, with the scaling of the embedding.
+    ``head_elements`` counts the elements of one head, or of the whole row where heads share a
+    latent. The rotated part begins at ``offset_elements``. YaRN multiplies this part by its
+    attention factor. The factor is already in stored keys, so a rotation must not apply it again.
     """
 
     frequencies: tuple[float, ...]
@@ -48,17 +49,17 @@ class RotarySignature:
 
     @property
     def rotary_elements(self) -> int:
-        """Elements of a head that are rotated, from `offset_elements` on."""
+        """The number of rotated elements of a head, from `offset_elements` on."""
         return 2 * len(self.frequencies)
 
     @property
     def rotated(self) -> slice:
-        """The elements of a head that are rotated."""
+        """The rotated elements of a head."""
         return slice(self.offset_elements, self.offset_elements + self.rotary_elements)
 
     @property
     def pairs(self) -> tuple[slice, slice]:
-        """First and second elements of the pairs of a head."""
+        """The first and the second elements of the pairs of a head."""
         first, end = self.rotated.start, self.rotated.stop
         if self.pair_style is PairStyle.NEIGHBOURS:
             return slice(first, end, 2), slice(first + 1, end, 2)
@@ -68,7 +69,7 @@ class RotarySignature:
 
 @dataclass(frozen=True, slots=True)
 class KeyPlane:
-    """A plane of a transfer, by its row in the table of planes, whose rows are keys of heads."""
+    """A plane of keys in a transfer. ``plane`` is its row in the table of planes."""
 
     plane: int
     signature: RotarySignature
@@ -76,7 +77,7 @@ class KeyPlane:
 
 
 def key_rotation(key_planes: Iterable[KeyPlane], shifts: Mapping[int, int]) -> KeyRotation:
-    """The tables of a transfer that moves keys by so many positions, by transfer group."""
+    """The tables of a transfer that moves keys. ``shifts`` has positions, by transfer group."""
     frequencies: list[float] = []
     first_frequencies: dict[tuple[float, ...], int] = {}
     rows = []
@@ -111,24 +112,24 @@ Frequencies = tuple[float, ...]
 
 
 def _of_base(module: Any) -> Frequencies:
-    """Computed from the base; NTK scaling and Llama 3 override how."""
+    """Compute the frequencies from the base. NTK scaling and Llama 3 override the method."""
     return _as_tuple(module._compute_inv_freq(module.base))
 
 
 def _of_linear_scaling(module: Any) -> Frequencies:
-    """Positions are divided by the factor, which is the same as to divide the frequencies."""
+    """Divide the frequencies by the factor. The module divides positions, which is the same."""
     factors = module.scaling_factors
     if len(factors) != 1:
         raise BlendingError(
-            f"{_name(type(module))}: expected one scaling factor, found {list(factors)}: which one "
-            "a key was rotated with depends on its request's adapter. Serve this model without "
-            "blending."
+            f"{_name(type(module))}: expected one scaling factor, found {list(factors)}: the "
+            "adapter of a request decides which of them its keys were rotated with. Serve this "
+            "model without segments."
         )
     return tuple(frequency / factors[0] for frequency in _of_base(module))
 
 
 def _of_yarn(module: Any) -> Frequencies:
-    """YaRN's functions are handed the factor; the base they know."""
+    """Compute the frequencies from the scaling factor. YaRN's method knows the base."""
     return _as_tuple(module._compute_inv_freq(module.scaling_factor))
 
 
@@ -146,7 +147,7 @@ READERS: dict[str, Callable[[Any], Frequencies]] = {
     f"{_PACKAGE}.telechat3_scaling_rope.TeleChat3RoPEScaledRotaryEmbedding": _of_yarn,
     f"{_PACKAGE}.deepseek_scaling_rope.DeepseekScalingRotaryEmbedding": _of_yarn,
 }
-"""By full name; each returns radians per position, one number per pair."""
+"""Readers of vLLM's classes, by full name. Each returns radians per position, one per pair."""
 
 _ASCEND_PACKAGE = "vllm_ascend.ops.rotary_embedding"
 
@@ -154,7 +155,7 @@ ASCEND_READERS: dict[str, Callable[[Any], Frequencies]] = {
     f"{_ASCEND_PACKAGE}.AscendRotaryEmbedding": _of_base,
     f"{_ASCEND_PACKAGE}.AscendYaRNRotaryEmbedding": _of_yarn,
 }
-"""The same of vLLM-Ascend's classes that differ from vLLM's by their kernels only."""
+"""Readers of vLLM-Ascend's classes whose only difference from vLLM's are their kernels."""
 
 _SEVERAL_POSITIONS = "a token has several positions, such as a time, a row and a column"
 _LENGTH_DECIDES = "its frequencies depend on the length that is served"
@@ -184,7 +185,7 @@ REFUSED: dict[str, str] = {
         "it mixes sums of several frequencies, which is no rotation"
     ),
 }
-"""By full name: why keys cannot be moved by a rotation."""
+"""Reasons why the keys of a class cannot be moved by a rotation, by full name."""
 
 
 def read_rotary_signature(
@@ -194,10 +195,10 @@ def read_rotary_signature(
     head_elements: int | None = None,
     offset_elements: int = 0,
 ) -> RotarySignature:
-    """How stored keys of some type turn that ``module``, a rotary module of vLLM, has rotated.
+    """Read how stored keys turn. ``module`` is the rotary module of vLLM that has rotated them.
 
-    A head as it is stored may have more elements than the module is given, which lie at an offset
-    then: with MLA, behind the latent.
+    A stored head may have more elements than the module rotates, as with MLA. Then the module's
+    part begins at ``offset_elements``, behind the latent.
 
     Raises:
         BlendingError: These keys cannot be moved by a rotation; the message says why.
@@ -232,7 +233,7 @@ def read_rotary_signature(
 
 
 def row_dtype(dtype: torch.dtype) -> RowDtype:
-    """The number that descriptors have for a type of keys; raises if such keys do not rotate."""
+    """The type of keys as descriptors name it; raises if such keys cannot be rotated."""
     name = str(dtype).removeprefix("torch.")
     try:
         return RowDtype[name.upper()]
@@ -245,7 +246,7 @@ def row_dtype(dtype: torch.dtype) -> RowDtype:
 
 
 def is_of_ascend(module: Any) -> bool:
-    """Whether a rotary module is vLLM-Ascend's."""
+    """Whether a rotary module is one of vLLM-Ascend's."""
     return _name(type(module)) in ASCEND_READERS
 
 

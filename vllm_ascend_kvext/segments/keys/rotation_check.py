@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the transfer op moves keys to where the model's own rotary module would have put them.
+"""Checks that the transfer op moves keys as the model's own rotary module would rotate them.
 
-What a process asks before it moves keys: the op runs as it will, on keys that the module has
-rotated, and is compared with the module.
+A process makes this check before it moves keys. The op moves keys that the module has rotated to
+one position, and the result is compared with the module's keys at another position.
 """
 
 from __future__ import annotations
@@ -32,26 +32,29 @@ if TYPE_CHECKING:
 _ROWS = 5
 _HEADS = 2
 
-# Relative to the length of a pair: cosine and sine, two products and a sum on the module's side at
-# both positions, and one rounding on ours; each half a unit in the last place.
 _ROUNDINGS = 8
+"""The allowed number of roundings, each by half a unit in the last place, relative to the length of
+a pair. The module rounds cosine, sine, two products and a sum at each position, and the op rounds
+once."""
+
 HALF_UNITS = {
     RowDtype.FLOAT32: 2.0**-24,
     RowDtype.BFLOAT16: 2.0**-8,
     RowDtype.FLOAT16: 2.0**-11,
 }
-"""Half of the distance between numbers, relative to them, at most."""
+"""The maximum relative error of one rounding, by type."""
 
 
 def check_rotation(module: Any, signature: RotarySignature) -> None:
     """Compare the op with the module that ``signature`` was read from.
 
-    Random keys are rotated by the module to one position, moved by the op, and compared with what
-    the module makes of them at the other position: several positions, near and far, both ways; in
-    the keys' type, and in float32 where the module is in host memory. The module is left as it was.
+    The module rotates random keys to one position, and the op moves them to another one. They are
+    compared with the keys that the module rotates to this other position. Moves go near and far,
+    and in both directions. They are made in the keys' type, and also in float32 if the module is in
+    host memory. The module is left as it was.
 
     Raises:
-        BlendingError: They differ by more than rounding explains.
+        BlendingError: The keys differ by more than rounding explains.
     """
     device = module.cos_sin_cache.device
     dtypes = {signature.dtype} | ({RowDtype.FLOAT32} if device.type == "cpu" else set())
@@ -61,10 +64,10 @@ def check_rotation(module: Any, signature: RotarySignature) -> None:
 
 
 def positions_to_compare(num_positions: int) -> list[tuple[int, int]]:
-    """From where to where keys are moved, for a module that knows so many positions.
+    """Old and new positions of the compared moves, for a module that knows ``num_positions``.
 
     Raises:
-        BlendingError: There are too few of them to move a key.
+        BlendingError: The module knows too few positions to move a key.
     """
     last = num_positions - 1
     if last < 1:
@@ -72,10 +75,18 @@ def positions_to_compare(num_positions: int) -> list[tuple[int, int]]:
             f"positions of the rotary module: expected at least 2, found {num_positions}. Serve "
             "this model without segments."
         )
-    # The errors of float32 angles grow with the position: most of these are small.
+    # Most positions are small, because the errors of float32 angles grow with the position.
     candidates = [
-        *((0, 1), (1, 0), (3, 7), (40, 11), (5, 1000), (1024, 17), (2000, 2300)),
-        *((last // 3, last // 2), (0, last), (last, last // 7)),
+        (0, 1),
+        (1, 0),
+        (3, 7),
+        (40, 11),
+        (5, 1000),
+        (1024, 17),
+        (2000, 2300),
+        (last // 3, last // 2),
+        (0, last),
+        (last, last // 7),
     ]
     within = ((min(old, last), min(new, last)) for old, new in candidates)
     return list(dict.fromkeys(move for move in within if move[0] != move[1]))
@@ -128,15 +139,16 @@ def _check(
 def _rotated_by(
     module: Any, signature: RotarySignature, rows: torch.Tensor, positions: list[int]
 ) -> torch.Tensor:
-    """What the module makes of rows, shaped as in ``_check``; those of a move have one position."""
+    """Rows that the module has rotated, shaped as in ``_check``. ``positions`` has one per move."""
     import torch
 
     given = slice(signature.offset_elements, signature.offset_elements + module.head_size)
     device = module.cos_sin_cache.device
-    # Each head by itself: vLLM's op for CPUs takes heads side by side, that of DeepSeek does not.
+    # The module gets each head by itself. vLLM's op for CPUs takes heads side by side, but
+    # DeepSeek's op does not.
     keys = rows[..., given].reshape(-1, 1, module.head_size).to(device, copy=True)
     repeated = torch.tensor(positions, device=device).repeat_interleave(_ROWS * _HEADS)
-    # vLLM-Ascend's kernels need what is there during a forward. The same angles in plain torch.
+    # vLLM-Ascend's kernels run only within a forward. Plain torch computes the same angles.
     rotate = module.forward_native if is_of_ascend(module) else module
     with torch.no_grad(), _buffers_kept(module):
         _, rotated = rotate(repeated, torch.zeros_like(keys), keys)
@@ -147,7 +159,7 @@ def _rotated_by(
 
 @contextmanager
 def _buffers_kept(module: Any) -> Iterator[None]:
-    """A rotary module turns its table into the type of what it is given, and rounds it for good."""
+    """Restore the module's buffers: a call converts its table to the keys' type, and rounds it."""
     buffers = dict(module.named_buffers(recurse=False))
     try:
         yield
@@ -159,7 +171,7 @@ def _buffers_kept(module: Any) -> Iterator[None]:
 def _moved(
     rows: torch.Tensor, signature: RotarySignature, dtype: RowDtype, shifts: list[int]
 ) -> torch.Tensor:
-    """Rows through the op, each shift from host memory into a page of a group of its own."""
+    """Move rows with the op. Each shift has a transfer group and a page of its own."""
     import torch
 
     row_bytes = _HEADS * signature.head_elements * dtype.element_bytes

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler side of segments: which are reused, stored and learned."""
+"""The scheduler side of segments: decides which segments are reused, stored and learned."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers are told of the load of a request in which segments are reused. Knows no tier."""
+"""Plans the load jobs of requests that reuse segments. This module knows no tier."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_ascend_kvext.token_range import TokenRange
 
 
 class BlendedLoads:
-    """Plans the loads of one engine, which has so many KV cache groups."""
+    """Plans the loads of one engine with ``num_groups`` KV cache groups."""
 
     def __init__(self, layout: HostLayout, num_groups: int) -> None:
         self._layout = layout
@@ -31,11 +31,12 @@ class BlendedLoads:
         block_ids: tuple[list[int], ...],
         dense: WindowTables,
     ) -> LoadJob:
-        """The load of a request: rows of segments behind what is exact.
+        """Plan the load of a request: exact rows, and behind them rows of segments.
 
         Args:
-            block_ids: By KV cache group, from the request's first token on.
-            dense: By KV cache group with windows. Where one is missing, the load fails.
+            block_ids: The block ids from the request's first token on, by KV cache group.
+            dense: The window tables, by KV cache group with windows. If one is missing, the load
+                fails.
         """
         whole = TokenRange(plan.after_tokens, plan.boundary_tokens)
         tokens = whole
@@ -43,14 +44,15 @@ class BlendedLoads:
         stored: tuple[StoredChunk, ...] = ()
         exact_tails = plan.tails.get(plan.exact_tokens)
         if plan.exact_tokens > plan.after_tokens:
-            tokens, holes = TokenRange(plan.after_tokens, plan.exact_tokens), ()
+            tokens = TokenRange(plan.after_tokens, plan.exact_tokens)
+            holes = ()
             stored = self._exact.stored(plan, exact_tails)
         parts = list(self._exact.table_parts(whole, block_ids))
         for group, table in dense.items():
             parts[group] = TablePart(table.first_page, table.block_ids)
         tails: tuple[HoleTails, ...] = ()
         if exact_tails is not None:
-            # Once more, for the part of them that the device has not.
+            # The device may lack a part of the tails, so they are loaded here, too.
             groups = self._layout.tail_groups
             tails = (HoleTails(plan.exact_tokens, chunk_of(exact_tails), tuple(parts), groups),)
         return LoadJob(
@@ -65,7 +67,7 @@ class BlendedLoads:
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
-    """Ascending spans, with rows of one entry that follow each other as one."""
+    """Join ascending spans whose rows follow each other in one entry."""
     joined: list[Span] = []
     for span in spans:
         before = joined[-1] if joined else None

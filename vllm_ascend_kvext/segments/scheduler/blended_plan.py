@@ -11,12 +11,13 @@ from vllm_ascend_kvext.holes.load_plan import LoadPlan, Span
 
 @dataclass(frozen=True)
 class BlendedPlan(LoadPlan):
-    """A plan whose rows are exact up to a token, and reused or computed behind it.
+    """A plan whose rows are exact up to one token. The rows behind it are reused or computed.
 
     Attributes:
-        first_blended_tokens: Where rows of segments begin, or rows that are computed behind them.
+        first_blended_tokens: The end of the exact rows. Behind it are rows of segments, and rows
+            that are computed behind segments.
         segments_end_tokens: Where the last segment of the prompt ends, reused or not.
-        window_blocks: See ``num_window_blocks``: windows are dense from ``first_blended_tokens``.
+        window_blocks: See ``num_window_blocks``. They are dense from ``first_blended_tokens`` on.
     """
 
     first_blended_tokens: int
@@ -33,7 +34,7 @@ class BlendedPlan(LoadPlan):
 
     @property
     def segment_spans(self) -> Iterator[Span]:
-        """Loaded rows of segments, those included that are computed all the same."""
+        """The loaded rows of segments, including rows that are computed nevertheless."""
         for span in self.spans:
             if span.entry is not None and span.first_tokens >= self.exact_tokens:
                 yield span

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests in whose prompts segments are reused.
+"""Requests whose prompts reuse segments.
 
-A blended request is loaded and computed like one with holes: what is reused is loaded, all between
-is a hole. From its first reused token on its KV is approximate, and kept from all other requests:
-see `BlendedRequests.visible_tokens` and ``private_hashes``. Requests that store a segment are left
-to ``segment_stores``.
+A blended request is loaded and computed like a request with holes. The reused rows are loaded, and
+the tokens between them are holes. From its first reused token on, its KV is approximate, and no
+other request may use it: see `BlendedRequests.visible_tokens` and ``private_hashes``.
+``segment_stores`` has the requests that store a segment.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ logger = logging.getLogger("vllm.ascend_kvext.blending")
 
 @dataclass(frozen=True, slots=True)
 class BlendOptions:
-    """What is reused; see ``SegmentOptions``.
+    """The numbers that decide what is reused; see ``SegmentOptions``.
 
     Attributes:
-        head_tokens: First tokens of each reused segment that are computed.
-        min_head_tokens: The least of these: with windows, so many tokens read across the beginning
-            of a segment.
-        min_tokens: What is shorter is computed.
-        separator_ids: What stands between segments; empty if none are found by it.
+        head_tokens: The number of first tokens of each reused segment that are computed.
+        min_head_tokens: The minimum of this number. With windows, so many first tokens read across
+            the beginning of a segment.
+        min_tokens: The minimum length of a reused run. Shorter runs are computed.
+        separator_ids: The separator between segments; empty if segments have none.
     """
 
     head_tokens: int
@@ -79,11 +79,11 @@ class _Blended:
     """What a request reuses.
 
     Attributes:
-        exact_tokens: Before them, all of its KV is exact.
-        hit_tokens: Tokens of its segments that are stored, behind the exact ones.
-        reused_tokens: Tokens of these that are not computed.
-        hashes: Those of what is not exact.
-        known_tokens: Tokens that it had when it got the hashes, those on their way included.
+        exact_tokens: The length of its exact beginning.
+        hit_tokens: The tokens of its stored segments, behind the exact beginning.
+        reused_tokens: The hit tokens that are not computed.
+        hashes: The private hashes of its blocks behind the exact beginning.
+        known_tokens: The tokens that it had when it got these hashes, placeholders included.
     """
 
     exact_tokens: int
@@ -98,10 +98,10 @@ class _State:
     """The segments of a request, and what it reuses.
 
     Attributes:
-        blended: None if all of its KV is exact.
-        answered: What it has lost since it reused it, and has answered by.
-        preview: Of its question; None if it was not looked at.
-        is_refused: Whether a refusal was counted: it may be asked about in every step.
+        blended: What it reuses; None if all of its KV is exact.
+        answered: What it reused before it was preempted, if it answered with it.
+        preview: The preview of its question; None if there is none.
+        is_refused: Whether a refusal was counted. A refusal may be found anew in every step.
     """
 
     known: list[_KnownSegment] = field(default_factory=list)
@@ -115,9 +115,9 @@ class BlendedRequests:
     """The requests of one engine that have segments.
 
     Args:
-        questions: Compares questions with segments; None if nothing does.
-        learning: Has segments computed that no client has stored; None if nothing does.
-        on_used: Called with an entry that others may have, once keys are checked.
+        questions: Compares questions with segments; None if questions are not compared.
+        learning: Has segments computed that no client has stored; None if nothing is learned.
+        on_used: Called with each used entry that other engines may have, once keys are checked.
     """
 
     def __init__(
@@ -144,13 +144,13 @@ class BlendedRequests:
         self._counters = counters
         self._on_used = on_used
         self._states: dict[str, _State] = {}
-        self._new_probes: list[ProbeJob] = []  # Of the step that is being scheduled.
-        self._probed: dict[str, str] = {}  # Requests by the rows of their previews.
+        self._new_probes: list[ProbeJob] = []  # The probes of the step that is being scheduled.
+        self._probed: dict[str, str] = {}  # Request ids, by the rows of their previews.
 
     # Admission.
 
     def note_new(self, request: Request) -> None:
-        """A request has arrived, which stores no segment; its segments are noted."""
+        """Note the segments of a request that has arrived, and that stores no segment."""
         token_ids = request.prompt_token_ids
         if token_ids is None or request.sampling_params is None:
             return
@@ -170,7 +170,7 @@ class BlendedRequests:
         if why_no_holes(request) is not None:
             self._refuse(request.request_id, SegmentRefusal.UNSUITED_REQUEST)
             return
-        # Of a request that is not to be stored, nothing is learned.
+        # The engine learns nothing from a request that must not be stored.
         learning = self._learning if read_options(request).may_store else None
         if learning is not None:
             self._store.contexts.note_prompt(token_ids, segments[0], request.cache_salt)
@@ -192,7 +192,7 @@ class BlendedRequests:
             learning.note_seen(worth_storing, request.cache_salt, request._block_hasher)
 
     def pieces_to_get(self, request_id: str) -> list[WantedPiece]:
-        """What host memory lacks of the segments of a request."""
+        """The pieces of the segments of a request that host memory lacks."""
         state = self._states.get(request_id)
         pieces = []
         for _, prefixes in state.known if state is not None else ():
@@ -206,7 +206,7 @@ class BlendedRequests:
     def plan(
         self, request: Request, hit: Hit, has_room: Callable[[LoadPlan], bool]
     ) -> BlendedPlan | None:
-        """The plan of a request that reuses segments behind a hit; None if it reuses none."""
+        """Plan a request that reuses segments behind a hit; None if it reuses none."""
         plan = self._plan(request, hit)
         if plan is None or has_room(plan):
             return plan
@@ -266,7 +266,7 @@ class BlendedRequests:
         )
 
     def _have_keys_checked(self, request: Any, known: Iterable[_KnownSegment]) -> None:
-        """A document is stored, and cannot be reused: what was to be compared has been dropped."""
+        """Have keys checked if a document is stored, but keys have not been compared yet."""
         if self._learning is None:
             return
         stored = (each for _, prefixes in known for each in prefixes if self._store.find([each], 0))
@@ -285,10 +285,10 @@ class BlendedRequests:
     def _cached_windows(
         self, request: Request, exact_tokens: int
     ) -> dict[int, Sequence[Block]] | None:
-        """What the device has of the windows before a token, by KV cache group with windows.
+        """The cached blocks of the windows before a token, by KV cache group with windows.
 
         Returns:
-            None if it lacks some of it.
+            None if the device lacks some of these blocks.
         """
         cached: dict[int, Sequence[Block]] = {}
         for group, (first_page, end_page) in self._window_pages(exact_tokens).items():
@@ -299,9 +299,9 @@ class BlendedRequests:
         return cached
 
     def hold(self, request: Request, plan: LoadPlan) -> bool:
-        """Keep what a request reads of windows on the device until it begins; False if it is gone.
+        """Keep the cached windows that a request reads until it begins; False if they are gone.
 
-        Nothing is kept if it reads no windows, or loads them.
+        Nothing is kept if the request reads no windows, or loads them.
         """
         if not self._windows.has_windows or plan.exact_tokens in plan.tails:
             return True
@@ -315,7 +315,7 @@ class BlendedRequests:
     def begin(
         self, request: Request, plan: BlendedPlan, block_ids: tuple[list[int], ...]
     ) -> LoadJob:
-        """A request has got blocks for a plan of `plan`; its load."""
+        """Begin a request that has got blocks for a plan of `plan`; returns its load."""
         tables = self._park(request, plan, block_ids)
         self._note_begun(request, plan)
         return self._loads.plan(request.request_id, plan, block_ids, tables)
@@ -323,11 +323,11 @@ class BlendedRequests:
     def _park(
         self, request: Request, plan: BlendedPlan, block_ids: tuple[list[int], ...]
     ) -> WindowTables:
-        """Have the request's holes computed, and its question before them, if it is looked at.
+        """Have the request's holes computed, and before them its question if that is previewed.
 
         Returns:
-            By KV cache group with windows; nothing if there are none, or no blocks for them: the
-            load has to fail then.
+            The window tables, by KV cache group with windows. Empty if the model has no windows, or
+            if there are too few blocks for them. In the second case the load has to fail.
         """
         request_id = request.request_id
         preview_plan = None
@@ -339,7 +339,8 @@ class BlendedRequests:
         tables = self._windows.begin(request_id, plan.exact_tokens, block_ids)
         if tables is None:
             return {}
-        holes, preview = plan.holes, None
+        holes = plan.holes
+        preview = None
         if preview_plan is not None:
             holes = preview_plan.missing
             preview = self._states[request_id].preview = QuestionPreview(
@@ -388,10 +389,11 @@ class BlendedRequests:
         """A request has lost its blocks, or its load has failed."""
         state = self._states.get(request_id)
         if state is not None and state.blended is not None:
-            blended, state.blended = state.blended, None
+            blended = state.blended
+            state.blended = None
             self._count(blended)
             blended.hashes.take_back()
-            # None of its KV is approximate from here on, but what it has answered till then is.
+            # From here on all of its KV is exact. The answer it has given so far is approximate.
             request = self._view.requests.get(request_id)
             if request is not None and _known_tokens(request) > blended.known_tokens:
                 state.answered = blended
@@ -400,7 +402,7 @@ class BlendedRequests:
     # Steps.
 
     def _note_probe(self, row: HoleRow) -> None:
-        """The question of a request is in the step that is being scheduled."""
+        """Plan the probe of a question that is in the step that is being scheduled."""
         assert self.questions is not None
         request_id = row.request_id
         block_ids = [
@@ -415,33 +417,34 @@ class BlendedRequests:
         self._probed[row.row_id] = request_id
 
     def end_step(self) -> tuple[ProbeJob, ...]:
-        """A step has been scheduled; the rows in it whose scores are wanted."""
+        """End the scheduling of a step; returns the probes of its rows."""
         self._windows.release_held()
         probes = tuple(self._new_probes)
         self._new_probes.clear()
         return probes
 
     def end_probe(self, row_id: str, scores: Scores | None) -> None:
-        """A question has been compared with segments. Its request may have ended meanwhile.
+        """End a probe: a question was compared with segments. Its request may have ended already.
 
         Args:
-            scores: Of all tokens that are scored, one after the other; None if there are none.
+            scores: One score per scored token, in their order; None if there are no scores.
         """
         request_id = self._probed.pop(row_id, None)
         state = self._states.get(request_id) if request_id is not None else None
         if state is None or state.preview is None:
             return
-        preview, state.preview = state.preview, None
+        preview = state.preview
+        state.preview = None
         assert request_id is not None
         if self._holes.preview_of(request_id) is not preview:
-            return  # It was given up.
+            return  # The preview was given up.
         runs = self._choose(request_id, scores)
         preview.end(runs)
         if runs:
             self._holes.note_new_holes(request_id, runs)
 
     def _choose(self, request_id: str, scores: Scores | None) -> tuple[TokenRange, ...]:
-        """What of a request is computed and not reused, as its question has it."""
+        """The runs of a request that are computed because its question attends to them."""
         assert self.questions is not None
         runs = self.questions.choose(request_id, scores)
         blended = self._blended(request_id)
@@ -449,17 +452,17 @@ class BlendedRequests:
             blended.reused_tokens -= sum(run.num_tokens for run in runs)
         return runs
 
-    # What is told to others.
+    # Answers to other parts.
 
     def visible_tokens(self, request_id: str) -> int | None:
-        """Behind it, KV of a request is approximate; None if all of it is exact."""
+        """The length of the exact beginning of a request; None if all of its KV is exact."""
         blended = self._blended(request_id)
         return None if blended is None else blended.exact_tokens
 
     def params(self, request: Request) -> Mapping[str, int] | None:
-        """How the response of a request is marked; None if all of it is exact.
+        """The fields that mark the response of a request; None if all of its KV was exact.
 
-        One that was preempted is marked as it was when it last answered with reused tokens.
+        A preempted request is marked as it was when it last answered with reused tokens.
         """
         state = self._states.get(request.request_id, _State())
         blended = state.blended or state.answered
@@ -482,7 +485,7 @@ class BlendedRequests:
             self._count(state.blended)
 
     def _forget_question(self, request_id: str) -> None:
-        """What is learnt from the question of a request is of no use any more."""
+        """Forget the question of a request, and its probe if one is under way."""
         state = self._states.get(request_id)
         if state is not None and state.preview is not None:
             self._probed.pop(state.preview.row_id, None)
@@ -491,7 +494,7 @@ class BlendedRequests:
             self.questions.forget(request_id)
 
     def _put(self, entry: Entry) -> None:
-        """Let other engines have an entry, once keys were checked: they will not check again."""
+        """Offer an entry to other engines once keys were checked: these engines do not check."""
         if self._checks.are_passed and not self._store.has_context(entry):
             self._on_used(entry)
 
@@ -502,7 +505,7 @@ class BlendedRequests:
             self._counters.refusals[refusal] += 1
 
     def _count(self, blended: _Blended) -> None:
-        """Count tokens once they are what they are: counters never go down."""
+        """Count tokens when their numbers are final, because counters never go down."""
         self._counters.reused_tokens += blended.reused_tokens
         self._counters.recomputed_tokens += blended.hit_tokens - blended.reused_tokens
 
@@ -514,7 +517,7 @@ class BlendedRequests:
 def _is_exact(
     request: Request, segment: TokenRange, prefixes: Iterable[SegmentPrefix], span: Span
 ) -> bool:
-    """Whether a segment was computed behind all that stands before it in a prompt."""
+    """Whether a stored segment was computed behind the same tokens as stand before it now."""
     assert span.entry is not None and request.prompt_token_ids is not None
     for each in prefixes:
         if each.sink_tokens == segment.first_tokens:
@@ -526,5 +529,5 @@ def _is_exact(
 
 
 def _known_tokens(request: Request) -> int:
-    """Tokens of a request, those that are being computed included."""
+    """The tokens of a request, placeholders of tokens that are being computed included."""
     return request.num_tokens + request.num_output_placeholders

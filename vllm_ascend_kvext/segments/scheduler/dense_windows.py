@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of windows of requests in which segments are reused.
+"""Window blocks of requests that reuse segments.
 
-What lies between the holes of such a request is no tails but tokens of segments. So all rows of the
-request share one table per group without gaps. It begins with the window before the first blended
-token, which is loaded or cached, and ends with the request's own blocks.
+Tokens of segments lie between the holes of such a request, and not only tails. So all rows of the
+request share one table per group without gaps. The table begins with the window before the first
+blended token, which is loaded or cached. It ends with the request's own blocks.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from vllm_ascend_kvext.token_range import TokenRange
 
 
 class DenseTables(RowTables):
-    """The tables of one request. They are whole from the beginning.
+    """The tables of one request. They are complete from the beginning.
 
     Attributes:
-        by_group: By KV cache group with windows: where windows are loaded and computed.
+        by_group: The tables into which windows are loaded and computed, by KV cache group with
+            windows.
     """
 
     def __init__(self, hole_blocks: HoleBlocks, by_group: WindowTables) -> None:
@@ -31,7 +32,7 @@ class DenseTables(RowTables):
         return self.by_group
 
     def leave(self, end_tokens: int, is_end_of_hole: bool) -> None:
-        """A later row may read what this one leaves."""
+        """Keep all blocks: a later row may read what this row leaves."""
 
     def release(self) -> None:
         by_group, self.by_group = self.by_group, {}
@@ -40,7 +41,7 @@ class DenseTables(RowTables):
 
 
 class DenseWindows:
-    """Makes the dense tables of one engine's requests, and holds what they begin with."""
+    """Makes the dense tables of one engine's requests, and holds their first cached blocks."""
 
     def __init__(self, hole_blocks: HoleBlocks) -> None:
         self._hole_blocks = hole_blocks
@@ -48,17 +49,18 @@ class DenseWindows:
 
     @property
     def has_windows(self) -> bool:
-        """Whether the model has some."""
+        """Whether the model has windows."""
         return self._hole_blocks.has_windows
 
     def hold(self, request_id: str, cached: Mapping[int, Sequence[Any]]) -> None:
         """Keep cached blocks until `begin`, or until `release_held`.
 
-        The request's own blocks are allocated first, and would be taken from what is free.
+        The request's own blocks are allocated before `begin`. Without a hold, the allocation could
+        take the cached blocks.
 
         Args:
-            cached: By KV cache group: blocks that have the whole window where it will begin. They
-                are only read.
+            cached: The blocks of the whole window before the request's beginning, by KV cache
+                group. They are only read.
         """
         assert request_id not in self._held
         for blocks in cached.values():
@@ -66,18 +68,18 @@ class DenseWindows:
         self._held[request_id] = cached
 
     def is_held(self, request_id: str) -> bool:
-        """Whether `hold` was called for a request that has not begun."""
+        """Whether blocks are held for a request that has not begun."""
         return request_id in self._held
 
     def release_held(self) -> None:
-        """A step is planned: a request that has not begun in it has got no blocks."""
+        """Release held blocks after a step is planned: their requests got no blocks in it."""
         for cached in self._held.values():
             for blocks in cached.values():
                 self._hole_blocks.blocks.release(blocks)
         self._held.clear()
 
     def num_blocks(self, first_tokens: int, end_tokens: int) -> int:
-        """Blocks for windows of some tokens, what is read before the first of them included."""
+        """The blocks for windows of these tokens, including the window before the first token."""
         tokens_per_page = self._hole_blocks.tokens_per_page
         return sum(
             -(-end_tokens // tokens_per_page[group]) - first
@@ -87,16 +89,16 @@ class DenseWindows:
     def begin(
         self, request_id: str, first_tokens: int, own_ids: Sequence[Sequence[int]]
     ) -> DenseTables | None:
-        """Take blocks for all windows from a token on, as far as a request has none of its own.
+        """Take blocks for all windows from one token on, where the request has no own blocks.
 
-        What is held for the request becomes part of the tables.
+        The blocks that are held for the request become part of the tables.
 
         Args:
-            first_tokens: Where it begins; the window before it is in the tables, too.
-            own_ids: The request's block ids, by KV cache group, nulls included.
+            first_tokens: The first token of the tables; the window before it is in them, too.
+            own_ids: The request's block ids, by KV cache group, null blocks included.
 
         Returns:
-            None, and nothing is taken, if there are too few blocks.
+            The tables. None if there are too few blocks; then nothing is taken.
         """
         blocks = self._hole_blocks.blocks
         ranges: dict[int, tuple[int, int]] = {}
@@ -127,11 +129,11 @@ class DenseWindows:
         return DenseTables(self._hole_blocks, by_group)
 
     def take_behind(self, num_pages: Sequence[int], end_tokens: int) -> dict[int, list[int]] | None:
-        """Take blocks behind a request's own up to a token; only the next step reads them.
+        """Take blocks behind a request's own blocks, up to a token. Only the next step reads them.
 
         Returns:
-            Block ids behind the request's, by KV cache group; None, and nothing is taken, if there
-            are too few.
+            The ids of these blocks, by KV cache group. None if there are too few blocks; then
+            nothing is taken.
         """
         missing = {
             group: max(0, -(-end_tokens // tokens) - num_pages[group])

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether keys of this model are known to turn with their positions alone.
+"""Keeps whether the keys of this model have passed the check of ``segments.keys.key_check``.
 
-Nothing is reused before all workers have compared keys of equal tokens once; see
-``segments.keys.key_check``.
+Segments are reused only after all workers have compared the keys of equal tokens once.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ class KeyChecks:
     """The checks of one engine.
 
     Args:
-        num_workers: All of them have to compare keys.
-        learning: Told of the result; None if nothing is learned.
+        num_workers: The number of workers. All of them have to compare keys.
+        learning: Gets the result; None if nothing is learned.
 
     Attributes:
-        are_passed: Whether all workers have compared keys, and found nothing.
-        failure: What is wrong with the keys of some worker; empty if nothing is known.
+        are_passed: Whether all workers have compared keys, and found them right.
+        failure: What is wrong with the keys of some worker; empty if no failure is known.
     """
 
     def __init__(self, num_workers: int, learning: SegmentLearning | None) -> None:
@@ -39,7 +38,7 @@ class KeyChecks:
         return not (self.are_passed or self.failure)
 
     def note(self, num_workers: int, failure: str) -> None:
-        """So many workers have compared keys well, or one has found a failure."""
+        """Note ``num_workers`` passed checks, or a failure if ``failure`` is not empty."""
         if failure and not self.failure:
             self.failure = failure
             self.are_passed = False
@@ -56,5 +55,5 @@ class KeyChecks:
                 self._learning.note_keys_checked()
 
     def note_elsewhere(self) -> None:
-        """An engine like this one has compared keys, and found nothing."""
+        """Note that an equal engine has compared keys, and found them right."""
         self.note(self._num_workers, "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an engine reuses segments, decided once its workers are known, and with which options."""
+"""Decides whether an engine reuses segments, and with which options, once its workers are known."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from vllm_ascend_kvext.store.entries import Entry
 logger = logging.getLogger("vllm.ascend_kvext.blending")
 
 HEAD_TOKENS = 16
-"""The default of ``head_tokens`` where nothing else is computed; see docs/blending_contexts.md."""
+"""The default of ``head_tokens`` where only heads are computed; see docs/blending_contexts.md."""
 
 HEAD_TOKENS_WITH_QUESTION = 4
-"""The default of ``head_tokens`` where the question chooses others, too."""
+"""The default of ``head_tokens`` where the question chooses further tokens."""
 
 MIN_REUSED_TOKENS = 32
-"""Fewer tokens of a segment are computed. Twice the default head: a segment has to be as long to be
-reused at all. Nothing that docs/blending.md measured is shorter."""
+"""The minimum length of a reused run; shorter runs are computed. It is twice the default head,
+which is also the minimum length of a reused segment. docs/blending.md measured no shorter runs."""
 
 
 def make_segments(
@@ -43,11 +43,11 @@ def make_segments(
     workers: Sequence[WorkerLayout],
     on_used: Callable[[Entry], None] = lambda _: None,
 ) -> SegmentsSide | None:
-    """What reuses segments in the pages of some workers; None, with the reason in the log.
+    """Make the scheduler side of segments. None if segments are off; the log says why.
 
     Args:
         learns_new: Whether segments are learned that no client has stored.
-        on_used: Called with an entry that other engines may have.
+        on_used: Called with each used entry that other engines may have.
     """
     of_workers: list[SegmentsOfWorker] = [each.extras for each in workers]
     refusal = _why_no_segments(parts, of_workers)
@@ -57,7 +57,7 @@ def make_segments(
     layouts = [each.layout for each in of_workers if each.layout is not None]
     counters = SegmentCounters()
     questions = _make_questions(parts, options, of_workers, counters)
-    # Where nothing but heads is computed, what a context says is answered by some models.
+    # Where only heads are computed, some models answer what a context says.
     has_context = questions is not None and options.learn is not False
     if options.context is not None:
         has_context = options.context
@@ -119,7 +119,7 @@ def _make_learning(
     has_context: bool,
     counters: SegmentCounters,
 ) -> SegmentLearning | None:
-    """Also where nothing is learned: the text by which keys are compared is computed by it."""
+    """Make the learning, even if no segment is learned: it computes the text that checks keys."""
     view = parts.view
     if view.num_data_parallel > 1:
         if not (learns_new or has_context):
@@ -127,8 +127,8 @@ def _make_learning(
         logger.log(
             logging.WARNING if learns_new or options.context else logging.INFO,
             "KvextConnector: segments: %s is off: the %d data-parallel engines of a mixture of "
-            "experts take their steps together, and one of them would begin some alone. Let "
-            "clients store segments, and set it to false.",
+            "experts take their steps together, and learning would make one of them begin steps "
+            "alone. Let clients store segments, and set it to false.",
             "learn" if learns_new else "context",
             view.num_data_parallel,
         )
@@ -142,7 +142,7 @@ def _make_questions(
     of_workers: Sequence[SegmentsOfWorker],
     counters: SegmentCounters,
 ) -> Questions | None:
-    """None if questions are not compared with segments."""
+    """Make what compares questions with segments; None if they are not compared."""
     if options.selector is Selector.HEADS:
         return None
     is_by_default = options.selector is None and options.check_layer is None

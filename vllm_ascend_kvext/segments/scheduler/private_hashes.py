@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block hashes that nothing else has: for tokens whose KV nobody else is to find.
+"""Unique block hashes, for tokens whose KV no other request may find.
 
-A block hash stands for exact KV. Where a request's KV is approximate, whoever stores, finds or
-reports it by its hashes must not mix it up with the exact one. So from there on its hashes are
-random numbers. And a segment that is to be stored is not to be found in a cache, behind its sink.
+A block hash stands for exact KV. Caches, stores and events find KV by its hashes, and must not take
+approximate KV for exact KV. So the hashes of a request are random numbers from its first
+approximate token on. The same is done behind the sink of a segment that is to be stored, so that no
+cache has the segment.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ _HASH_BYTES = 32
 
 
 class PrivateHashes:
-    """Replaces the hashes of one ``vllm.v1.request.Request``, those to come included.
+    """Replaces the hashes of one ``vllm.v1.request.Request``, future hashes included.
 
-    Blocks that end at ``first_tokens`` or before keep theirs.
+    Blocks that end at ``first_tokens`` or before keep their hashes.
     """
 
     def __init__(self, request: Any, first_tokens: int, hash_block_size: int) -> None:
@@ -32,7 +33,7 @@ class PrivateHashes:
             request._block_hasher = self._hash_new_blocks
 
     def take_back(self) -> None:
-        """Give the request the hashes of its tokens."""
+        """Give the request the hashes of its tokens again."""
         if self._block_hasher is None:
             return
         request = self._request

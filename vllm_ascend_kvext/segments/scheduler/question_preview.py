@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row that computes a question behind segments, only to see what of them it attends to."""
+"""The row that computes a question behind segments, only to find the tokens it attends to."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from vllm_ascend_kvext.segments.scheduler.dense_windows import DenseWindows
 from vllm_ascend_kvext.token_range import TokenRange, union
 
 MAX_STEPS = 64
-"""How many steps a question waits for room, and then again for its scores. Fewer steps than that
-are in flight."""
+"""The maximum number of steps that a question waits for room, and then again for its scores. It is
+larger than the number of steps in flight."""
 
 
 class PreviewPlan(NamedTuple):
-    """The ``run`` behind all holes that is only looked at, and what no load brings before it."""
+    """The ``run`` of the question, and the ``missing`` tokens before it, which no load brings."""
 
     run: TokenRange
     missing: tuple[TokenRange, ...]
 
 
 class QuestionPreview(Preview):
-    """The question of one request. It is given up where it waits in vain for many steps.
+    """The question of one request. It is given up after it has waited for `MAX_STEPS` steps.
 
     Args:
-        holes: What of the request is computed whatever is learnt.
-        num_pages: Pages of the request, by KV cache group.
+        holes: The holes of the request, which are computed whatever the question attends to.
+        num_pages: The pages of the request, by KV cache group.
         on_row: Called with the row when it is in a step.
 
     Attributes:
-        row_id: Of its row; empty before that is in a step.
+        row_id: The id of its row; empty before the row is in a step.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class QuestionPreview(Preview):
         self._counters = counters
         self._on_row = on_row
         self.row_id = ""
-        self._num_steps = 0  # It has waited for so many.
+        self._num_steps = 0  # The steps that it has waited.
 
     @property
     def is_begun(self) -> bool:
@@ -87,7 +87,7 @@ class QuestionPreview(Preview):
         window_ids_of: Callable[[TokenRange], Mapping[int, Sequence[int]] | None],
         num_tokens: int,
     ) -> HoleRow | None:
-        """None if there are no blocks."""
+        """The row of the question; None if there are too few blocks."""
         run = TokenRange(self._run.first_tokens, self._run.first_tokens + num_tokens)
         window_ids = window_ids_of(run)
         behind_ids = self._windows.take_behind(self._num_pages, run.end_tokens)
@@ -110,7 +110,7 @@ class QuestionPreview(Preview):
         self._note_wait()
 
     def end(self, chosen: Sequence[TokenRange]) -> None:
-        """The question has been compared: these runs are computed after all."""
+        """End the preview: these runs are computed in addition to the holes."""
         self._queue.end_preview(self._request_id, union([*self._holes, *chosen]))
 
     def _note_wait(self) -> None:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of reused segments is computed after all, because the question attends to it.
+"""Chooses reused tokens that are computed nevertheless, because the question attends to them.
 
-Two passes. The first one is thrown away: it computes the question behind the segments as they are
-stored, heads included, and what is missing between them. The second one is that of a request whose
-question is not looked at, with more holes::
+There are two passes. The first pass computes the missing tokens between the segments, and the
+question behind the segments as they are stored, heads included. Its results are thrown away. The
+second pass computes the holes of the request, and more holes that the question has chosen::
 
     segments          [hhhh              ]     [hhhh              ] question
     first pass                            =====                     ========    scores
     second pass        ====      ===      ========      ===
     the request                                                     ========
 
-The question is what follows the last segment, stored or not.
+The question is the text behind the last segment, whether this segment is stored or not.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from vllm_ascend_kvext.segments.scheduler.question_preview import PreviewPlan
 from vllm_ascend_kvext.token_range import TokenRange, union, without
 
 MAX_PROBED_TOKENS = 256
-"""Of a longer question the end is looked at, as if it stood right behind the segments."""
+"""The maximum length of the first pass's question. Of a longer question only the end is computed,
+as if it stood right behind the segments."""
 
 CHOSEN_RUN_TOKENS = 8
-"""The question chooses tokens in runs of so many: with them docs/blending.md was measured."""
+"""The length of the runs that the question chooses. docs/blending.md measured with it."""
 
 
 class _Compared(NamedTuple):
-    """What of each segment is loaded, and what of that may be computed after all.
+    """The loaded range of each segment, and the reused ranges from which the question may choose.
 
     The last ``num_queries`` tokens of the first pass are the question.
     """
@@ -47,7 +48,7 @@ class _Compared(NamedTuple):
 
 
 class Questions:
-    """The questions of one engine's requests: ``ratio`` of the tokens behind heads is computed."""
+    """The questions of one engine's requests. They choose ``ratio`` of the tokens behind heads."""
 
     def __init__(self, view: SchedulerView, ratio: float, counters: SegmentCounters) -> None:
         self._view = view
@@ -56,14 +57,14 @@ class Questions:
         self._compared: dict[str, _Compared] = {}
 
     def begin(self, request: Request, plan: BlendedPlan) -> PreviewPlan | None:
-        """The first pass of a request that has blocks; None if its question is not looked at."""
+        """Plan the first pass of a request that has blocks; None if it has no room for one."""
         first_tokens = plan.boundary_tokens
         num_tokens = min(
             request.num_tokens - first_tokens,
             MAX_PROBED_TOKENS,
-            # So that it finds room beside requests that run.
+            # Half of a step, so that it finds room beside running requests.
             max(1, self._view.max_num_batched_tokens // 2),
-            # The prompt of its row has one token more.
+            # One token less, because the prompt of its row has one token more.
             self._view.max_model_len - 1 - first_tokens,
         )
         if num_tokens <= 0:
@@ -84,12 +85,15 @@ class Questions:
         return self._compared[request_id].scored
 
     def queries(self, request_id: str, run: TokenRange) -> TokenRange:
-        """The question, of what the first pass computes behind the segments."""
+        """The tokens of the question within ``run``, the last run of the first pass."""
         num_queries = self._compared[request_id].num_queries
         return TokenRange(run.end_tokens - num_queries, run.end_tokens)
 
     def choose(self, request_id: str, scores: Scores | None) -> tuple[TokenRange, ...]:
-        """What is computed after all, by scores of the tokens of `scored`; None without any."""
+        """The runs that the question chooses, by the scores of the tokens of `scored`.
+
+        Without scores (None), or with scores that are not finite, it chooses none.
+        """
         compared = self._compared.pop(request_id)
         if scores is None or not np.isfinite(scores).all():
             self._counters.lost_probes += 1
@@ -98,12 +102,12 @@ class Questions:
         return select_runs(compared.scored, scores, compared.reused, self.ratio, CHOSEN_RUN_TOKENS)
 
     def forget(self, request_id: str) -> None:
-        """A request has ended, or nothing of it is reused any more."""
+        """Forget a request that has ended, or that reuses nothing any more."""
         self._compared.pop(request_id, None)
 
 
 def _by_segment(ascending: Iterable[Span]) -> tuple[TokenRange, ...]:
-    """What is loaded of each segment. Of one, nothing is left out between two spans."""
+    """The loaded range of each segment. The spans of one segment have no gaps between them."""
     found: dict[int, TokenRange] = {}
     for span in ascending:
         segment_tokens = span.first_tokens - span.entry_tokens

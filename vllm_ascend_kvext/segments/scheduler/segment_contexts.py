@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What segments are computed behind: with ``segment_context``, other documents of their salt.
+"""The sinks that segments are computed behind. With ``context``, they have documents of their salt.
 
-Behind other documents, the KV of one comes nearer to what it is in a prompt of documents: nearest
-behind about as many as stand before it there, and behind what stands before all of them. So it is
-stored behind none, a few and many. The first documents of a salt become its contexts, and stay
-that; what its prompts begin with comes before them once it is known. A segment behind another
-context is another segment. See ``docs/blending_contexts.md``.
+The KV of a document that is computed behind other documents is nearer to its KV in a prompt of
+documents. It is nearest behind about as many documents as stand before it in the prompt, and behind
+the common beginning of prompts. So a document is stored behind no other document, behind a few, and
+behind many. The first documents of a salt become its contexts, and stay its contexts. The common
+beginning of its prompts is put before them once it is known. A segment behind another context is
+another segment. See ``docs/blending_contexts.md``.
 """
 
 from __future__ import annotations
@@ -24,30 +25,44 @@ from vllm_ascend_kvext.token_range import TokenRange
 
 logger = logging.getLogger("vllm.ascend_kvext.blending")
 
-FEW_DOCUMENTS, NUM_DOCUMENTS = 2, 8
+FEW_DOCUMENTS = 2
+"""The number of documents in the smaller context of a salt. Two documents were measured."""
+
+NUM_DOCUMENTS = 8
+"""The number of documents in the larger context of a salt. Eight documents were measured."""
+
 MAX_DOCUMENT_TOKENS = 256
-"""What was measured: two and eight documents of 100 to 200 tokens. Of longer ones, the beginnings,
-which is worse."""
+"""The maximum length of a document in a context. Documents of 100 to 200 tokens were measured. Of a
+longer document only the beginning is taken, which is worse."""
 
 NUM_PROMPTS = 4
-"""So many, whose first segments differ, are compared for what they begin with: the turns of one
-chat begin with what its user has said."""
+"""The number of prompts that are compared to find their common beginning. Their first segments have
+to differ: the turns of one chat have the same user's text before their first segment."""
 
-MIN_BEGINNING_TOKENS, MAX_BEGINNING_TOKENS = 16, 2048
-"""More than what segments are computed behind anyway. Shorter ones are not worth a computation."""
+MIN_BEGINNING_TOKENS = 16
+"""The minimum length of a common beginning, in addition to the sink of all segments. A shorter one
+is not worth a computation."""
 
-MAX_DOCUMENTS_SHARE, MAX_BEGINNING_SHARE = 1 / 2, 1 / 4
-"""Of the longest request."""
+MAX_BEGINNING_TOKENS = 2048
+"""The maximum length of a common beginning."""
+
+MAX_DOCUMENTS_SHARE = 1 / 2
+"""The maximum length of all documents in a context, as a share of the longest request."""
+
+MAX_BEGINNING_SHARE = 1 / 4
+"""The maximum length of a common beginning, as a share of the longest request."""
 
 MAX_SALTS = 128
-"""So many salts have contexts, as many some documents of one, which are kept as a whole, and of as
-many it is known what prompts begin with."""
+"""The maximum number of salts with contexts. It also limits, each by itself, the salts with
+documents of an unfinished context, and the salts whose prompts are compared. A salt's documents are
+kept whole."""
 
 
 class Sink(NamedTuple):
-    """What segments are computed behind; keys of what may stand for each other have one space.
+    """The tokens that a segment is computed behind.
 
-    Behind one that ``is_past`` nothing is stored any more.
+    ``space`` is the key space of segments behind this sink; see ``key_space``. Nothing is stored
+    any more behind a sink that ``is_past``.
     """
 
     token_ids: tuple[int, ...]
@@ -62,12 +77,12 @@ Document = TypeVar("Document")
 
 
 class SegmentContexts(Generic[Document]):
-    """The sinks of one engine, by salt. A salt of None and an empty one are the same.
+    """The sinks of one engine, by salt. A salt of None and an empty salt are the same.
 
     Args:
-        sink_ids: What all segments are computed behind.
-        max_request_tokens: How long a segment and what stands before it may be; 0 for no contexts.
-        min_tokens: Shorter documents are none for a context.
+        sink_ids: The sink without a context, which all segments have.
+        max_request_tokens: The maximum length of a segment and its sink; 0 for no contexts.
+        min_tokens: The minimum length of a document in a context.
         reads_prompts: Whether contexts begin like prompts, instead of with ``sink_ids``.
     """
 
@@ -79,26 +94,30 @@ class SegmentContexts(Generic[Document]):
         reads_prompts: bool = True,
     ) -> None:
         self.sink_ids = tuple(sink_ids)
-        self._max_request_tokens, self._min_tokens = max_request_tokens, min_tokens
+        self._max_request_tokens = max_request_tokens
+        self._min_tokens = min_tokens
         max_documents_tokens = int(max_request_tokens * MAX_DOCUMENTS_SHARE)
         self._document_tokens = min(MAX_DOCUMENT_TOKENS, max_documents_tokens // NUM_DOCUMENTS)
-        max_beginning_tokens = int(max_request_tokens * MAX_BEGINNING_SHARE) * reads_prompts
-        self._max_beginning_tokens = min(MAX_BEGINNING_TOKENS, max_beginning_tokens)
+        self._max_beginning_tokens = 0
+        if reads_prompts:
+            max_beginning_tokens = int(max_request_tokens * MAX_BEGINNING_SHARE)
+            self._max_beginning_tokens = min(MAX_BEGINNING_TOKENS, max_beginning_tokens)
         self._contexts: OrderedDict[str, list[_Context]] = OrderedDict()  # the latest first
         self._documents: OrderedDict[str, dict[Beginning, Document]] = OrderedDict()
         self._prompts: OrderedDict[str, _Prompts] = OrderedDict()
 
     def without_context(self, cache_salt: str | None) -> Sink:
-        """The sink of what clients store, and of all before there is a context."""
+        """The sink of clients' segments, and of all segments while there is no context."""
         return Sink(self.sink_ids, key_space(self.sink_ids, cache_salt))
 
     def sinks(
         self, cache_salt: str | None, token_ids: Sequence[int], num_before: int = 0
     ) -> list[Sink]:
-        """All sinks of a document, the best ones for its place first.
+        """All sinks of a document, the best sinks for its place in a prompt first.
 
-        That is the one with the fewest documents that has the ``num_before`` that stand before it
-        in a prompt, then those with more, then those with fewer.
+        ``num_before`` documents stand before it in the prompt. Sinks with at least as many
+        documents come first, from the fewest to the most. Then come sinks with fewer documents,
+        from the most to the fewest.
         """
         found: list[Sink] = []
         salt = cache_salt or ""
@@ -108,7 +127,8 @@ class SegmentContexts(Generic[Document]):
             max_tokens = self._max_request_tokens - len(token_ids)
             beginning = self._beginning(token_ids)
         for context in contexts:
-            # Its tokens a second time would be copied: that makes it worse than no context does.
+            # A context must not have the document itself: the model would copy its tokens, which is
+            # worse than no context.
             sinks = context.of_documents.get(beginning, context.sinks)
             found += [each for each in sinks if len(each.token_ids) < max_tokens]
         found.append(self.without_context(cache_salt))
@@ -123,7 +143,7 @@ class SegmentContexts(Generic[Document]):
     def note_prompt(
         self, token_ids: Sequence[int], first_segment: TokenRange, cache_salt: str | None
     ) -> None:
-        """A prompt with segments has come."""
+        """Note the beginning of a prompt with segments."""
         salt = cache_salt or ""
         if not self._max_beginning_tokens:
             return
@@ -143,9 +163,9 @@ class SegmentContexts(Generic[Document]):
     def add(
         self, token_ids: Sequence[int], cache_salt: str | None, document: Document
     ) -> Sequence[Document]:
-        """A document has been stored; what is to be stored behind a context from now on.
+        """Note a stored document; returns the documents to be stored behind contexts now.
 
-        That is the document or, where it has completed the context, all of those in it.
+        These are the document itself or, where it has completed the context, all documents in it.
         """
         salt = cache_salt or ""
         if not self._document_tokens:
@@ -168,12 +188,12 @@ class SegmentContexts(Generic[Document]):
         return tuple(documents.values())
 
     def clear(self) -> None:
-        """Choose anew."""
+        """Forget all contexts, so that they are chosen anew."""
         for each in (self._contexts, self._documents, self._prompts):
             each.clear()
 
     def _first_ids(self, salt: str) -> tuple[int, ...]:
-        """What contexts of a salt begin with."""
+        """The tokens that the contexts of a salt begin with."""
         prompts = self._prompts.get(salt)
         min_tokens = len(self.sink_ids) + MIN_BEGINNING_TOKENS
         if prompts is None or len(prompts.segments) < NUM_PROMPTS:
@@ -182,7 +202,7 @@ class SegmentContexts(Generic[Document]):
 
     def _context(self, documents: Sequence[Beginning], salt: str) -> _Context:
         first_ids = self._first_ids(salt)
-        sink = cache(partial(self._sink, first_ids, salt))  # Most documents share most of them.
+        sink = cache(partial(self._sink, first_ids, salt))  # Most documents share most sinks.
         others = {each: [other for other in documents if other != each] for each in documents}
         context = _Context(
             first_ids,
@@ -193,7 +213,9 @@ class SegmentContexts(Generic[Document]):
             "KvextConnector: segments of one cache_salt are computed again from now on: behind %d "
             "tokens before all documents, and %d and %d of its first documents, %d tokens at most, "
             "whose KV the prefix cache keeps.",
-            *(len(first_ids), FEW_DOCUMENTS, NUM_DOCUMENTS),
+            len(first_ids),
+            FEW_DOCUMENTS,
+            NUM_DOCUMENTS,
             len(context.sinks[-1].token_ids),
         )
         return context
@@ -204,7 +226,7 @@ class SegmentContexts(Generic[Document]):
     def _sinks(
         self, sink: Callable[[tuple[Beginning, ...]], Sink], documents: Sequence[Beginning]
     ) -> tuple[Sink, ...]:
-        """A sink of no documents, unless it is what clients have, one of a few, one of all."""
+        """Sinks of no, few and all documents. One that equals the sink of clients is left out."""
         parts = (documents[:number] for number in (0, FEW_DOCUMENTS, len(documents)))
         found = [sink(tuple(part)) for part in parts]
         return tuple(each for each in found if each.token_ids != self.sink_ids)
@@ -219,7 +241,7 @@ class SegmentContexts(Generic[Document]):
 
 @dataclass(slots=True)
 class _Prompts:
-    """What prompts of a salt have in common before their first ``segments``, which differ."""
+    """The common beginning of prompts of a salt. Their first ``segments`` differ."""
 
     segments: set[Beginning] = field(default_factory=set)
     common_ids: tuple[int, ...] = ()
@@ -235,7 +257,11 @@ class _Prompts:
 
 
 class _Context(NamedTuple):
-    """The sinks of one salt, and, by their beginnings, those of the documents in it: the others."""
+    """The sinks of one salt.
+
+    ``of_documents`` has the sinks of the documents in the context, by their beginnings. The sinks
+    of such a document consist of the other documents.
+    """
 
     first_ids: tuple[int, ...]
     sinks: tuple[Sink, ...]
@@ -243,7 +269,7 @@ class _Context(NamedTuple):
 
 
 def _as_past(context: _Context) -> _Context:
-    """Behind which nothing is stored any more; what is stored is of use."""
+    """The same context, behind which nothing more is stored. Stored segments are still reused."""
     return context._replace(
         sinks=tuple(each._replace(is_past=True) for each in context.sinks),
         of_documents={
@@ -254,9 +280,9 @@ def _as_past(context: _Context) -> _Context:
 
 
 def key_space(sink_ids: Sequence[int], cache_salt: str | None) -> bytes:
-    """What the keys of all segments begin with whose rows may stand for each other.
+    """The hash that the keys of all segments behind one sink and with one salt are derived from.
 
-    A salt of None and an empty one are the same, as they are to vLLM.
+    A salt of None and an empty salt are the same, as they are to vLLM.
     """
     facts = ["segment", list(sink_ids), cache_salt or ""]
     return hashlib.sha256(json.dumps(facts).encode()).digest()

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments that no client has stored, and that are stored because two requests have had them.
+"""Learns segments: stores segments that no client has stored, because two requests have had them.
 
-The life of one::
+The life of a learned segment::
 
     seen       a request has it; a second one does, and it is still not stored
     queued     until the scheduler has nothing else to admit
-    begun      a request of our own computes it, which `SegmentStores` treats like a client's
+    begun      a request of the engine's own computes it; `SegmentStores` treats it like a client's
     ended      it is stored, or counted as dropped: to be tried again, it has to be seen twice again
 
-Nothing is reused before workers have compared keys of equal tokens, which short documents may not
-have. Then a text that has some is computed first: a *check*, of which nothing is kept.
+Segments are reused only after workers have compared keys of equal tokens. Short documents may have
+too few equal tokens. Then a text with enough of them is computed first. It is a *check*, of which
+nothing is kept.
 
-Decides what is computed, and what becomes of it. Knows nothing of the scheduler: its requests are
-made, and taken back, by ``patches.connector.learned_requests``.
+This module decides which segments are computed, and follows them. It knows nothing of the
+scheduler: ``patches.connector.learned_requests`` makes the requests, and takes them back.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 
 from vllm_ascend_kvext.segments.counters import SegmentCounters
 from vllm_ascend_kvext.segments.keys.key_check import (
-    FEWEST_PAIRS,
+    MIN_PAIRS,
     find_pairs,
     has_enough_pairs,
     text_with_pairs,
@@ -36,26 +37,32 @@ from vllm_ascend_kvext.store.remembered_keys import RememberedKeys
 logger = logging.getLogger("vllm.ascend_kvext.blending")
 
 MAX_SEEN_SEGMENTS = 8192
-"""So many are known to have been in one request, alone and where it would have reused them; of
-each, 32 bytes and a place in a dictionary."""
+"""The maximum number of remembered segments that one request had. A segment counts once for each
+sink that is noted. Each takes 32 bytes and a place in a dictionary."""
 
 MAX_QUEUED_SEGMENTS = 64
-MAX_QUEUED_DOCUMENTS, MAX_TRIES = 4096, 3
-"""Of those that are stored, and are to be stored once more behind a context."""
+"""The maximum number of queued segments that two requests had."""
+
+MAX_QUEUED_DOCUMENTS = 4096
+"""The maximum number of queued documents that are stored, and are to be stored behind a context."""
+
+MAX_TRIES = 3
+"""The maximum number of repeated tries, of a check or of a segment behind a context."""
 
 MAX_BEGUN_SEGMENTS = 2
+"""The maximum number of segments that are computed or being stored at a time."""
 
 _MAX_SKIPPED_CHECKS = 1024
-"""Each check that is given up doubles how many occasions for another one are left out, up to so
-many: a request of a client is an occasion."""
+"""The maximum number of occasions for a check that are skipped after checks were given up. Each
+check that is given up doubles the number. A request of a client is an occasion."""
 
 
 class WantedSegment(NamedTuple):
     """A segment that is to be computed, with the salt of the requests that had it.
 
-    The block hasher is ``vllm.v1.request.Request``'s, the same for all requests of an engine. What
-    ``is_learned``, two requests have had; the rest follows from what a client stored. What
-    ``is_check`` is there for its keys to be compared.
+    The block hasher comes from ``vllm.v1.request.Request``; all requests of an engine have the
+    same. ``is_learned`` says that two requests have had the segment. Otherwise it follows from a
+    segment that a client stored. ``is_check`` says that it is computed only to compare its keys.
     """
 
     prefix: SegmentPrefix
@@ -68,9 +75,9 @@ class WantedSegment(NamedTuple):
 
 @dataclass(slots=True)
 class _Begun:
-    """A segment that a request of our own computes.
+    """A segment that a request of the engine's own computes.
 
-    ``is_storing``: workers store it. ``is_computed``: its request has ended.
+    ``is_storing`` says that workers store it, and ``is_computed`` that its request has ended.
     """
 
     wanted: WantedSegment
@@ -80,10 +87,10 @@ class _Begun:
 
 
 class SegmentLearning:
-    """The segments that one engine learns; none is begun while ``is_held``.
+    """The segments that one engine learns. It begins no segment while ``is_held``.
 
-    Unless it ``learns_new``, only those that somebody enqueues, and what contexts have lost.
-    ``on_queued`` is called when one begins to wait to be computed.
+    Without ``learns_new``, it computes only enqueued segments, and segments that were lost behind a
+    context. ``on_queued`` is called when a segment begins to wait to be computed.
     """
 
     def __init__(
@@ -100,14 +107,16 @@ class SegmentLearning:
         self._max_model_len = max_model_len
         self._counters = counters
         self._seen = RememberedKeys[int](MAX_SEEN_SEGMENTS)
-        self._needed = RememberedKeys[int](MAX_SEEN_SEGMENTS)  # requests that have to have one
+        self._needed = RememberedKeys[int](MAX_SEEN_SEGMENTS)  # The requests that have to have one.
         self._queue: deque[WantedSegment] = deque()
-        self._behind_contexts: deque[WantedSegment] = deque()  # when nothing else is queued
-        self._check: WantedSegment | None = None  # before all others
+        self._behind_contexts: deque[WantedSegment] = (
+            deque()
+        )  # Computed when nothing else is queued.
+        self._check: WantedSegment | None = None  # Computed before all others.
         self._are_keys_checked = False
-        self._num_given_up = 0  # checks
-        self._num_skipped_left = 0  # occasions for another one
-        self._known: set[bytes] = set()  # keys of those that are queued or begun
+        self._num_given_up = 0  # The number of checks.
+        self._num_skipped_left = 0  # Occasions for another check.
+        self._known: set[bytes] = set()  # Keys of queued and begun segments.
         self._begun: dict[str, _Begun] = {}
         self._has_stopped = False
         self.is_held = False
@@ -119,7 +128,7 @@ class SegmentLearning:
 
     @property
     def request_ids(self) -> list[str]:
-        """Our own requests that have not ended."""
+        """The engine's own requests that have not ended."""
         return [each for each, begun in self._begun.items() if not begun.is_computed]
 
     def note_seen(
@@ -128,7 +137,7 @@ class SegmentLearning:
         cache_salt: str | None,
         block_hasher: Callable[[Any], list[bytes]] | None,
     ) -> None:
-        """A request has arrived that has segments which are worth storing."""
+        """Note the segments of a request that has arrived, if they are worth storing."""
         if self._has_stopped:
             return
         of_request: set[bytes] = set()
@@ -144,7 +153,7 @@ class SegmentLearning:
                 self.enqueue(wanted, MAX_QUEUED_SEGMENTS)
 
     def _was_seen(self, key: bytes) -> bool:
-        """Whether another request had a segment before; it then counts as never seen."""
+        """Count a segment; whether enough requests have had it. Then counting begins anew."""
         times = self._seen.pop(key, 0) + 1
         if times >= self._needed.get(key, 2):
             return True
@@ -152,18 +161,19 @@ class SegmentLearning:
         return False
 
     def take(self, has_room: Callable[[int], bool]) -> WantedSegment | None:
-        """A segment that is to be computed now; None if there is none, or enough are begun.
+        """Take a segment that is to be computed now. None if there is none, or enough are begun.
 
-        The next one waits until one of so many tokens ``has_room`` to be stored beside what is
-        being stored: its request would be taken back.
+        ``has_room`` says whether a segment of so many tokens can be stored now, beside others. The
+        next segment waits until it can, because its request would be taken back otherwise.
         """
         if self._is_checking:
-            return None  # What is computed meanwhile might not be reused.
+            return None  # The check may show that no segment can be reused.
         while not self.is_held and len(self._begun) < MAX_BEGUN_SEGMENTS:
             if self._check is not None:
                 if not has_room(self._check.prefix.num_segment_tokens):
                     return None
-                check, self._check = self._check, None
+                check = self._check
+                self._check = None
                 return check
             queue = self._queue or self._behind_contexts
             if not queue:
@@ -179,50 +189,52 @@ class SegmentLearning:
         return None
 
     def begin(self, request_id: str, wanted: WantedSegment) -> None:
-        """A request of our own is about to be queued that computes a segment."""
+        """Begin a segment: a request of the engine's own that computes it is about to be queued."""
         key = _key_of(wanted.prefix)
         self._known.add(key)
         self._begun[request_id] = _Begun(wanted)
 
     def wanted(self, request_id: str) -> WantedSegment | None:
-        """The segment that a request of our own computes."""
+        """The segment that a request of the engine's own computes."""
         begun = self._begun.get(request_id)
         return None if begun is None else begun.wanted
 
     def note_store(self, request_id: str, is_needed: bool) -> None:
-        """All of a segment has been computed: workers store it, unless it is there already."""
+        """Note that a whole segment is computed. Workers store it if ``is_needed``."""
         begun = self._begun.get(request_id)
         if begun is not None:
-            begun.is_storing, begun.is_stored = is_needed, not is_needed
+            begun.is_storing = is_needed
+            begun.is_stored = not is_needed
 
     def note_refused(self, request_id: str) -> None:
-        """Host memory has no room for a segment, and will not have some at once."""
+        """Note that host memory has no room for a segment, so that it is not tried again soon."""
         begun = self._begun.get(request_id)
         if begun is not None:
             begun.wanted = begun.wanted._replace(num_tries=MAX_TRIES)
             self._note_again(begun.wanted)
 
     def end_store(self, request_id: str, has_failed: bool) -> None:
-        """Workers have ended a store."""
+        """End a store that all workers have ended."""
         begun = self._begun.get(request_id)
         if begun is None:
             return
         begun.is_storing = False
         begun.is_stored = not has_failed
-        self._counters.learned_segments += begun.is_stored and not begun.wanted.is_check
+        if begun.is_stored and not begun.wanted.is_check:
+            self._counters.learned_segments += 1
         if begun.is_stored:
             self._note_again(begun.wanted)
         self._settle(request_id, begun)
 
     def forget(self, request_id: str) -> None:
-        """A request has ended."""
+        """Note that a request has ended."""
         begun = self._begun.get(request_id)
         if begun is not None:
             begun.is_computed = True
             self._settle(request_id, begun)
 
     def clear(self) -> None:
-        """What was seen, and is queued, is not worth anything any more."""
+        """Forget all seen and queued segments."""
         self._seen.clear()
         self._needed.clear()
         self._check = None
@@ -236,23 +248,24 @@ class SegmentLearning:
             queue.clear()
 
     def stop(self) -> None:
-        """Learn nothing from here on: segments are not reused."""
+        """Learn nothing from here on, because segments are not reused."""
         self._has_stopped = True
         self.clear()
 
     def enqueue(self, wanted: WantedSegment, max_queued: int) -> None:
-        """Have a segment computed, as soon as there is time, and unless too many wait."""
+        """Have a segment computed when there is time. It is dropped if too many wait."""
         prefix = wanted.prefix
         queue = self._behind_contexts if prefix.has_context else self._queue
         is_too_long = prefix.sink_tokens + prefix.num_segment_tokens >= self._max_model_len
         if self._has_stopped or is_too_long or len(queue) >= max_queued:
-            self._counters.learning_drops += not self._has_stopped
+            if not self._has_stopped:
+                self._counters.learning_drops += 1
         elif self._store.is_missing(prefix):
             key = _key_of(prefix)
             if key not in self._known:
                 if not (self._are_keys_checked or has_enough_pairs(prefix.token_ids)):
                     self.check_keys(wanted)
-                    if not self._has_check:  # It could not be reused.
+                    if not self._has_check:  # The segment could not be reused.
                         self._counters.learning_drops += 1
                         return
                 self._known.add(key)
@@ -260,10 +273,10 @@ class SegmentLearning:
                 self._on_queued()
 
     def check_keys(self, document: WantedSegment) -> None:
-        """Have keys compared by a text of its own, before anything else is computed.
+        """Have the engine compute a text by which keys are compared, before anything else.
 
-        A document has too few equal tokens, and no other one has been compared. It asks the model,
-        and not the document: so any document's tokens do.
+        ``document`` has too few equal tokens, and keys have not been compared with another one. The
+        text checks the model, and not the document, so it may have any document's tokens.
         """
         if self._has_stopped or self._are_keys_checked or self._has_check:
             return
@@ -280,7 +293,10 @@ class SegmentLearning:
             "KvextConnector: segments are not reused yet: keys of equal tokens have to be compared "
             "once, and a document of %d tokens has %d pairs of equal tokens, %d are needed. The "
             "engine computes a text of %d tokens of its own for that.",
-            *(len(token_ids), len(find_pairs(token_ids)), FEWEST_PAIRS, len(text)),
+            len(token_ids),
+            len(find_pairs(token_ids)),
+            MIN_PAIRS,
+            len(text),
         )
         self._check = document._replace(
             prefix=self._store.prefix(text, sink), num_tries=0, is_learned=False, is_check=True
@@ -289,7 +305,7 @@ class SegmentLearning:
 
     @property
     def _has_check(self) -> bool:
-        """Whether a check is to be computed, or begun."""
+        """Whether a check waits or is begun."""
         return self._check is not None or self._is_checking
 
     @property
@@ -297,12 +313,12 @@ class SegmentLearning:
         return any(begun.wanted.is_check for begun in self._begun.values())
 
     def note_keys_checked(self) -> None:
-        """Workers have compared keys, and found nothing: what is stored may be reused."""
+        """Note that keys have passed the check, so that stored segments may be reused."""
         self._are_keys_checked = True
         self._check = None
 
     def _note_again(self, wanted: WantedSegment) -> None:
-        """One that is lost again and again, or has no room, is not worth it."""
+        """Double the requests that a learned segment behind a context needs to be learned again."""
         if wanted.is_learned and wanted.prefix.has_context:
             key = _key_of(wanted.prefix)
             self._needed.put(key, 2 * self._needed.get(key, 2))
@@ -318,14 +334,14 @@ class SegmentLearning:
         if wanted.is_check:
             self._try_again(wanted)
             return
-        # What is stored without a context may not be seen twice again.
+        # A segment behind a context is tried again, because two requests may not want it again.
         if wanted.prefix.has_context and wanted.num_tries < MAX_TRIES:
             self.enqueue(wanted._replace(num_tries=wanted.num_tries + 1), MAX_QUEUED_DOCUMENTS)
         else:
             self._counters.learning_drops += 1
 
     def _try_again(self, check: WantedSegment) -> None:
-        """Keys have not been compared. What cannot be reused is not learned."""
+        """Try a check again, or give it up, with all segments that wait for it."""
         if self._has_stopped or self._are_keys_checked:
             return
         if check.num_tries < MAX_TRIES:
@@ -337,8 +353,9 @@ class SegmentLearning:
         logger.warning(
             "KvextConnector: segments are not reused yet: the text of %d tokens by which keys are "
             "compared was not stored: clients' requests waited for it, the pool or host memory is "
-            "too small, or a store has failed. %d segments have to be seen twice again.",
-            *(check.prefix.num_segment_tokens, len(self._queue) + len(self._behind_contexts)),
+            "too small, or a store has failed. Two requests have to have %d segments again.",
+            check.prefix.num_segment_tokens,
+            len(self._queue) + len(self._behind_contexts),
         )
         self._drop_queued()
 

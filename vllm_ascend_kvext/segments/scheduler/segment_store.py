@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The segments in a host tier: their keys, what is stored of one, and what has to be stored.
+"""The segments in a host tier: their keys, their stored parts, and their missing parts.
 
-Segments share the tier with prompts: its room, its order of eviction, its counters. Their keys are
-their own, where those of prompts are vLLM's, chained from block to block: a hash of everything that
-the rows of one engine depend on, which is the tokens up to a boundary, what they were computed
-behind, and the salt. Moves no bytes.
+Segments share the tier with prompts: its room, its order of eviction, and its counters. The keys of
+prompts are vLLM's hashes, chained from block to block. The keys of segments are hashes of all that
+their rows depend on: the tokens up to a boundary, the sink, and the salt. This module moves no
+bytes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ _ID_TYPE = "q"
 class SegmentPrefix:
     """The tokens of a segment behind a sink; a ``store.prefix.Prefix``.
 
-    Its length is rounded up to a unit.
+    ``num_tokens`` is rounded up to a multiple of a unit; ``num_segment_tokens`` is not.
     """
 
     key_space = "S"
 
     def __init__(self, sink: Sink, packed_ids: bytes, unit_tokens: int) -> None:
-        self.sink, self.packed_ids = sink, packed_ids
+        self.sink = sink
+        self.packed_ids = packed_ids
         self._keys: dict[int, bytes] = {}
         self._digest = hashlib.sha256(sink.space)
         self._digested_tokens = 0
@@ -43,12 +44,12 @@ class SegmentPrefix:
 
     @property
     def has_context(self) -> bool:
-        """Whether it is stored behind a context."""
+        """Whether the segment is stored behind a context."""
         return self.sink.has_context
 
     @property
     def sink_tokens(self) -> int:
-        """How many tokens stand before it when it is stored."""
+        """The number of tokens before the segment when it is computed."""
         return len(self.sink.token_ids)
 
     @property
@@ -65,9 +66,10 @@ class SegmentPrefix:
         return key
 
     def _digest_up_to(self, boundary_tokens: int) -> hashlib._Hash:
-        """The digest of all before a boundary. Boundaries that ascend read each token once."""
+        """The digest of all tokens before a boundary. Ascending boundaries read each token once."""
         if boundary_tokens < self._digested_tokens:
-            self._digest, self._digested_tokens = hashlib.sha256(self.sink.space), 0
+            self._digest = hashlib.sha256(self.sink.space)
+            self._digested_tokens = 0
         self._digest.update(self.ids_of(self._digested_tokens, boundary_tokens))
         self._digested_tokens = boundary_tokens
         return self._digest
@@ -76,15 +78,15 @@ class SegmentPrefix:
         return [self.key_at(boundary) for boundary in boundaries]
 
     def ids_of(self, first_tokens: int, end_tokens: int) -> bytes:
-        """Token ids of a range, packed, as far as the segment has them."""
+        """The packed token ids of a range, up to the end of the segment."""
         width = array(_ID_TYPE).itemsize
         return self.packed_ids[first_tokens * width : end_tokens * width]
 
 
 class StoredTokens(NamedTuple):
-    """What an entry of a segment holds, and where it was computed; the entry's ``row_map``.
+    """The tokens of a segment's entry, and their position; the entry's ``row_map``.
 
-    On a hit the tokens are compared, not only their hash.
+    A hit compares the tokens, and not only their hash.
     """
 
     packed_ids: bytes
@@ -93,10 +95,10 @@ class StoredTokens(NamedTuple):
 
 
 class SegmentStore:
-    """Segments of one engine, which workers lay out alike, behind the sinks of ``contexts``.
+    """The segments of one engine, behind the sinks of ``contexts``. All workers have one layout.
 
-    They are stored by chunks, the last one rounded up to a unit, so that long segments are evicted
-    from their ends on like prompts.
+    Segments are stored in chunks, so that long segments are evicted from their ends on, as prompts
+    are. The last chunk is rounded up to a unit.
     """
 
     def __init__(
@@ -107,14 +109,14 @@ class SegmentStore:
         self.contexts = contexts
 
     def prefix(self, token_ids: Sequence[int], sink: Sink) -> SegmentPrefix:
-        """The keys of a segment behind a sink."""
+        """A segment behind a sink, with its keys."""
         return self._prefix(sink, array(_ID_TYPE, token_ids).tobytes())
 
     def prefixes(
         self, token_ids: Sequence[int], cache_salt: str | None, num_before: int = 0
     ) -> list[SegmentPrefix]:
-        """A segment behind each sink that it may be stored behind: see `SegmentContexts.sinks`."""
-        packed_ids = array(_ID_TYPE, token_ids).tobytes()  # Waiting requests hold it: once.
+        """A segment behind each of its sinks, the best sinks first; see `SegmentContexts.sinks`."""
+        packed_ids = array(_ID_TYPE, token_ids).tobytes()  # Waiting requests hold one copy.
         sinks = self.contexts.sinks(cache_salt, token_ids, num_before)
         return [self._prefix(sink, packed_ids) for sink in sinks]
 
@@ -122,9 +124,10 @@ class SegmentStore:
         return SegmentPrefix(sink, packed_ids, self._tier.geometry.unit_tokens)
 
     def find(self, prefixes: Iterable[SegmentPrefix], first_tokens: int) -> list[Span]:
-        """The loaded spans of a segment that stands there, from its first token on, no gap.
+        """The stored spans of a segment that stands at ``first_tokens``, without a gap.
 
-        Of the first prefix that is stored as a whole, or else of the one of which most is.
+        They come from the first prefix that is stored whole, or else from the prefix of which the
+        most tokens are stored.
         """
         most: list[Span] = []
         for each in prefixes:
@@ -154,16 +157,17 @@ class SegmentStore:
         """Whether some of a segment is neither stored nor on its way."""
         lookup = self._tier.lookup(prefix)
         if lookup.index.present(Kind.ROWS, prefix.key_at(prefix.num_tokens)) is None:
-            return True  # Nearly all that is missing lacks its end.
+            return True  # Nearly every incomplete segment lacks its end.
         return bool(lookup.missing_pieces(0, prefix.num_tokens))
 
     def to_learn(
         self, prefixes: Sequence[SegmentPrefix], learns_new: bool
     ) -> Sequence[SegmentPrefix]:
-        """Which ones of a segment are to be computed, if they are missing.
+        """The prefixes of a segment that are to be computed, if they are missing.
 
-        That is the first one; and where none is stored, the one without a context, too, which
-        serves every place, if anything is. Unless it ``learns_new``, only what has a context.
+        This is the first prefix that is not past. If no prefix is stored, it is also the one
+        without a context, which serves every place in a prompt. Without ``learns_new``, it is only
+        a first prefix with a context, of a segment that is stored behind some sink.
         """
         first = next(each for each in prefixes if not each.sink.is_past)
         is_new = all(map(self.is_missing, prefixes))
@@ -172,23 +176,24 @@ class SegmentStore:
         return [first] if first.has_context and not is_new else []
 
     def lacking(self, prefixes: Sequence[SegmentPrefix]) -> Iterator[tuple[SegmentPrefix, Piece]]:
-        """Chunks of a segment that are not stored, those on their way among them.
+        """The chunks of a segment that are not stored; chunks that are on their way are included.
 
-        Behind which context others store, nobody knows: what engines share has none.
+        Engines share only segments without a context, because each engine has its own contexts.
         """
         prefix = _alone(prefixes)
         if not all(self.is_missing(each) for each in prefixes if each.has_context):
             return
-        index, chunk_tokens = self._tier.lookup(prefix).index, self._tier.geometry.chunk_tokens
+        index = self._tier.lookup(prefix).index
+        chunk_tokens = self._tier.geometry.chunk_tokens
         for first in range(0, prefix.num_tokens, chunk_tokens):
             end = min(first + chunk_tokens, prefix.num_tokens)
             if not index.stored(Kind.ROWS, prefix.key_at(end)):
                 yield prefix, Piece.rows(first, end)
 
     def begin_store(self, prefix: SegmentPrefix) -> list[Entry] | Refusal:
-        """Take places for what is missing of a segment: an entry for each piece, ascending.
+        """Take places for the missing pieces of a segment: one entry per piece, ascending.
 
-        Refuses where there is no room for some of it: the rest is not stored either.
+        The store is refused if there is no room for one of the pieces. Then no piece is stored.
         """
         use = self._tier.next_use()
         preference = partial(self._preference, prefix.has_context)
@@ -204,13 +209,16 @@ class SegmentStore:
         return entries
 
     def _preference(self, has_context: bool, entry: Entry) -> int:
-        """What has no context stays: it serves every place, and is what others are learned from."""
+        """Prefer to keep entries without a context, which serve every place in a prompt.
+
+        The segments behind contexts are learned from them, too.
+        """
         if not isinstance(entry.row_map, StoredTokens):
             return 0
         return int(has_context) - int(self.has_context(entry))
 
     def rows_of(self, prefix: SegmentPrefix, entry: Entry, token_ids: Sequence[int]) -> SegmentRows:
-        """What workers store of a segment that is computed behind its sink, for one entry."""
+        """The rows that workers store for one entry of a segment, computed behind its sink."""
         first = entry.piece.first_tokens
         _, num_rows, position = self.contents(prefix, entry.piece)
         return SegmentRows(
@@ -223,11 +231,11 @@ class SegmentStore:
         )
 
     def finish_store(self, prefix: SegmentPrefix, entry: Entry) -> bool:
-        """The rows of an entry are in place, on all workers; whether it can be found."""
+        """Finish the store of an entry, which all workers have ended; whether it can be found."""
         return self._tier.finish_store(entry, self.contents(prefix, entry.piece))
 
     def contents(self, prefix: SegmentPrefix, piece: Piece) -> StoredTokens:
-        """What an entry of a piece holds, without what it was rounded up by."""
+        """The tokens of an entry for a piece, without the rounding up."""
         first, end = piece.first_tokens, min(piece.end_tokens, prefix.num_segment_tokens)
         return StoredTokens(prefix.ids_of(first, end), end - first, prefix.sink_tokens + first)
 
@@ -237,17 +245,17 @@ class SegmentStore:
         return bool(sink_tokens != len(self.contexts.sink_ids))
 
     def num_bytes(self, stored: StoredTokens) -> int:
-        """Host bytes of an entry."""
+        """The host bytes of an entry."""
         return self._layout.num_bytes(stored.num_rows)
 
 
 def _alone(prefixes: Sequence[SegmentPrefix]) -> SegmentPrefix:
-    """The one without a context: every segment has one."""
+    """The prefix without a context. Every segment has one."""
     return next(each for each in prefixes if not each.has_context)
 
 
 def rows_to_load(span: Span) -> SegmentRows:
-    """What workers load of rows that `SegmentStore.find` has found."""
+    """The rows that workers load for a span of `SegmentStore.find`."""
     assert span.entry is not None
     stored = span.entry.row_map
     assert isinstance(stored, StoredTokens)

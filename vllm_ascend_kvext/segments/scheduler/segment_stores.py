@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests whose prompt is a segment that is to be stored.
 
-The prompt is computed behind its sink and nothing else: whatever the client sends, the sink is put
-before it; see ``segment_contexts``. Whole blocks of the sink are read from the local prefix cache,
-and nothing of the segment is read from any cache. After the step that ends it, its rows are stored,
-in one job. Until then the pages that leave its windows are held.
+The prompt is computed behind its sink alone. The sink is put before the prompt that the client has
+sent; see ``segment_contexts``. Whole blocks of the sink are read from the local prefix cache. No
+token of the segment is read from any cache. After the step that computes its last token, its rows
+are stored, in one job. Until then, pages that leave its windows are held.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.holes.eligibility import why_no_holes
 from vllm_ascend_kvext.request_arguments import is_first_answer
 from vllm_ascend_kvext.segments.counters import SegmentCounters, SegmentRefusal
-from vllm_ascend_kvext.segments.keys.key_check import FEWEST_PAIRS, find_pairs
+from vllm_ascend_kvext.segments.keys.key_check import MIN_PAIRS, find_pairs
 from vllm_ascend_kvext.segments.prompt_segments import STORE_KEY, is_to_be_stored
 from vllm_ascend_kvext.segments.scheduler.key_checks import KeyChecks
 from vllm_ascend_kvext.segments.scheduler.private_hashes import PrivateHashes
@@ -41,15 +41,16 @@ from vllm_ascend_kvext.store.entries import Entry
 logger = logging.getLogger("vllm.ascend_kvext.blending")
 
 MAX_PREEMPTIONS = 2
-"""While pages are held. More of them, and what the request lacks may be what it holds."""
+"""The maximum number of preemptions of a request that holds pages. After more of them its store is
+given up: the request may lack the very pages that it holds."""
 
 
 @dataclass(slots=True)
 class _Segment:
-    """A request that is to store its prompt; it has no segment if it was refused.
+    """A request that is to store its prompt. ``segment`` is None if the store was refused.
 
-    ``held`` are pages of windows; the store holds ``expected_blocks`` in the end, 0 until the
-    request may begin.
+    ``held`` has pages of windows. ``expected_blocks`` is the number of blocks that the store holds
+    in the end; it is 0 until the request may begin.
     """
 
     segment: WantedSegment | None = None
@@ -66,11 +67,11 @@ class _Segment:
 
 
 class SegmentStores:
-    """The stores of one engine, for clients and, if there is learning, for requests of its own.
+    """The stores of one engine, for clients and, with ``learning``, for the engine's own requests.
 
     Args:
-        first_ids: What tokenizers put before a text, if the sink begins with it.
-        on_used: Called with an entry that others may have, once keys are checked.
+        first_ids: The tokens that tokenizers put before a text, if the sink begins with them.
+        on_used: Called with each stored entry that other engines may have, once keys are checked.
     """
 
     def __init__(
@@ -95,24 +96,24 @@ class SegmentStores:
         self._window_groups = parts.layout.window_pages(0).keys()
         self._references = parts.references
         self._jobs = parts.jobs
-        self._segments: dict[str, _Segment] = {}  # By request.
-        self._num_expected_blocks = 0  # Of all that are wanted or being stored.
+        self._segments: dict[str, _Segment] = {}  # By request id.
+        self._num_expected_blocks = 0  # The sum over all segments.
         self._has_said_why = False
 
     def is_segment(self, request_id: str) -> bool:
-        """Whether the prompt of a request is a segment, of which nothing is loaded."""
+        """Whether the prompt of a request is a segment to be stored. It loads nothing then."""
         found = self._segments.get(request_id)
         return found is not None and found.segment is not None
 
     def visible_tokens(self, request_id: str) -> int | None:
-        """Before which token blocks of a request are for all; None if it is not limited."""
+        """The length of a request's beginning that others may use; None if there is no limit."""
         if not self.is_segment(request_id):
             return None
         num_tokens = self._segments[request_id].prefix.sink_tokens
         return num_tokens if num_tokens >= self._view.hash_block_size else None
 
     def note_new(self, request: Any) -> bool:
-        """A request has arrived; whether its prompt is a segment. The sink is put before one."""
+        """Note a request; whether its prompt is to be stored. Then the sink is put before it."""
         if request.sampling_params is None or request.prompt_token_ids is None:
             return False
         try:
@@ -137,9 +138,9 @@ class SegmentStores:
         return True
 
     def has_to_wait(self, request: Request) -> bool:
-        """Whether the store of a request would not have room yet: other stores hold pages.
+        """Whether a request has to wait, because other stores hold the pages that its store needs.
 
-        A store that needs too many pages by itself does not wait: it is refused in the end.
+        A store that needs too many pages by itself does not wait. It is refused in the end.
         """
         wanted = self._wanted(request.request_id)
         if wanted is None or wanted.expected_blocks:
@@ -152,8 +153,8 @@ class SegmentStores:
         return False
 
     def has_room(self, num_segment_tokens: int) -> bool:
-        """Whether a segment of so many tokens would not have to wait, if it was asked for now."""
-        max_blocks = MAX_REFERENCED_SHARE * self._view.num_blocks / 2  # Others store, too.
+        """Whether the store of a segment of so many tokens could begin now."""
+        max_blocks = MAX_REFERENCED_SHARE * self._view.num_blocks / 2  # Prompts are stored, too.
         num_expected = self._num_expected_blocks
         return (
             not num_expected
@@ -161,17 +162,17 @@ class SegmentStores:
         )
 
     def params(self, request: Request) -> Mapping[str, int] | None:
-        """What the response of a request says that was to store its prompt; else None."""
+        """The response fields of a request that had to store its prompt; None for others."""
         segment = self._segments.get(request.request_id)
         return None if segment is None else {"kvext_stored_tokens": segment.stored_tokens}
 
     def _wanted(self, request_id: str) -> _Segment | None:
-        """The segment that a request computes, and that is not being stored yet."""
+        """The segment that a request computes, until its store begins."""
         segment = self._segments.get(request_id)
         return segment if segment is not None and segment.is_wanted else None
 
     def note_step(self, request: Request, num_scheduled_tokens: int) -> StoreJob | None:
-        """A request computes in the step that is being planned; what is stored after it."""
+        """Note a request in the step that is being planned; returns its store after the step."""
         wanted = self._wanted(request.request_id)
         if wanted is None:
             return None
@@ -201,7 +202,7 @@ class SegmentStores:
             self._learning.note_store(request.request_id, bool(entries))
         if not entries:
             self._let_go(wanted)
-            # All of it is stored, but its salt may have lost its contexts, or not have had any.
+            # The whole segment is stored, but its salt may have no contexts, or may have lost them.
             if wanted.segment is not None:
                 self._note_document(wanted.segment)
             return None
@@ -216,10 +217,11 @@ class SegmentStores:
         return StoreJob(number, (), table_parts(pages, len(self._view.managers)), rows)
 
     def preempted(self, request_id: str) -> None:
-        """The pages of a request are gone."""
+        """Note that a request has lost its pages."""
         wanted = self._wanted(request_id)
         if wanted is not None:
-            wanted.num_preemptions += bool(wanted.held)
+            if wanted.held:
+                wanted.num_preemptions += 1
             self._let_go(wanted)
             if wanted.num_preemptions > MAX_PREEMPTIONS:
                 self._give_up(request_id, wanted)
@@ -230,7 +232,7 @@ class SegmentStores:
             self._release(segment)
 
     def forget(self, request_id: str) -> None:
-        """A request has ended."""
+        """Forget a request that has ended."""
         segment = self._segments.pop(request_id, None)
         if segment is not None and segment.is_wanted:
             self._let_go(segment)
@@ -244,7 +246,7 @@ class SegmentStores:
         entries: Sequence[Entry],
         has_failed: bool,
     ) -> None:
-        """All workers have ended a store."""
+        """End a store that all workers have ended."""
         self._expect_nothing(wanted)
         segment = wanted.segment
         is_check = segment is not None and segment.is_check
@@ -257,12 +259,13 @@ class SegmentStores:
             self._note_document(segment)
             if not is_check and self._checks.are_open:
                 self._note_unchecked(segment)
-        self._counters.stored_segments += not (has_failed or is_check)
+        if not (has_failed or is_check):
+            self._counters.stored_segments += 1
         if self._learning is not None:
             self._learning.end_store(request_id, has_failed)
 
     def _note_unchecked(self, wanted: WantedSegment) -> None:
-        """A document is stored, and had too few equal tokens for its keys to be compared."""
+        """Have keys checked, or warn: a stored document had too few equal tokens for that."""
         if self._learning is not None:
             self._learning.check_keys(wanted)
         elif not self._has_said_why:
@@ -272,14 +275,16 @@ class SegmentStores:
                 "compared once, and a document of %d tokens has %d pairs of equal tokens, %d are "
                 "needed. Store any text in which more tokens occur twice.",
                 wanted.prefix.num_segment_tokens,
-                *(len(find_pairs(wanted.prefix.token_ids)), FEWEST_PAIRS),
+                len(find_pairs(wanted.prefix.token_ids)),
+                MIN_PAIRS,
             )
 
     def _note_document(self, wanted: WantedSegment) -> None:
-        """A document is stored; if its salt has contexts, a client's is stored behind them, too.
+        """Note a stored document. A client's document is stored behind its salt's contexts, too.
 
-        Never by the client's own request: its answer would be one to the context. What was learned
-        follows behind each context that two requests have wanted it behind.
+        A request of the engine's own computes it there: the client's request would answer to the
+        context. A learned document is stored behind a context once two requests have wanted it
+        there.
         """
         prefix, cache_salt, *_ = wanted
         if self._learning is None or prefix.has_context or wanted.is_check:
@@ -292,7 +297,7 @@ class SegmentStores:
                     self._learning.enqueue(document._replace(prefix=each), MAX_QUEUED_DOCUMENTS)
 
     def _put(self, entry: Entry) -> None:
-        """Let other engines have an entry, once keys were checked: they will not check again."""
+        """Offer an entry to other engines once keys were checked: these engines do not check."""
         if self._checks.are_passed and not self._store.has_context(entry):
             self._on_used(entry)
 
@@ -303,12 +308,12 @@ class SegmentStores:
         self._let_go(wanted)
 
     def _let_go(self, wanted: _Segment) -> None:
-        """It is not stored, or not yet: its pages are for others."""
+        """Let go of the pages of a segment that is not stored, or not yet."""
         self._expect_nothing(wanted)
         self._release(wanted)
 
     def _blocks_of_store(self, num_segment_tokens: int) -> int:
-        """How many blocks of all KV cache groups the store of a segment holds at most."""
+        """The maximum number of blocks, of all KV cache groups, that a store holds."""
         return sum(
             -(-num_segment_tokens // tokens) + 1 for tokens in self._tokens_per_page.values()
         )
@@ -326,7 +331,7 @@ class SegmentStores:
         return self._references.num_references + num_new > max_blocks
 
     def _hold_windows(self, request: Request, wanted: _Segment, end_tokens: int) -> bool:
-        """Hold the pages of windows that a step writes; False if that is too many."""
+        """Hold the pages of windows that a step writes; False if they are too many."""
         held: Pages = {}
         for group in self._window_groups:
             tokens_per_page = self._tokens_per_page[group]
@@ -348,13 +353,15 @@ class SegmentStores:
         if why_no_holes(request) is not None:
             return SegmentRefusal.UNSUITED_REQUEST, refused
         wanted = self._learning.wanted(request.request_id) if self._learning is not None else None
-        if wanted is None:  # A client's: what it sends has no sink yet.
+        if wanted is None:  # A client's prompt has no sink yet.
             refusal, wanted = self._put_sink_before(request)
             if wanted is None:
                 return refusal, refused
         sink_tokens = wanted.prefix.sink_tokens
         if sink_tokens >= self._view.hash_block_size:
-            PrivateHashes(request, sink_tokens, self._view.hash_block_size)  # The request keeps it.
+            PrivateHashes(
+                request, sink_tokens, self._view.hash_block_size
+            )  # The request keeps the object.
         else:
             request.skip_reading_prefix_cache = True
         return None, _Segment(wanted, is_wanted=True)
@@ -363,8 +370,9 @@ class SegmentStores:
         self, request: Any
     ) -> tuple[SegmentRefusal, None] | tuple[None, WantedSegment]:
         sink = self._store.contexts.without_context(request.cache_salt)
-        sink_ids, prompt = [*sink.token_ids], list(request.prompt_token_ids)
-        # A tokenizer may have put the beginning of the sequence there, or a client the sink.
+        sink_ids = [*sink.token_ids]
+        prompt = list(request.prompt_token_ids)
+        # The prompt may begin with the sink, or with the tokens that tokenizers put before a text.
         first_ids = [sink_ids, [*self._first_ids], []]
         before = next(each for each in first_ids if prompt[: len(each)] == each)
         segment = prompt[len(before) :]
@@ -378,7 +386,7 @@ class SegmentStores:
         return None, WantedSegment(prefix, request.cache_salt, request._block_hasher)
 
     def _pages(self, request_id: str, wanted: _Segment, num_tokens: int) -> Pages:
-        """The blocks of a request behind its sink, and up to a token."""
+        """The blocks of a request from the end of its sink up to a token."""
         pages = dict(wanted.held)
         for group in range(len(self._view.managers)):
             tokens_per_page = self._tokens_per_page[group]
@@ -392,7 +400,7 @@ class SegmentStores:
         return pages
 
     def _lacks_pages(self, pages: Pages, sink_tokens: int, num_tokens: int) -> bool:
-        """Whether pages of windows have been let go of, for a reset of the prefix cache."""
+        """Whether pages of windows are missing. A reset of the prefix cache releases them."""
         return any(
             (group, page) not in pages
             for group, tokens_per_page in self._tokens_per_page.items()
@@ -401,7 +409,7 @@ class SegmentStores:
 
 
 def _replace_first(request: Any, num_tokens: int, token_ids: Sequence[int]) -> None:
-    """Replace the first tokens of the prompt of a request that nobody has looked at yet."""
+    """Replace the first tokens of the prompt of a request that vLLM has not looked at yet."""
     request.prompt_token_ids = [*token_ids, *request.prompt_token_ids[num_tokens:]]
     request._all_token_ids[:num_tokens] = token_ids
     request.num_prompt_tokens += len(token_ids) - num_tokens

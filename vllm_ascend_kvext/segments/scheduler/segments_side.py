@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler side of segments, as the connector's scheduler side calls it.
 
-``segment_stores`` has the requests whose prompt is a segment that is to be stored, and
-``blended_requests`` all others.
+``segment_stores`` has the requests whose prompt is a segment to be stored. ``blended_requests`` has
+all other requests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def segments_of(side: ConnectorScheduler | None) -> SegmentsSide | None:
-    """The segments of a scheduler side; None if it reuses none."""
+    """The segments of a connector's scheduler side; None if segments are off."""
     extension = None if side is None else side.extension
     return extension if isinstance(extension, SegmentsSide) else None
 
@@ -45,10 +45,10 @@ class SegmentsSide(SchedulerExtension):
     """The segments of one engine.
 
     Attributes:
-        stores: Of requests that store a segment.
-        blended: Of requests that reuse segments.
-        learning: Has segments computed that no client has stored; None if nothing does.
-        checks: Whether anything may be reused.
+        stores: The requests that store a segment.
+        blended: The requests that reuse segments.
+        learning: Has segments computed that no client has stored; None if nothing is learned.
+        checks: Says whether segments may be reused.
     """
 
     def __init__(
@@ -71,23 +71,23 @@ class SegmentsSide(SchedulerExtension):
 
     @property
     def questions(self) -> Questions | None:
-        """Compares questions of requests with their segments; None if nothing does."""
+        """Compares questions of requests with their segments; None if they are not compared."""
         return self.blended.questions
 
     def add_request(self, request: Request) -> None:
-        """A request has arrived, and no part of the engine has looked at it. It may be changed."""
+        """Add a new request, before any part of the engine has looked at it. It may be changed."""
         if not self.stores.note_new(request):
             self.blended.note_new(request)
 
     def visible_tokens(self, request_id: str) -> int | None:
-        """Before which token blocks of a request are for all requests; None if all blocks are.
+        """The length of a request's beginning that all requests may use; None if there is no limit.
 
-        Behind it, KV is approximate, or that of a segment behind a sink of its own.
+        Behind it, KV is approximate, or it belongs to a segment behind a sink of its own.
         """
         found = self.blended.visible_tokens(request_id)
         return self.stores.visible_tokens(request_id) if found is None else found
 
-    # What the connector asks.
+    # The methods that the connector calls.
 
     def lookup_rule(self, request: Request) -> LookupRule:
         if self.stores.has_to_wait(request):
@@ -130,7 +130,7 @@ class SegmentsSide(SchedulerExtension):
         return StepPlan(jobs, self.blended.end_step() or None)
 
     def on_output(self, extras: SegmentOutput) -> None:
-        # Before their store ends: segments whose keys are wrong are not to be found.
+        # Checks are noted before stores end, so that segments with wrong keys are never found.
         self.checks.note(extras.key_checks, extras.key_check_failure)
         for row_id, scores in extras.scores.items():
             self.blended.end_probe(row_id, scores)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker side of segments: moves their tokens, and compares questions with them."""
+"""The worker side of segments: moves their rows, and compares questions with their keys."""

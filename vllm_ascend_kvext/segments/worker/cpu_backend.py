@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits a registered tensor as vLLM's CPU attention does, and calls its op that writes rows.
 
-No other module knows either of them. The functions import vLLM when they are called.
+No other module knows this split or this op. The functions import vLLM when they are called.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     import torch
 
 BACKEND = "CPU_ATTN"
-"""The name of the backend in vLLM."""
+"""The name of the CPU attention backend in vLLM."""
 
 
 class CpuBackend:
-    """vLLM's CPU attention in one worker, which is configured by its ``VllmConfig``."""
+    """vLLM's CPU attention in one worker, which has this ``VllmConfig``."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._vllm_config = vllm_config
@@ -42,7 +42,7 @@ class CpuBackend:
         raise BlendingError(
             f"layer {layer_name}: expected pages of {BACKEND} in one tensor of four axes, "
             f"found {name} with shape {shape or type(registered).__qualname__}. Serve this model "
-            "without blending."
+            "without segments."
         )
 
     def write_rows(
@@ -53,7 +53,7 @@ class CpuBackend:
         value_cache: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        """Write rows of tokens; see `cpu_token_pages.WriteRows`."""
+        """Write the rows of tokens into pages; see `cpu_token_pages.WriteRows`."""
         from vllm import _custom_ops
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of tokens in the pages of a CPU attention backend, whose order is learnt from its write op.
+"""Rows of tokens in the pages of a CPU attention backend. Their order is learnt from its write op.
 
 The backend orders a page by rules of its own, which depend on the instruction set, the dtype and
-the block size: keys may be transposed, or cut into tiles. So the op itself writes numbers into a
-small cache of the same shape and strides, and where they are found then says where the elements of
-a row lie. That is compared on random rows before a page of the model is touched.
+the block size: keys may be transposed, or cut into tiles. So the op writes numbers into a small
+cache of the same shape and strides. The places of these numbers show where the elements of a row
+lie. The found order is tested on random rows before a page of the model is touched.
 
-The op is handed in: this module knows no vLLM.
+The caller passes the op: this module knows no vLLM.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ if TYPE_CHECKING:
 WriteRows = Callable[..., None]
 """The backend's write op: ``(keys, values, key_cache, value_cache, slots)``.
 
-``keys`` and ``values``: shape [num_tokens, num_heads, head_size]; the caches: shape [num_pages,
-num_heads, tokens_per_page, head_size] with any strides; ``slots``: int64, shape [num_tokens].
+``keys`` and ``values`` have the shape [num_tokens, num_heads, head_size]. The caches have the shape
+[num_pages, num_heads, tokens_per_page, head_size], with any strides. ``slots`` are int64, of shape
+[num_tokens].
 """
 
 Offsets = npt.NDArray[np.int64]
-"""Where the elements of a row lie, from the first one of its page on. shape: [tokens_per_page,
+"""Offsets of the elements of a row from the first element of its page. shape: [tokens_per_page,
 row_elements]."""
 
 _SCRATCH_PAGES = 5
 _PROBED_PAGE = 2
 _UNTOUCHED = -1.0
 _BASE = 256
-"""Digits to this base are written: bfloat16 has all whole numbers up to it."""
+"""The base of the written digits. bfloat16 has all whole numbers up to it."""
 
 
 class CpuLayer(NamedTuple):
     """One layer with pages of its own, in a KV cache group.
 
-    The caches are as the write op takes them, shape [num_pages, num_heads, tokens_per_page,
-    head_size]; what their strides promise need not be the order of the bytes. The signature is how
-    its keys turn.
+    The caches are those that the write op takes, of shape [num_pages, num_heads, tokens_per_page,
+    head_size]. Their strides need not say the real order of the bytes. ``signature`` says how the
+    keys turn with their position.
     """
 
     name: str
@@ -58,10 +59,10 @@ class CpuLayer(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """The pages of a plane, cut into parts of adjacent elements that move as one.
+    """The pages of a plane, cut into parts. A part has adjacent elements, which are moved together.
 
-    ``parts`` is the storage from page 0 on, as integers: shape [num_parts, part_elements].
-    ``offsets`` are those of a row, counted in parts: shape [tokens_per_page, parts_of_row].
+    ``parts`` is the storage from page 0 on, as integers, shape [num_parts, part_elements].
+    ``offsets`` has the offsets of a row, counted in parts, shape [tokens_per_page, parts_of_row].
     """
 
     parts: npt.NDArray[Any]
@@ -70,13 +71,13 @@ class _Place(NamedTuple):
 
 
 class CpuTokenPages:
-    """The pages of a worker on a CPU; ``write_rows`` is called with caches of a few pages only.
+    """The pages of a worker on a CPU. ``write_rows`` is called only with small caches of its own.
 
-    ``layers`` are in the order of the model; those of a group have as many tokens per page, all of
-    them as many pages.
+    ``layers`` are in the order of the model. The layers of one group have the same number of tokens
+    per page. All layers have the same number of pages.
 
     Raises:
-        BlendingError: The pages are not what the op writes, as far as that is understood.
+        BlendingError: The op writes pages in an order that this module does not understand.
     """
 
     def __init__(self, layers: Sequence[CpuLayer], write_rows: WriteRows) -> None:
@@ -103,7 +104,7 @@ class CpuTokenPages:
 
     def read(self, slots: Slots, rows: HostRows) -> None:
         for place, in_host, index in self._each(slots, rows):
-            # A mode other than "raise" copies without a buffer; the caller has checked the slots.
+            # The mode "clip" copies without a buffer. The caller has checked the slots.
             np.take(place.parts, index, axis=0, out=in_host, mode="clip")
 
     def write(self, slots: Slots, rows: HostRows) -> None:
@@ -116,7 +117,7 @@ class CpuTokenPages:
         return parts.view(np.uint8).reshape(len(slots), plane.row_bytes)
 
     def _each(self, slots: Slots, rows: HostRows) -> Iterator[tuple[_Place, Any, Offsets]]:
-        """Each plane: its place, the rows in host memory, and the parts that they are."""
+        """For each plane: its place, its rows in host memory, and the indices of their parts."""
         memory = rows.memory.numpy()
         for plane, place, offset_bytes in zip(
             self.planes, self._places, rows.plane_offsets_bytes, strict=False
@@ -128,7 +129,7 @@ class CpuTokenPages:
 
 
 def _read_orders(layer: CpuLayer, write_rows: WriteRows) -> tuple[Offsets, Offsets]:
-    """The order of keys and that of values, checked."""
+    """Read the order of keys and the order of values, and verify both."""
     keys = _Scratch(layer.key_cache)
     values = _Scratch(layer.value_cache)
 
@@ -144,14 +145,14 @@ def _read_orders(layer: CpuLayer, write_rows: WriteRows) -> tuple[Offsets, Offse
 
 
 class _Scratch:
-    """A few pages with the strides of a cache, and the storage with all between their elements."""
+    """A cache of a few pages, with the strides of another cache, and its whole storage."""
 
     def __init__(self, like: torch.Tensor) -> None:
         import torch
 
         shape = _SCRATCH_PAGES, *like.shape[1:]
         num_elements = 1 + sum((n - 1) * step for n, step in zip(shape, like.stride(), strict=True))
-        # Up to the end of the last page, so that what lies behind its last element is seen, too.
+        # The storage goes to the end of the last page, to see writes behind its last element.
         num_elements = max(num_elements, _SCRATCH_PAGES * like.stride(0))
         self.storage = torch.full((num_elements,), _UNTOUCHED, dtype=like.dtype)
         self.cache = self.storage.as_strided(shape, like.stride())
@@ -161,12 +162,12 @@ class _Scratch:
         self.row_shape = int(like.shape[1]), int(like.shape[3])
 
     def untouched(self, num_rows: int) -> torch.Tensor:
-        """Rows that leave it as it was."""
+        """Rows that do not change the storage when they are written."""
         return self.storage.new_full((num_rows, *self.row_shape), _UNTOUCHED)
 
 
 def _probe(name: str, scratch: _Scratch, write: Callable[..., None]) -> Offsets:
-    """Write the number of every element of a page, digit by digit, and see where it lands."""
+    """Write the number of every element of a page, digit by digit, and find where each lands."""
     import torch
 
     num_tokens, row_shape = scratch.tokens_per_page, scratch.row_shape
@@ -205,12 +206,15 @@ def _probe(name: str, scratch: _Scratch, write: Callable[..., None]) -> Offsets:
 def _verify(
     name: str, both: tuple[_Scratch, _Scratch], orders: Sequence[Offsets], write_rows: WriteRows
 ) -> None:
-    """Random rows in shuffled slots: written by the op, read by us; and written by us, too."""
+    """Verify the orders with random rows in shuffled slots.
+
+    The rows that the op has written are read, and the same rows are written without the op.
+    """
     import torch
 
     num_tokens = both[0].tokens_per_page
     random = np.random.default_rng(1)
-    # Not all of them, so that most pages are written in part.
+    # Only some slots are used, so that most pages are written in part.
     slots = random.permutation(np.arange(num_tokens, _SCRATCH_PAGES * num_tokens))
     slots = slots[: max(1, len(slots) * 3 // 4)]
     generator = torch.Generator().manual_seed(2)
@@ -236,13 +240,13 @@ def _verify(
             raise BlendingError(
                 f"layer {name}: expected {what} of {len(slots)} random tokens where the attention "
                 "backend's write op had put numbers before, found others there: the order of a "
-                "page depends on more than is understood. Serve this model without segments, and "
-                "report it."
+                "page depends on more than this package knows. Serve this model without segments, "
+                "and report it."
             )
 
 
 def _place_of(cache: torch.Tensor, offsets: Offsets) -> _Place:
-    """The pages of one plane, in parts as large as its rows allow."""
+    """Cut the pages of one plane into parts that are as large as its rows allow."""
     import torch
 
     page_elements = int(cache.stride(0))
@@ -256,7 +260,7 @@ def _place_of(cache: torch.Tensor, offsets: Offsets) -> _Place:
 
 
 def _parts_of(place: _Place, slots: npt.NDArray[np.int64]) -> Offsets:
-    """Indices of the parts that rows are, row after row."""
+    """The indices of the parts of rows, row after row."""
     pages, in_page = np.divmod(slots, len(place.offsets))
     found = place.offsets[in_page]
     found += (pages * place.page_parts)[:, None]
@@ -264,7 +268,7 @@ def _parts_of(place: _Place, slots: npt.NDArray[np.int64]) -> Offsets:
 
 
 def _part_elements(offsets: Offsets, page_elements: int) -> int:
-    """The largest power of two by which rows fall into parts of adjacent elements."""
+    """The largest part, a power of two, such that rows consist of parts of adjacent elements."""
     row_elements = offsets.shape[1]
     part = 1
     while row_elements % (2 * part) == 0 and page_elements % (2 * part) == 0:
@@ -277,7 +281,7 @@ def _part_elements(offsets: Offsets, page_elements: int) -> int:
 
 
 def _integers_of(tensor: torch.Tensor) -> torch.dtype:
-    """So wide as its elements: as integers, no bit of a number changes on the way."""
+    """The integer type as wide as the elements. Copied as integers, a number keeps every bit."""
     import torch
 
     return {2: torch.int16, 4: torch.int32}[tensor.element_size()]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of tokens in pages whose kernels write them as the shapes of the tensors say (NPUs).
+"""Rows of tokens in pages that kernels write in the order of the tensors' shapes, as on NPUs.
 
-A page then has a row per token, and the transfer op moves rows as it moves pages: nothing has to be
-learnt. Keys are rotated in host memory, so that none of it runs on the device.
+Such a page has one row per token, so its order need not be learnt. The transfer op moves the rows
+as it moves pages. Keys are rotated in host memory, so the device does not rotate.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from vllm_ascend_kvext.transfer.pools import Pools
 from vllm_ascend_kvext.transfer.schema import DTYPE, Direction, Table
 
 _MAX_STAGED_BYTES = 32 << 20
-"""Of pinned memory, which torch keeps."""
+"""The maximum size of the pinned memory that one read takes. torch keeps it."""
 
 
 class PlacedPlane(NamedTuple):
-    """A plane, and what was registered for it."""
+    """A plane of rows, and the plane of the layout that was registered for it."""
 
     plane: TokenPlane
     registered: Plane
 
 
 class DeviceTokenPages:
-    """The pages of a worker on a device; see `TokenPages` for their order.
+    """The pages of a worker on a device. `TokenPages` says the order of their planes.
 
     ``pools`` are the storages of the planes. ``wait`` returns when the copies that this thread has
     enqueued are done. ``move`` moves the rows, as `page_transfer` does.
@@ -70,7 +70,7 @@ class DeviceTokenPages:
         placed = self._placed[index : index + 1]
         found = np.empty((len(slots), plane.row_bytes), np.uint8)
         max_rows = max(1, _MAX_STAGED_BYTES // plane.row_bytes)
-        # A device writes it while the call has long returned.
+        # A device still writes this memory after a call has returned, so it is pinned.
         staged = torch.empty(
             min(len(slots), max_rows) * plane.row_bytes,
             dtype=torch.uint8,
@@ -88,9 +88,15 @@ class DeviceTokenPages:
     ) -> None:
         planes = [
             (
-                *(plane.group, place.storage, place.base_bytes, place.page_stride_bytes),
-                *(place.region_offset_bytes, plane.row_bytes),
-                *(self.tokens_per_page[plane.group], self.num_pages, offset_bytes),
+                plane.group,
+                place.storage,
+                place.base_bytes,
+                place.page_stride_bytes,
+                place.region_offset_bytes,
+                plane.row_bytes,
+                self.tokens_per_page[plane.group],
+                self.num_pages,
+                offset_bytes,
             )
             for (plane, place), offset_bytes in zip(moved, rows.plane_offsets_bytes, strict=True)
         ]
@@ -106,14 +112,14 @@ class DeviceTokenPages:
             direction,
             placement=self._placement,
         )
-        # The rows in host memory may be overwritten next.
+        # The caller may overwrite the rows in host memory next.
         self._wait()
 
 
 def runs_of(
     group: int, slots: npt.NDArray[np.int64], tokens_per_page: int, first_row: int
 ) -> Table:
-    """The runs of consecutive slots of one page, in their order. shape: [num_runs, 5]."""
+    """The runs of consecutive slots within one page, in their order. shape: [num_runs, 5]."""
     pages, in_page = np.divmod(slots, tokens_per_page)
     begins = np.flatnonzero(np.diff(slots, prepend=slots[:1] - 2) != 1)
     begins = np.union1d(begins, np.flatnonzero(np.diff(pages, prepend=-1) != 0))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares questions with the keys of segments while a worker's model computes.
 
-The attention implementation of one layer is watched: when it is called, the layer's keys have been
-written. A compiled model calls it as an eager one does, in an operator whose inside vLLM hides from
-the compiler (``vllm.model_executor.layers.attention``). vLLM is not imported.
+The attention implementation of one layer is watched. When it is called, the layer's keys have been
+written. A compiled model calls it as an eager model does: vLLM calls it in an operator that the
+compiler does not look into (``vllm.model_executor.layers.attention``). This module does not import
+vLLM.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
 CHECK_DEPTH = 3, 5
-"""Where the check layer is if nobody says: so far into the model. Of the 30 layers of SmolLM2-135M,
-the one with index 18 is by far the best at finding the answer to a question."""
+"""The default depth of the check layer, as a fraction of the model's layers. Of the 30 layers of
+SmolLM2-135M, layer 18 is by far the best at finding the answer to a question."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckLayer:
     """The layer at which questions are compared, and the scale of its attention's products.
 
-    ``impl`` is vLLM's ``AttentionImpl``, whose ``forward`` takes the module and then queries.
+    ``impl`` is vLLM's ``AttentionImpl``. Its ``forward`` takes the module first, and then queries.
     """
 
     name: str
@@ -47,19 +48,19 @@ class CheckLayer:
 def check_layer_of(
     compilation: Any, layers: Mapping[str, LayerKeys], index: int | None
 ) -> CheckLayer:
-    """Choose the layer with that index among those with pages, which are in the model's order.
+    """Choose the check layer. ``layers`` are those with pages of their own, in the model's order.
 
-    None takes the full-attention layer next to `CHECK_DEPTH`. ``compilation`` is vLLM's
-    ``CompilationConfig``.
+    ``index`` is its place among ``layers``. None takes the layer with full attention that is
+    nearest to `CHECK_DEPTH`. ``compilation`` is vLLM's ``CompilationConfig``.
 
     Raises:
-        BlendingError: Questions cannot be compared in this model, or not there.
+        BlendingError: Questions cannot be compared in this model, or not at this layer.
     """
     names = list(layers)
     full = [
         place
         for place, name in enumerate(names)
-        # Latents are compared with what the attention makes of the queries.
+        # Latents cannot be compared with queries as they are passed to the attention.
         if not layers[name].window_tokens and layers[name].has_values
     ]
     if index is None:
@@ -87,7 +88,7 @@ def check_layer_of(
 
 
 def _check_is_called(compilation: Any, attention: Any) -> None:
-    """The attention implementation is called in steps that compute prompts."""
+    """Refuse models that do not call the attention implementation in steps that compute prompts."""
     if compilation.mode and getattr(attention, "use_direct_call", False):
         raise BlendingError(
             "segments: selector: question: expected attention that is not compiled with the model, "
@@ -100,15 +101,15 @@ def _check_is_called(compilation: Any, attention: Any) -> None:
             "segments: selector: question: expected attention of prompts that no graph captures, "
             f"so that queries can be read while it runs, found cudagraph_mode {captured!s}. Set "
             "it to FULL_AND_PIECEWISE or PIECEWISE, serve with --enforce-eager, or set "
-            "blend_selector to heads."
+            "selector to heads."
         )
 
 
 class QuestionProbe:
-    """The probes of one worker at one layer. All is called by the model's thread.
+    """The probes of one worker at one layer. The model's thread calls all methods.
 
-    ``slots_of_step`` returns the slots of the tokens that the layer is computing, in their order;
-    negative ones are of no token. ``pages`` are others with the same rows after a reset.
+    ``slots_of_step`` returns the slots of the tokens that the layer is computing, in their order.
+    Negative slots belong to no token. A reset replaces ``pages`` by others with the same rows.
     """
 
     def __init__(
@@ -133,14 +134,15 @@ class QuestionProbe:
         self._scores = {}
 
     def end_step(self) -> dict[str, Scores | None]:
-        """What was found since `begin_step`, by row; None of a row that was not seen."""
-        jobs, self._jobs = self._jobs, ()
+        """The scores since `begin_step`, by row; None for a row that was not compared."""
+        jobs = self._jobs
+        self._jobs = ()
         return {job.row_id: self._scores.get(job.row_id) for job in jobs}
 
     def shutdown(self) -> None:
-        """The layer is no longer watched. Idempotent."""
+        """Stop watching the layer. Idempotent."""
         watched = vars(self._layer.impl)
-        if watched.get("forward") == self._compute_and_see:  # Not one that began later.
+        if watched.get("forward") == self._compute_and_see:  # A later probe may watch it now.
             del watched["forward"]
 
     def _compute_and_see(self, module: Any, query: torch.Tensor, *others: Any, **more: Any) -> Any:
@@ -148,7 +150,7 @@ class QuestionProbe:
         if self._jobs:
             try:
                 self._compare(query)
-            except Exception:  # A forward serves others, too; a row that lacks scores is reported.
+            except Exception:  # Other requests need this forward. The row has no scores then.
                 logger.exception("A question was not compared with its segments")
         return output
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of segments between the pages of a worker and sections of host memory.
+"""Moves the rows of segments between the pages of a worker and sections of host memory.
 
 A store copies rows as they are. A load rotates keys to their new positions on the way::
 
     section in host memory --rotated_page_transfer--> staging rows --TokenPages.write--> pages
 
-Everything that is named is checked before the first byte moves. Knows no queue and no requests.
+All places are checked before the first byte moves. This module knows no queue and no requests.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     import torch
 
 MAX_STAGING_BYTES = 64 << 20
-"""Rows that one call rotates: of more, one part after the other."""
+"""The maximum size of the rows that one call rotates. More rows take several calls."""
 
 _STAGED_PAGE = 1
-"""In the table of planes, the rows of a segment are a page of their own; page 0 is never moved."""
+"""The page number of a segment's rows in the table of planes, since the op never moves page 0."""
 
 
 class _Staged(NamedTuple):
-    """Some tokens of a segment, counted from its first, and their first row in staging."""
+    """Some tokens of a segment, counted from its first token, and their first row in staging."""
 
     rows: SegmentRows
     slots: Slots
@@ -58,22 +58,23 @@ class _Staged(NamedTuple):
 
 
 class Staging(Protocol):
-    """Host memory in which rows are rotated on their way to the pages; a ``HostBuffer``."""
+    """The host memory in which rows are rotated on their way to pages; a ``HostBuffer``."""
 
     @property
     def tensor(self) -> torch.Tensor:
-        """dtype: uint8, shape: [num_bytes], as many as were asked for or more."""
+        """The memory. dtype: uint8, shape: [num_bytes], at least the requested number."""
 
     def unmap(self) -> None:
-        """Let a device go that reaches it. Nothing is copied from it any more."""
+        """Unmap the memory from a device. No copy from it is under way or follows."""
 
 
 class SegmentMover:
     """Moves tokens of segments. Threads may share it.
 
     ``host`` is the host buffer, dtype: uint8, shape: [num_bytes]. ``make_staging`` makes host
-    memory of so many bytes that a device of the pages can reach. ``pages`` are None while their
-    memory is taken away; others with the same rows follow after a wake-up or a reset.
+    memory of so many bytes that the device of the pages can reach. ``pages`` is None while the
+    memory of the pages is taken away. After a wake-up or a reset, ``pages`` is set to new pages
+    with the same rows.
     """
 
     def __init__(
@@ -92,25 +93,26 @@ class SegmentMover:
         self._max_tokens = max(1, MAX_STAGING_BYTES // self._token_bytes)
         self._staging: Staging | None = None
         self._make_staging = make_staging
-        self._loading = threading.Lock()  # There is one staging.
+        self._loading = threading.Lock()  # All loads share one staging memory.
         self._checking_keys = threading.Lock()
         self._are_keys_settled = False
         self._num_key_checks = 0
         self._key_check_failure = ""
 
     def close(self) -> None:
-        """Give staging back. Nothing is loaded meanwhile; what is loaded later gets another."""
-        staging, self._staging = self._staging, None
+        """Give the staging memory back, while no load runs. A later load makes another."""
+        staging = self._staging
+        self._staging = None
         if staging is not None:
             staging.unmap()
 
     def store(self, rows: Sequence[SegmentRows], block_ids: Sequence[TablePart]) -> int:
-        """Copy tokens of a request out of pages into their sections, as they are; returns bytes.
+        """Copy tokens of a request out of pages into their sections; returns the number of bytes.
 
-        ``block_ids`` has one part of the request's table per KV cache group.
+        ``block_ids`` has one part of the request's table per KV cache group. Keys are not rotated.
 
         Raises:
-            SegmentError: Something does not fit; nothing has been written.
+            SegmentError: A place of a token is wrong. No byte has been written.
         """
         pages = self._require_pages()
         slots = [self._check(pages, each, block_ids) for each in rows]
@@ -119,9 +121,9 @@ class SegmentMover:
         return self._num_bytes(rows)
 
     def load(self, rows: Sequence[SegmentRows], block_ids: Sequence[TablePart]) -> int:
-        """Copy tokens out of their sections into pages, each once; otherwise as `store`.
+        """Copy tokens out of their sections into pages; arguments and errors are those of `store`.
 
-        Keys are rotated by their shifts. A shift of 0 keeps every bit.
+        Each token is copied once. Keys are rotated by their shifts. A shift of 0 keeps every bit.
         """
         pages = self._require_pages()
         slots = [self._check(pages, each, block_ids) for each in rows]
@@ -132,9 +134,9 @@ class SegmentMover:
         return self._num_bytes(rows)
 
     def after_store(self, rows: Sequence[SegmentRows]) -> None:
-        """Check the keys of a store's segments, unless an earlier store has settled it.
+        """Check the keys of a stored segment, unless an earlier store has settled the check.
 
-        All chunks are checked together: a small one has too few equal tokens.
+        All chunks are checked together, because a small chunk has too few equal tokens.
         """
         with self._checking_keys:
             if self._are_keys_settled:
@@ -143,14 +145,16 @@ class SegmentMover:
             if failure is None:
                 return
             self._are_keys_settled = True
-            self._num_key_checks += not failure
+            if not failure:
+                self._num_key_checks += 1
             self._key_check_failure = self._key_check_failure or failure
 
     def take_key_checks(self) -> tuple[int, str]:
-        """Stores whose keys were checked well since the last call, and what is wrong with others.
+        """Take the results of key checks since the last call.
 
         Returns:
-            A number, and a text that is empty if nothing is wrong.
+            The number of stores whose keys were right, and what is wrong with others. The text is
+            empty if no key is wrong.
         """
         with self._checking_keys:
             found = self._num_key_checks, self._key_check_failure
@@ -159,12 +163,14 @@ class SegmentMover:
         return found
 
     def check_keys(self, rows: Sequence[SegmentRows]) -> str | None:
-        """Whether the keys of stored chunks of a segment, ascending, turn with positions alone.
+        """Check that keys depend on positions by rotation alone; see `key_check.check_keys`.
 
-        The keys of the model's first layer depend on nothing else; see `key_check.check_keys`.
+        ``rows`` are the stored chunks of one segment, ascending. The keys of the model's first
+        layer are checked.
 
         Returns:
-            What is wrong with them, empty if nothing is; None if there are too few equal tokens.
+            What is wrong with the keys; empty if they are right. None if there are too few equal
+            tokens.
         """
         planes = self._require_pages().planes
         layer_name = planes[0].layer_name
@@ -184,7 +190,7 @@ class SegmentMover:
     def _row_offsets_bytes(
         self, rows: Sequence[SegmentRows], plane_index: int
     ) -> npt.NDArray[np.int64]:
-        """Where the rows of tokens begin in host memory, in one plane. shape: [tokens]."""
+        """The offsets of the rows of tokens in host memory, in one plane. shape: [tokens]."""
         row_bytes = self.layout.row_bytes[plane_index]
         return np.concatenate(
             [
@@ -195,10 +201,10 @@ class SegmentMover:
         )
 
     def _stage(self, pages: TokenPages, batch: Sequence[_Staged]) -> HostRows:
-        """Bring the rows of some tokens to staging, rotated."""
+        """Copy the rows of some tokens to the staging memory, with their keys rotated."""
         num_tokens = sum(part.num_tokens for part in batch)
         offsets = self.layout.plane_offsets_bytes(num_tokens)
-        # A page as large as the largest plane may lie before the first row.
+        # The op counts offsets from a page before the rows, which is as large as the largest plane.
         before = max(end - first for first, end in pairwise(offsets))
         staging = self._staging_of(before + offsets[-1])
         planes: list[tuple[int, ...]] = []
@@ -219,8 +225,14 @@ class SegmentMover:
                     key_planes.append(KeyPlane(len(planes), plane.keys, plane.num_heads))
                 planes.append(
                     (
-                        *(group, 0, place - _STAGED_PAGE * page_bytes, page_bytes, 0),
-                        *(plane.row_bytes, num_rows, _STAGED_PAGE + 1),
+                        group,
+                        0,
+                        place - _STAGED_PAGE * page_bytes,
+                        page_bytes,
+                        0,
+                        plane.row_bytes,
+                        num_rows,
+                        _STAGED_PAGE + 1,
                         section.plane_offsets_bytes[index],
                     )
                 )
@@ -242,15 +254,16 @@ class SegmentMover:
     def _batches(
         self, rows: Sequence[SegmentRows], slots: Sequence[Slots]
     ) -> Iterator[list[_Staged]]:
-        """The tokens, as many at a time as staging holds; those of one section side by side.
+        """Batches of tokens that fit into the staging memory.
 
-        One call of the transfer op reads a section with one shift: a text that a prompt has twice
-        is read by two.
+        Tokens of one section are neighbours in a batch. One call of the transfer op reads a section
+        with one shift. So a text that a prompt has twice is in two batches.
         """
         batch: list[_Staged] = []
-        num_tokens, shifts = 0, dict[int, int]()
+        num_tokens = 0
+        shifts: dict[int, int] = {}
         pairs = list(zip(rows, slots, strict=True))
-        # Rows of one section with one shift are neighbours, and so are those of a segment.
+        # After the sort, rows of one section and shift are neighbours, as are rows of one segment.
         pairs.sort(key=lambda pair: (pair[0].shift_tokens, pair[0].offset_bytes, pair[0].first_row))
         for each, of_rows in pairs:
             first = 0
@@ -258,7 +271,8 @@ class SegmentMover:
                 shift = shifts.setdefault(each.offset_bytes, each.shift_tokens)
                 if shift != each.shift_tokens or num_tokens == self._max_tokens:
                     yield batch
-                    batch, num_tokens = [], 0
+                    batch = []
+                    num_tokens = 0
                     shifts = {each.offset_bytes: each.shift_tokens}
                 count = min(each.num_tokens - first, self._max_tokens - num_tokens)
                 batch.append(_Staged(each, of_rows, first, count, num_tokens))
@@ -269,7 +283,7 @@ class SegmentMover:
 
     def _staging_of(self, num_bytes: int) -> torch.Tensor:
         if self._staging is None or self._staging.tensor.numel() < num_bytes:
-            self.close()  # What was copied from it has arrived: pages wait for their copies.
+            self.close()  # Its copies are done: pages wait for them.
             self._staging = self._make_staging(num_bytes)
         return self._staging.tensor
 
@@ -280,7 +294,7 @@ class SegmentMover:
         )
 
     def _check(self, pages: TokenPages, rows: SegmentRows, block_ids: Sequence[TablePart]) -> Slots:
-        """Refuse what does not fit; else the slots of the tokens."""
+        """The slots of the tokens; raises if one of their places is wrong."""
         end_row = rows.first_row + rows.num_tokens
         end_bytes = rows.offset_bytes + self.layout.num_bytes(rows.section_rows)
         is_aligned = rows.offset_bytes >= 0 and rows.offset_bytes % HOST_ALIGNMENT_BYTES == 0
@@ -309,7 +323,7 @@ class SegmentMover:
         ):
             if not fits:
                 raise SegmentError(
-                    f"{_tokens(rows)}: expected {expected}, found {found}. Plan it where the "
+                    f"{_tokens(rows)}: expected {expected}, found {found}. Plan the job as the "
                     "store was planned."
                 )
         return {
@@ -342,7 +356,7 @@ def _numbers(
     plane: TokenPlane,
     tokens: Sequence[int],
 ) -> npt.NDArray[np.float64]:
-    """Rows of some tokens in one plane. shape: [tokens, heads, head_elements]."""
+    """The rows of some tokens in one plane. shape: [tokens, heads, head_elements]."""
     import torch
 
     offsets = row_offsets_bytes[list(tokens), None] + np.arange(plane.row_bytes)

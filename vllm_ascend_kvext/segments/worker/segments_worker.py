@@ -25,7 +25,7 @@ class SegmentsWorker(WorkerExtension):
 
     Args:
         vllm_config: vLLM's ``VllmConfig``, as the worker has it.
-        cpu_backend: How vLLM's CPU attention writes pages; None refuses segments on a CPU.
+        cpu_backend: Writes pages as vLLM's CPU attention does; None refuses segments on a CPU.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SegmentsWorker(WorkerExtension):
                 pages.layout,
                 pages.kv_caches,
                 pages.pools,
-                # Keys are rotated in host memory, whatever device has the pages.
+                # Keys are rotated in host memory, even if the pages are on a device.
                 pages.placement or default_placement(os.environ),
                 self._cpu_backend,
                 pages.move,
@@ -80,7 +80,7 @@ class SegmentsWorker(WorkerExtension):
     def _renew(
         self, registered: RegisteredPages, segments: WorkerSegments, mover: SegmentMover
     ) -> None:
-        """Take the rows where they are now. If that fails, jobs with segments do."""
+        """Use the pages that are registered now. If that fails, all jobs with segments fail."""
         mover.pages = None
         try:
             pages = segments.pages_of(registered.kv_caches)
@@ -114,8 +114,8 @@ class SegmentsWorker(WorkerExtension):
 
 
 def _refusal_of(error: Exception) -> str:
-    """Why there are no segments. An unexpected error is logged: the engine serves on."""
+    """Why there are no segments. An unexpected error is logged, and the engine goes on."""
     if isinstance(error, KvextError):
         return str(error)
-    logger.warning("Segments: what this model or its pages are is not understood", exc_info=error)
+    logger.warning("Segments: this model or its pages are not understood", exc_info=error)
     return f"{type(error).__name__}: {error}. Serve this model without segments, and report it."

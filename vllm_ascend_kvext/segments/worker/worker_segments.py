@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes of a worker's configuration and pages what moves tokens of segments, or says why it cannot.
+"""Makes the parts of a worker that move and compare tokens of segments, or says why it cannot.
 
-Of vLLM, only the context of a forward is imported, within one: its configuration is read by
-attributes.
+This module imports only the forward context of vLLM, within a forward. It reads vLLM's
+configuration by its attributes.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ class WorkerSegments:
     Args:
         vllm_config: vLLM's ``VllmConfig``, as the worker has it.
         layout: The layout of the pages.
-        kv_caches: By layer name, as registered.
+        kv_caches: The registered tensors, by layer name.
         pools: The storages of the layout, renewed by the caller.
         placement: Where copies and rotations run.
-        backend: How kernels write the pages, where these are not addressed by token: on a CPU.
+        backend: Writes the pages of a CPU, whose rows cannot be addressed by token.
         move: Moves rows of pages that are addressed by token, as `page_transfer` does.
 
     Raises:
-        BlendingError: Segments cannot be stored or placed in these pages, or keys not be rotated.
+        BlendingError: Segments cannot be stored or placed in these pages, or keys cannot be
+            rotated.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class WorkerSegments:
         backend: CpuBackend | None,
         move: Callable[..., None] = page_transfer,
     ) -> None:
-        self._pools, self._placement, self._backend = pools, placement, backend
+        self._pools = pools
+        self._placement = placement
+        self._backend = backend
         self._move = move
         self._compilation = vllm_config.compilation_config
         self._group_of_layer = _groups_by_layer(layout)
@@ -73,10 +76,10 @@ class WorkerSegments:
         self.pages = self.pages_of(kv_caches)
 
     def pages_of(self, kv_caches: Mapping[str, Any]) -> TokenPages:
-        """The rows of tokens in registered pages; the same layers at each call.
+        """The rows of tokens in registered pages. Each call has the same layers.
 
         Raises:
-            BlendingError: The pages are not what is expected of these layers.
+            BlendingError: The pages do not have the shape or the order that is expected.
         """
         if all(group.tokens_per_row == 1 for group in self._group_of_layer.values()):
             return self._device_pages()
@@ -88,10 +91,10 @@ class WorkerSegments:
         return CpuTokenPages(layers, backend.write_rows)
 
     def mover(self, host: torch.Tensor) -> SegmentMover:
-        """What moves tokens between the pages and a host buffer.
+        """Make the mover of tokens between the pages and a host buffer.
 
         Args:
-            host: dtype: uint8, shape: [num_bytes].
+            host: The host buffer. dtype: uint8, shape: [num_bytes].
         """
         windows = [group.window_tokens for group in self._group_of_layer.values()]
         windows += [keys.window_tokens for keys in self._keys.values()]
@@ -100,10 +103,11 @@ class WorkerSegments:
         return SegmentMover(self.pages, host, layout, self._staging, self._placement)
 
     def probe(self, check_layer: int | None, is_asked_for: bool) -> QuestionProbe:
-        """What compares questions with segments; see `question_probe.check_layer_of`.
+        """Make the probe of questions; see `question_probe.check_layer_of`.
 
         Raises:
-            BlendingError: They cannot be compared, or are to be only if it is asked for.
+            BlendingError: Questions cannot be compared here. Or ``is_asked_for`` is false, on a
+                device where questions are compared only if the option asks for it.
         """
         if not is_asked_for and self._pools.device_types != ("cpu",):
             raise BlendingError(
@@ -115,7 +119,10 @@ class WorkerSegments:
         return QuestionProbe(layer, self.pages, partial(_slots_of_step, layer.name))
 
     def _staging(self, num_bytes: int) -> HostBuffer:
-        """Mapped where the host memory is. Where it is pinned, torch rounds to powers of two."""
+        """Make staging memory that the pages' device can reach, of a power of two of bytes.
+
+        torch rounds pinned memory to powers of two.
+        """
         num_bytes = max(HOST_ALIGNMENT_BYTES, 1 << (num_bytes - 1).bit_length())
         return HostBuffer.allocate(num_bytes, self._pools.tensors[0].device)
 
@@ -159,13 +166,13 @@ class WorkerSegments:
 
 
 def placed_planes(name: str, keys: LayerKeys, group: LayoutGroup) -> list[PlacedPlane]:
-    """The planes of a layer that registers keys and values, or latents and what is rotated."""
+    """The planes of a layer that registers keys and values, or latents and their rotated parts."""
     found = [plane for plane in group.planes if plane.layer_name == name]
     signature = keys.signature
     element_bytes = signature.dtype.element_bytes
     head_elements = signature.head_elements
     if not keys.has_values:
-        # The latent and what is rotated of it are tensors of their own here, in this order.
+        # Here the latent and its rotated part are separate tensors, in this order.
         found.reverse()
         head_elements = signature.head_elements - signature.offset_elements
         signature = replace(signature, head_elements=head_elements, offset_elements=0)
@@ -200,9 +207,9 @@ def placed_planes(name: str, keys: LayerKeys, group: LayoutGroup) -> list[Placed
 
 
 def _slots_of_step(layer_name: str) -> torch.Tensor:
-    """The slots of the tokens that a layer is computing, in their order; within a forward.
+    """The slots of the tokens that a layer is computing, in their order. Called within a forward.
 
-    dtype: an integer, on the device of the pages, shape: [num_tokens].
+    dtype: an integer type, shape: [num_tokens], on the device of the pages.
     """
     from vllm.forward_context import get_forward_context
 
@@ -225,7 +232,7 @@ def _require_cpu(device_types: tuple[str, ...], backend: CpuBackend | None) -> C
 
 
 def _groups_by_layer(layout: KVLayout) -> dict[str, LayoutGroup]:
-    """The group of each layer that has pages; refuses those without a row per token."""
+    """The group of each layer that has pages; refuses groups without a row per token."""
     found: dict[str, LayoutGroup] = {}
     for group in layout.groups:
         is_of_tokens = group.kind in _TOKEN_KINDS and not group.holds_states
@@ -262,6 +269,6 @@ def _read_keys(
             "found none: its rotary modules are not known. Load it in another format (not GGUF or "
             "tensorizer), or serve it without segments."
         )
-    # Keys, or the only tensor, come first.
+    # The first tensor has the keys, or is the only one.
     dtypes = {name: next(tensors_of(kv_caches[name])).dtype for name in groups}
     return read_layer_keys(model, attention, dtypes)

@@ -21,7 +21,7 @@ def _needs_a_device(*_args: object, **_kwargs: object) -> NoReturn:
 
 
 torch.npu = npu = types.SimpleNamespace(
-    # transformers asks this as soon as a module named torch_npu can be found.
+    # transformers asks for this as soon as a module named torch_npu can be found.
     is_available=lambda: False,
     Stream=type("Stream", (), {"__init__": _needs_a_device}),
     Event=type("Event", (), {"__init__": _needs_a_device}),
@@ -34,6 +34,6 @@ torch.npu = npu = types.SimpleNamespace(
 float4_e2m1fn_x2 = hifloat8 = float8_e8m0fnu = None  # number formats of some devices
 
 _BUILD_INFO = "vllm_ascend._build_info"
-if importlib.util.find_spec(_BUILD_INFO) is None:  # a source archive has none
+if importlib.util.find_spec(_BUILD_INFO) is None:  # A source archive has none.
     build_info = sys.modules[_BUILD_INFO] = types.ModuleType(_BUILD_INFO)
     build_info.__device_type__ = "A2"
