@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.connector.engines import engine_of, make_holes, plan_of
+from support.connector.engines import engine_of, fail_next, make_holes, plan_of
 from support.connector.learning_engine import learning_engine
 from support.connector.offload_run import check_nothing_is_left, serve
 from support.connector.offload_workloads import offloading, tokens
@@ -237,3 +237,29 @@ def test_what_comes_from_a_shared_tier_is_told(tmp_path: Path) -> None:
         assert found["tier_tokens"] >= found["host_tokens"] > 0
         found = reported(engine, asked("third", prompt, **EXPLAINED))
         assert found["tier_tokens"] == 0 < found["host_tokens"]
+
+
+def test_a_load_that_has_failed_is_told() -> None:
+    """Behind what the device had, vLLM goes on by itself: the request is not looked up again."""
+    prompt = prompt_of(FULL, 1, 40)
+    with engine_of(FULL, caching=True) as engine:
+        serve(engine, asked("first", prompt))
+        engine.reset()
+        serve(engine, asked("begins alike", prompt[: 4 * FULL.unit_tokens + 1]))
+        fail_next(engine, *range(1, 100))
+        found = reported(engine, asked("second", prompt, **EXPLAINED))
+        assert found["device_tokens"] > 0
+        assert (found["decision"], found["host_tokens"]) == ("failed_loads", 0)
+
+
+def test_what_a_load_fails_to_bring_is_told() -> None:
+    prompt = prompt_of(FULL, 1, 40)
+    with engine_of(FULL) as engine:
+        serve(engine, asked("first", prompt))
+        fail_next(engine, 1, 3)
+        before = engine.side.counters.hit_tokens
+        found = reported(engine, asked("second", prompt, **EXPLAINED))
+        assert engine.side.counters.hole_tokens > 0, "the case"
+        assert found["host_tokens"] == engine.side.counters.hit_tokens - before
+        assert found["hole_tokens"] == engine.side.counters.hole_tokens
+        assert (found["decision"], found["holes"]) == ("loaded", 1)
