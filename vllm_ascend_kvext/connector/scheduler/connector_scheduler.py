@@ -248,6 +248,13 @@ class ConnectorScheduler:
         state = self._states.get(request_id)
         return state is not None and 0 < state.num_failed_loads < MAX_FAILED_LOADS
 
+    def note_session_update(self, request: Request) -> None:
+        """A session goes on, and has new tokens and parameters."""
+        self._states.renew_options(request)
+        state = self._states.get(request.request_id)
+        if state is not None and not self._may_store(request):
+            self._stores.release_held(state.progress)
+
     # Steps.
 
     def pages_to_load(self) -> set[int]:

@@ -99,8 +99,8 @@ def _check_is_called(compilation: Any, attention: Any) -> None:
         raise BlendingError(
             "segments: selector: question: expected attention of prompts that no graph captures, "
             f"so that queries can be read while it runs, found cudagraph_mode {captured!s}. Set "
-            "it to FULL_AND_PIECEWISE or PIECEWISE, serve with --enforce-eager, or set "
-            "blend_selector to heads."
+            "it to FULL_AND_PIECEWISE or PIECEWISE, serve with --enforce-eager, or set selector "
+            "to heads."
         )
 
 
