@@ -243,6 +243,7 @@ class ConnectedScheduler:
         hash_block_size = self.scheduler.kv_cache_manager.block_pool.hash_block_size
         del session.block_hashes[session.num_computed_tokens // hash_block_size :]
         wrapped(session, update)
+        self.side.note_session_update(session)
 
     def _mamba_block_aligned_split(
         self,

@@ -17,6 +17,7 @@ from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import FULL, GEMMA, PagedLayout
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
+from support.connector.stand_ins import NullConnector
 from support.scheduler import options as engine_options
 from support.scheduler.options import EngineOptions
 from vllm.config import KVTransferConfig
@@ -44,12 +45,12 @@ class MultiEngine(SimulatedEngine):
         execute = runner.execute
 
         def translated(scheduled: Any) -> Any:
-            (metadata,) = scheduled.kv_connector_metadata.metadata
+            metadata, *others = scheduled.kv_connector_metadata.metadata
             output = execute(replace(scheduled, kv_connector_metadata=metadata))
             found = output.kv_connector_output
             found.kv_connector_stats = None
             if found.kv_connector_worker_meta is not None:
-                parts = (found.kv_connector_worker_meta,)
+                parts = (found.kv_connector_worker_meta, *(None for _ in others))
                 found.kv_connector_worker_meta = MultiKVConnectorWorkerMetadata(parts)
             return output
 
@@ -125,3 +126,21 @@ def test_steps_of_holes_alone_do_not_let_go_of_blocks_in_flight(
     assert not held & free
     serve(engine)
     check_nothing_is_left(engine)
+
+
+class WithParameters(NullConnector):
+    """It answers each request with something of its own, as connectors between engines do."""
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        return False, {"do_remote_prefill": True}
+
+
+def test_a_request_cannot_end_the_engine_by_asking_what_was_reused(
+    request: pytest.FixtureRequest,
+) -> None:
+    """vLLM's MultiConnector raises where two connectors answer, and that ends the engine."""
+    engine = engine_of_several(request, FULL)
+    connectors = engine.scheduler.connector._connectors
+    connectors.append(object.__new__(WithParameters))
+    answer = plan_of("asks", tokens(random.Random(4), 100))
+    serve(engine, replace(answer, extra_args=(("kvext_explain", True),)))

@@ -7,18 +7,20 @@ import logging
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.connector.engines import engine_of, make_holes, plan_of
+from support.connector.engines import engine_of, fail_next, make_holes, plan_of
 from support.connector.learning_engine import learning_engine
 from support.connector.offload_run import check_nothing_is_left, serve
 from support.connector.offload_workloads import offloading, tokens
-from support.connector.paged_layouts import FULL, LAYOUTS, STATE_LAYOUTS, PagedLayout
+from support.connector.paged_layouts import FULL, GPT_OSS, LAYOUTS, STATE_LAYOUTS, PagedLayout
 from support.connector.shared_objects import objects
 from support.connector.simulated_engine import SimulatedEngine
 from support.scheduler.workload import RequestPlan
 from test_shared_tier import _equal_seeds, _patience, floor, sharing, weights
+from vllm.sampling_params import SamplingParams
 
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.segments.prompt_segments import STORE_KEY
@@ -144,6 +146,28 @@ def test_endpoints_write_truth_values_in_many_ways(
     assert is_wrong is (value in ("no", [False], {}, 2, ""))
 
 
+@pytest.mark.parametrize("turns", [(KEPT_OUT, {}), ({}, KEPT_OUT), ({}, {})], ids=str)
+def test_a_turn_of_a_session_may_keep_out_what_follows(turns: Any) -> None:
+    """vLLM gives a session the parameters of each turn. What was kept out is not stored later."""
+    first_args, second_args = turns
+    prompt = prompt_of(GPT_OSS, 1, 8)
+    with engine_of(GPT_OSS) as engine:
+        request = engine.add_request(asked("session", prompt, 60, **first_args))
+        while not request.num_output_tokens:
+            engine.step()
+        update = SimpleNamespace(
+            prompt_token_ids=prompt_of(FULL, 2, 20),
+            mm_features=None,
+            arrival_time=0.0,
+            sampling_params=SamplingParams(max_tokens=60, extra_args=second_args),
+        )
+        engine.scheduler._update_request_as_session(request, update)
+        is_kept_out = bool(first_args or second_args)
+        assert engine.side._may_store(request) is not is_kept_out
+        assert (engine.held.num_referenced_blocks > 0) is not is_kept_out
+        engine.abort("session")
+
+
 def test_no_segment_is_learned_from_it() -> None:
     document = tuple(tokens(random.Random("document"), 60))
     with learning_engine() as engine:
@@ -237,3 +261,29 @@ def test_what_comes_from_a_shared_tier_is_told(tmp_path: Path) -> None:
         assert found["tier_tokens"] >= found["host_tokens"] > 0
         found = reported(engine, asked("third", prompt, **EXPLAINED))
         assert found["tier_tokens"] == 0 < found["host_tokens"]
+
+
+def test_a_load_that_has_failed_is_told() -> None:
+    """Behind what the device had, vLLM goes on by itself: the request is not looked up again."""
+    prompt = prompt_of(FULL, 1, 40)
+    with engine_of(FULL, caching=True) as engine:
+        serve(engine, asked("first", prompt))
+        engine.reset()
+        serve(engine, asked("begins alike", prompt[: 4 * FULL.unit_tokens + 1]))
+        fail_next(engine, *range(1, 100))
+        found = reported(engine, asked("second", prompt, **EXPLAINED))
+        assert found["device_tokens"] > 0
+        assert (found["decision"], found["host_tokens"]) == ("failed_loads", 0)
+
+
+def test_what_a_load_fails_to_bring_is_told() -> None:
+    prompt = prompt_of(FULL, 1, 40)
+    with engine_of(FULL) as engine:
+        serve(engine, asked("first", prompt))
+        fail_next(engine, 1, 3)
+        before = engine.side.counters.hit_tokens
+        found = reported(engine, asked("second", prompt, **EXPLAINED))
+        assert engine.side.counters.hole_tokens > 0, "the case"
+        assert found["host_tokens"] == engine.side.counters.hit_tokens - before
+        assert found["hole_tokens"] == engine.side.counters.hole_tokens
+        assert (found["decision"], found["holes"]) == ("loaded", 1)

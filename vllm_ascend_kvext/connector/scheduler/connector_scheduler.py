@@ -253,6 +253,13 @@ class ConnectorScheduler:
         state = self._states.get(request_id)
         return state is not None and 0 < state.num_failed_loads < MAX_FAILED_LOADS
 
+    def note_session_update(self, request: Request) -> None:
+        """A session goes on, and has new tokens and parameters."""
+        self._states.renew_options(request)
+        state = self._states.get(request.request_id)
+        if state is not None and not self._may_store(request):
+            self._stores.release_held(state.progress)
+
     # Steps.
 
     def pages_to_load(self) -> set[int]:
@@ -420,10 +427,18 @@ class ConnectorScheduler:
         is_whole = state.under_way is None and self._may_store(request)
         self._stores.finish(request, state, is_end_of_turn and is_whole)
         params: dict[str, Any] = dict(self.extension.on_request_finished(request) or {})
-        if state.report is not None and self._states.options_of(request).explains:
+        if self._explains(request) and state.report is not None:
             params[PARAMETER] = state.report.params()
         self._states.end(request_id)
         return params or None
+
+    def _explains(self, request: Request) -> bool:
+        """Whether the response of a request says what was reused.
+
+        A MultiConnector raises an error where two of its connectors answer, which ends the engine.
+        """
+        is_alone = not self._view.has_other_connectors
+        return is_alone and self._states.options_of(request).explains
 
     def preempt(self, request: Request) -> None:
         """A running request is about to be preempted; its blocks are still there."""

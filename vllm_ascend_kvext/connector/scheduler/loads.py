@@ -13,6 +13,7 @@ device what the other one loads, once it is there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from vllm_ascend_kvext.connector.common.messages import LoadJob
@@ -380,6 +381,8 @@ class Loads:
             # The request holds its blocks until the scheduler looks at it, so it stays parked.
             self._withdraw_promise(state)
             self._extension.restart(request_id)
+            # Upstream may go on behind what the device has, and ask for no load any more.
+            _note_loaded(state, 0, [], Decision.FAILED_LOADS)
             is_all = len(failed) == len(plan.entries)
             state.num_failed_loads += MAX_FAILED_LOADS if is_all else 1
             return []
@@ -388,8 +391,12 @@ class Loads:
             for span in plan.exact_spans
             if span.entry in failed
         )
-        self._count_hit(plan, union([*plan.holes, *runs]))
-        if not runs:
+        holes = union([*plan.holes, *runs])
+        self._count_hit(plan, holes)
+        if runs:
+            num_tokens = plan.num_tokens - sum(hole.num_tokens for hole in holes)
+            _note_loaded(state, num_tokens, holes, Decision.LOADED)
+        else:
             self.cost.note_load(plan.num_bytes, self._clock() - under_way.began_s)
         return [] if state.has_ended else runs
 
@@ -481,3 +488,17 @@ def _report(
         admission.hole_refusal,
         admission.decision,
     )
+
+
+def _note_loaded(
+    state: RequestOffloadState, num_tokens: int, holes: Sequence[TokenRange], decision: Decision
+) -> None:
+    """A load has brought less than its request was reported to load."""
+    if state.report is not None:
+        state.report = replace(
+            state.report,
+            host_tokens=num_tokens,
+            hole_tokens=sum(hole.num_tokens for hole in holes),
+            num_holes=len(holes),
+            decision=decision,
+        )

@@ -161,6 +161,14 @@ class RequestOffloadStates(dict[str, RequestOffloadState]):
             state.options = read_options(request)
         return state.options
 
+    def renew_options(self, request: Request) -> None:
+        """A session goes on with other parameters. What was kept out once is never stored."""
+        state = self.get(request.request_id)
+        if state is not None and state.options is not None:
+            may_store = state.options.may_store
+            state.options = read_options(request)
+            state.options = state.options._replace(may_store=may_store and state.options.may_store)
+
     def end(self, request_id: str) -> None:
         """A request has ended; a load of it may still be under way."""
         self[request_id].has_ended = True
