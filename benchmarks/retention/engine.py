@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from support.scheduler.releases import in_flight_argument, look_up
@@ -15,6 +16,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from retention.layouts import BenchLayout
+from vllm_ascend_kvext.patches.retention.scheduler import RetainingScheduler
+from vllm_ascend_kvext.upstream_state import CoordinatorState
 
 GROUP_ID_BYTES = 4
 HASH_BYTES = 32
@@ -144,6 +147,11 @@ class Engine:
             )
             # The method is bound to the host, because a patch reads the object that it is bound to.
             self._split = Scheduler._mamba_block_aligned_split.__get__(host)
+            retention = CoordinatorState.of(self.manager.coordinator).retention
+            if retention is not None:
+                # Retention changes the method of a scheduler when vLLM makes the scheduler.
+                shorten = RetainingScheduler(retention)._mamba_block_aligned_split
+                self._split = partial(shorten, self._split)
 
     @property
     def scheduler_s(self) -> float:

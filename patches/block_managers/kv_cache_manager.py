@@ -117,9 +117,8 @@ def _fast_methods(
         if group.block_pool is pool and fast_group.is_cached_whole(group)
     }
     fast_pool = fast_block_pool.FastPool(pool, whole_group_ids)
-    yield pool, fast_pool.get_new_blocks
-    if retention is None:
-        yield pool, fast_pool.cache_full_blocks
+    for method in fast_pool.methods(retention is not None):
+        yield pool, method
     lookup = fast_coordinator.describe_lookup(coordinator)
     if lookup is not None:
         yield coordinator, fast_coordinator.FastLookup(coordinator, lookup).find_longest_cache_hit

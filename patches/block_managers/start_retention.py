@@ -13,6 +13,7 @@ from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.patches.hit_geometry import group_geometry
 from vllm_ascend_kvext.patches.retention.block_pool import RetainedPool
 from vllm_ascend_kvext.patches.upstream import (
+    defining_class,
     has_partial_hits,
     hashes_in_key,
     hit_unit_tokens,
@@ -117,7 +118,12 @@ def describe_policy(policy: RetentionPolicy) -> str:
 
 def _left_to_upstream(coordinator: KVCacheCoordinator) -> str:
     """The feature of vLLM 0.30 that retention does not support; empty if none is in use."""
+    from vllm.v1.core import kv_cache_coordinator as upstreams
+
     managers = coordinator.single_type_managers
+    for method in ("cache_blocks", "remove_skipped_blocks"):
+        if defining_class(type(coordinator), method).__module__ != upstreams.__name__:
+            return f"its coordinator has a {method}() that is not vLLM's own"
     if has_partial_hits(coordinator):
         return "a hit may end within a block (prefix_match_unit)"
     if any(manager.block_pool is not coordinator.block_pool for manager in managers):

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.upstream import hashes_in_key
+from vllm_ascend_kvext.patches.upstream import defining_class, hashes_in_key
 from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
 from vllm_ascend_kvext.prefix_cache.runs import RequestUpTo
 from vllm_ascend_kvext.upstream_state import PoolState
@@ -28,6 +28,21 @@ class FastPool:
     def __init__(self, pool: BlockPool, whole_group_ids: Collection[int]) -> None:
         self._pool = pool
         self._whole_group_ids = whole_group_ids
+
+    def methods(self, is_retained: bool) -> Iterator[Callable[..., Any]]:
+        """The methods that take the place of upstream's own, and of no subclass's.
+
+        Args:
+            is_retained: Whether retention decides what is cached, in a method of its own.
+        """
+        from vllm.v1.core.block_pool import BlockPool
+
+        replaced = (
+            [self.get_new_blocks] if is_retained else [self.get_new_blocks, self.cache_full_blocks]
+        )
+        for method in replaced:
+            if defining_class(type(self._pool), method.__name__) is BlockPool:
+                yield method
 
     def get_new_blocks(
         self, wrapped: Callable[[int], list[KVCacheBlock]], num_blocks: int

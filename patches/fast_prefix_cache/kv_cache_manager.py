@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.upstream import (
     cache_unit_tokens,
+    defining_class,
     has_partial_hits,
     is_ascend,
     tokens_per_block,
@@ -112,9 +113,14 @@ def describe_steps(manager: KVCacheManager, rule: CachingRule | None) -> Steps |
     Args:
         rule: Decides instead of upstream when something is cached; None if upstream decides.
     """
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
     coordinator = manager.coordinator
     group_managers = coordinator.single_type_managers
     is_known = is_ascend(coordinator) or type(coordinator).__module__ == _COORDINATOR
+    # A quiet step calls no function of the manager, and so none of a subclass.
+    for method in ("allocate_slots", "cache_blocks"):
+        is_known = is_known and defining_class(type(manager), method) is KVCacheManager
     # An MTP drafter of several modules computes the last tokens again (vLLM 0.30).
     is_replayed = getattr(coordinator, "num_reprefillable_tokens", 0)
     if not is_known or is_replayed or has_partial_hits(coordinator):

@@ -35,14 +35,17 @@ from host_tier.cells import run_row
 from offload import engine as offload_engine
 from offload.contenders import contenders
 from offload.workload import PROMPT_TOKENS
-from retention.cells import run_cell
+from retention.cells import layout_named, run_cell
+from retention.engine import Engine
 from retention.suite import Cell
 from retention.traces import WRITERS, write_trace
-from retention.variants import installed
+from retention.variants import Variant, entered, installed
 from shared_tier import contenders as file_contenders
 from shared_tier import geometry as files_geometry
 from support.upstream_version import IS_SINCE_0_30
 from transfer import geometry
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
 
 from vllm_ascend_kvext.store.entries import Entry
 from vllm_ascend_kvext.store.eviction import EvictionOrder, Priority
@@ -83,6 +86,20 @@ class TestRetention:
         assert whole["num_evictions"] == whole["num_preemptions"] == 0
         assert whole["computed_tokens"] == whole["prompt_tokens"] - whole["hit_tokens"]
         assert run_cell(cell(layout), 50).get("does_not_fit")
+
+    def test_a_chunk_ends_where_retention_asks_for_a_state(self) -> None:
+        layout = layout_named("mamba")
+        unit_tokens = layout.unit_tokens
+        # The same prompt resumes a unit before its end.
+        request = Request(
+            request_id="request",
+            prompt_token_ids=list(range(2 * unit_tokens)),
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+        )
+        with entered(Variant.parse("adaptive")):
+            engine = Engine(layout, 100)
+            assert engine.chunk(request, 2 * unit_tokens) == unit_tokens
 
     def test_runs_as_a_command(self, run: Run, tmp_path: Path) -> None:
         arguments = ["--layout", "gptoss", "--trace", "chat", "--pool", "0.3", "--scale", "0.05"]

@@ -18,11 +18,20 @@ from support import family
 from support.installed import apply_feature, installed, revert_feature
 from support.retention.checkpoints import adaptive_chosen
 from support.retention.started import retention_of
-from support.scheduler.block_manager import BlockManager, Layout, full, mamba, window
+from support.scheduler.block_manager import (
+    BlockManager,
+    Layout,
+    full,
+    mamba,
+    retention_interval,
+    window,
+)
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.layouts import FULL_WINDOW
 from support.scheduler.options import EngineOptions
 from support.upstream_version import IS_SINCE_0_30
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_ascend_kvext.compat import version_in
@@ -206,6 +215,40 @@ def test_a_group_of_another_kind_is_left_to_upstream() -> None:
     with installed(FAST):
         bind(manager, {FAST})
         assert bound_in(manager) == {"pool": POOL_OF_FAST}
+
+
+def test_a_manager_and_a_pool_of_another_kind_are_left_to_upstream() -> None:
+    class TheirBlockManager(KVCacheManager):
+        def allocate_slots(self, *args: Any, **kwargs: Any) -> Any:
+            return super().allocate_slots(*args, **kwargs)
+
+    class TheirPool(BlockPool):
+        def get_new_blocks(self, num_blocks: int) -> list[Any]:
+            return super().get_new_blocks(num_blocks)
+
+    manager = BlockManager(DIRECT).manager
+    manager.__class__ = TheirBlockManager
+    manager.coordinator.block_pool.__class__ = TheirPool
+    with installed(FAST):
+        bind(manager, {FAST})
+        bound = bound_in(manager)
+        assert "manager" not in bound
+        assert bound["pool"] == {"cache_full_blocks"}
+
+
+@pytest.mark.parametrize("method", ["cache_blocks", "remove_skipped_blocks"])
+def test_a_coordinator_that_decides_itself_is_not_retained(method: str) -> None:
+    manager = BlockManager(DIRECT).manager
+    theirs = type(manager.coordinator)
+
+    def decide(self: Any, *args: Any) -> None:
+        getattr(theirs, method)(self, *args)
+
+    manager.coordinator.__class__ = type("TheirCoordinator", (theirs,), {method: decide})
+    with installed(RETENTION), retention_interval(0):
+        bind(manager, {RETENTION})
+        assert bound_in(manager) == {}
+        assert retention_of(manager.coordinator) is None
 
 
 @pytest.mark.parametrize("first", [FAST, RETENTION])

@@ -114,6 +114,28 @@ def test_runs_of_sparse_groups_come_first_and_those_of_others_end_at_the_boundar
     assert begin(cache, request, state) == [(0, 0, 14), (1, 0, 7), (2, 0, 7), (3, 0, 7)]
 
 
+def test_a_boundary_at_the_very_end_waits_for_the_next_token() -> None:
+    cache = make_cache()
+    request, state = admit(cache, TEXT[:24])
+    # A preempted request computes its last token again, so that it cannot hit at 24 tokens.
+    assert begin(cache, request, state) == [(0, 0, 6), (1, 0, 5)]
+    request.text += "g"
+    assert begin(cache, request, state) == [(0, 0, 6), (1, 0, 6)]
+
+
+def test_a_boundary_whose_state_was_not_left_is_not_passed() -> None:
+    cache = make_cache("full and state")
+    request = cache.request("r", TEXT)
+    key_table = cache.pool.cached_block_hash_to_block
+    for num_tokens, runs in ((25, []), (24, [(0, 5, 6), (1, 0, 6)])):
+        # A step leaves a state in the block of its last token.
+        for manager in cache.managers:
+            manager.req_to_blocks.pop("r", None)
+            manager.extend("r", num_tokens)
+        state = cache.retention._admit(request, None)
+        assert state.begin_step(key_table, num_tokens, request.num_tokens) == runs
+
+
 @pytest.mark.parametrize("has_events", [False, True], ids=["quiet", "events"])
 def test_upstreams_books_say_how_far_groups_are_cached(has_events: bool) -> None:
     cache = make_cache("two full, two windows", has_events)
