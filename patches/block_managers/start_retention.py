@@ -117,7 +117,7 @@ def describe_policy(policy: RetentionPolicy) -> str:
 
 
 def _left_to_upstream(coordinator: KVCacheCoordinator) -> str:
-    """The feature of vLLM 0.30 that retention does not support; empty if none is in use."""
+    """Why retention leaves this coordinator to vLLM; empty if it does not."""
     from vllm.v1.core import kv_cache_coordinator as upstreams
 
     managers = coordinator.single_type_managers
