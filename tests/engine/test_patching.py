@@ -18,6 +18,7 @@ import vllm
 
 from vllm_ascend_kvext.compat import version_in
 from vllm_ascend_kvext.patches import PATCHES
+from vllm_ascend_kvext.patches.segments.scheduler import extend_schedulers
 from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 from vllm_ascend_kvext.patching.target import resolve, wrapper_chain
@@ -139,8 +140,16 @@ def test_takes_upstreams_arguments(patch: Patch) -> None:
         assert inspect.Parameter.VAR_POSITIONAL in kinds
 
 
-def test_whatever_replaces_methods_of_objects_is_undone_with_its_patch() -> None:
+def test_whatever_replaces_methods_of_objects_is_undone_with_its_patch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     undone = {id(getattr(patch.undo, "__self__", None)) for patch in PATCHES}
+    taken_back: set[int] = set()
+    with monkeypatch.context() as context:
+        context.setattr(InstanceMethods, "take_back", lambda methods: taken_back.add(id(methods)))
+        extend_schedulers()()  # A hook: the function that it returns undoes it.
+    assert len(taken_back) == 1
+    undone |= taken_back
     replacing = {
         name: value
         for name, module in list(sys.modules.items())
