@@ -213,6 +213,24 @@ def test_a_foreign_manager_is_asked_for_its_whole_range_at_once() -> None:
     assert begin(cache, request, state) == [(1, 0, 6)]
 
 
+@pytest.mark.parametrize(("is_settled", "computed_tokens"), [(False, 17), (True, 20)])
+def test_a_foreign_manager_is_asked_about_tokens_that_are_settled(
+    monkeypatch: pytest.MonkeyPatch, is_settled: bool, computed_tokens: int
+) -> None:
+    cache = ModelCache("full and window", 60, is_upstreams=False)
+    request, _ = admit(cache)
+    request.num_output_placeholders = 3
+    asked: list[int] = []
+
+    def note(manager: ModelManager, num_tokens: int) -> int:
+        asked.append(num_tokens)
+        return 0
+
+    monkeypatch.setattr(ModelManager, "get_num_skipped_tokens", note)
+    assert cache.retention.before_skip("r", 20, is_settled) == computed_tokens
+    assert asked == [computed_tokens]
+
+
 @pytest.mark.parametrize("has_events", [False, True], ids=["quiet", "events"])
 def test_a_foreign_manager_caches_its_full_attention_blocks_itself(
     monkeypatch: pytest.MonkeyPatch, has_events: bool
@@ -317,6 +335,12 @@ def test_a_step_that_was_not_begun_is_not_ended() -> None:
     described = inspection.describe(cache.cache_state)
     state.end_step(key_table)
     assert described and inspection.describe(cache.cache_state) == described
+    runs = state.begin_last_step(key_table, len(TEXT), len(TEXT))
+    cache.retention._cache_runs(request, state, key_table, runs)
+    state.end_last_step(key_table)
+    counts = cache.cache_state.counts()
+    assert state.end_last_step(key_table) == []
+    assert cache.cache_state.counts() == counts
 
 
 @pytest.mark.parametrize("group_id", [3, 0x0102, 0x01020304])
