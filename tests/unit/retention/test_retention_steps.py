@@ -358,3 +358,32 @@ def test_keys_end_with_the_group_id(group_id: int) -> None:
     found = [block._block_hash for block in window.req_to_blocks["r"][:6]]
     assert found == keys.of(request.block_hashes, range(6))
     assert all(key in cache.pool.cached_block_hash_to_block._cache for key in found)
+
+
+def test_each_foreign_manager_says_how_far_its_own_window_has_moved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = ModelCache("two full, two windows", 100, is_upstreams=False)
+    request = give_blocks(cache)
+    cache.retention.cache(request, len(TEXT))
+
+    def skip(manager: ModelManager, _num_tokens: int) -> int:
+        return 24 if manager is cache.managers[3] else 0
+
+    monkeypatch.setattr(ModelManager, "get_num_skipped_tokens", skip)
+    cache.retention.before_skip("r", len(TEXT))
+    leaves = cache.managers[3].req_to_blocks["r"][5]
+    state = cache.retention._request_states["r"]
+    assert inspection.held_blocks(state) == [leaves.block_id]
+
+
+@pytest.mark.parametrize(("extra_tokens", "num_held"), [(0, 1), (4, 0)])
+def test_a_window_keeps_tokens_that_drafts_may_have_computed_again(
+    monkeypatch: pytest.MonkeyPatch, extra_tokens: int, num_held: int
+) -> None:
+    monkeypatch.setattr(ModelManager, "extra_retained_tokens", extra_tokens, raising=False)
+    cache = make_cache()
+    cache.retention.cache(give_blocks(cache), len(TEXT))
+    cache.retention.before_skip("r", 29)
+    state = cache.retention._request_states["r"]
+    assert len(inspection.held_blocks(state)) == num_held
