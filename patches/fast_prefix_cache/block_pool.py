@@ -37,9 +37,9 @@ class FastPool:
         """
         from vllm.v1.core.block_pool import BlockPool
 
-        replaced = (
-            [self.get_new_blocks] if is_retained else [self.get_new_blocks, self.cache_full_blocks]
-        )
+        replaced: list[Callable[..., Any]] = [self.get_new_blocks]
+        if not is_retained:
+            replaced.append(self.cache_full_blocks)
         for method in replaced:
             if defining_class(type(self._pool), method.__name__) is BlockPool:
                 yield method

@@ -184,6 +184,20 @@ def test_two_managers_of_one_process_have_their_own_settings() -> None:
         assert of_retaining.stats.checkpoints_kept and of_adaptive.stats.checkpoints_kept
 
 
+@pytest.mark.skipif(not IS_SINCE_0_30, reason="a block says that since vLLM 0.30")
+def test_blocks_say_for_how_many_tokens_their_keys_stand() -> None:
+    with installed(RETENTION):
+        world = BlockManager(DIRECT, interval=0)
+        request = world.request(range(100))
+        world.prefill(request, 48)
+        for group in world.manager.coordinator.single_type_managers:
+            blocks = enumerate(group.req_to_blocks[request.request_id], start=1)
+            cached = [(number, block) for number, block in blocks if block.block_hash]
+            assert len(cached) >= 3
+            for number, block in cached:
+                assert block.block_hash_num_tokens == number * group.block_size
+
+
 def test_a_model_that_retention_does_not_know_is_not_bound() -> None:
     with installed(RETENTION):
         revert_feature("preempted-in-step")

@@ -213,6 +213,24 @@ def test_a_foreign_manager_is_asked_for_its_whole_range_at_once() -> None:
     assert begin(cache, request, state) == [(1, 0, 6)]
 
 
+@pytest.mark.parametrize(("is_settled", "computed_tokens"), [(False, 17), (True, 20)])
+def test_a_foreign_manager_is_asked_about_tokens_that_are_settled(
+    monkeypatch: pytest.MonkeyPatch, is_settled: bool, computed_tokens: int
+) -> None:
+    cache = ModelCache("full and window", 60, is_upstreams=False)
+    request, _ = admit(cache)
+    request.num_output_placeholders = 3
+    asked: list[int] = []
+
+    def note(manager: ModelManager, num_tokens: int) -> int:
+        asked.append(num_tokens)
+        return 0
+
+    monkeypatch.setattr(ModelManager, "get_num_skipped_tokens", note)
+    assert cache.retention.before_skip("r", 20, is_settled) == computed_tokens
+    assert asked == [computed_tokens]
+
+
 @pytest.mark.parametrize("has_events", [False, True], ids=["quiet", "events"])
 def test_a_foreign_manager_caches_its_full_attention_blocks_itself(
     monkeypatch: pytest.MonkeyPatch, has_events: bool
@@ -317,6 +335,12 @@ def test_a_step_that_was_not_begun_is_not_ended() -> None:
     described = inspection.describe(cache.cache_state)
     state.end_step(key_table)
     assert described and inspection.describe(cache.cache_state) == described
+    runs = state.begin_last_step(key_table, len(TEXT), len(TEXT))
+    cache.retention._cache_runs(request, state, key_table, runs)
+    state.end_last_step(key_table)
+    counts = cache.cache_state.counts()
+    assert state.end_last_step(key_table) == []
+    assert cache.cache_state.counts() == counts
 
 
 @pytest.mark.parametrize("group_id", [3, 0x0102, 0x01020304])
@@ -334,3 +358,32 @@ def test_keys_end_with_the_group_id(group_id: int) -> None:
     found = [block._block_hash for block in window.req_to_blocks["r"][:6]]
     assert found == keys.of(request.block_hashes, range(6))
     assert all(key in cache.pool.cached_block_hash_to_block._cache for key in found)
+
+
+def test_each_foreign_manager_says_how_far_its_own_window_has_moved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = ModelCache("two full, two windows", 100, is_upstreams=False)
+    request = give_blocks(cache)
+    cache.retention.cache(request, len(TEXT))
+
+    def skip(manager: ModelManager, _num_tokens: int) -> int:
+        return 24 if manager is cache.managers[3] else 0
+
+    monkeypatch.setattr(ModelManager, "get_num_skipped_tokens", skip)
+    cache.retention.before_skip("r", len(TEXT))
+    leaves = cache.managers[3].req_to_blocks["r"][5]
+    state = cache.retention._request_states["r"]
+    assert inspection.held_blocks(state) == [leaves.block_id]
+
+
+@pytest.mark.parametrize(("extra_tokens", "num_held"), [(0, 1), (4, 0)])
+def test_a_window_keeps_tokens_that_drafts_may_have_computed_again(
+    monkeypatch: pytest.MonkeyPatch, extra_tokens: int, num_held: int
+) -> None:
+    monkeypatch.setattr(ModelManager, "extra_retained_tokens", extra_tokens, raising=False)
+    cache = make_cache()
+    cache.retention.cache(give_blocks(cache), len(TEXT))
+    cache.retention.before_skip("r", 29)
+    state = cache.retention._request_states["r"]
+    assert len(inspection.held_blocks(state)) == num_held
