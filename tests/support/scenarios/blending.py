@@ -167,7 +167,10 @@ class Engine(scenarios_engine.Engine):
 
     def report(self) -> dict[str, Any]:
         self.finish()
-        return super().report()
+        report = super().report()
+        if self.has_connector:
+            report["own"] |= self.segments.counters.totals()
+        return report
 
 
 @scenario

@@ -65,7 +65,7 @@ class Engine(blending.Engine):
 
         def update_once(*arguments: Any) -> Any:
             parked = self.side.holes._parked.values()
-            if not done and any(each.probe and each.probe.row_id for each in parked):
+            if not done and any(each.preview and each.preview.is_begun for each in parked):
                 done.append(do())
             return update(*arguments)
 
