@@ -7,9 +7,9 @@ Traces go through vLLM's real scheduler and the connector's scheduler side, with
 pool. A stand-in for the worker plans every transfer and moves nothing. The benchmark compares:
 
 - the device alone;
-- a host tier like others: everything is stored, LRU, a prompt is read up to the first missing
-chunk; - our host tier, also read up to the first missing chunk; - our host tier with missing chunks
-computed (``hole_reuse``).
+- a host tier like others: everything is stored, LRU, a prompt is read up to the first missing chunk;
+- our host tier, also read up to the first missing chunk;
+- our host tier with missing chunks computed (``hole_reuse``).
 
 Host memory has 50, 25 or 10 % of what the trace leaves in an endless tier. The default policy
 decides what is stored (``second_touch``, which stores everything of a request that has ended),

@@ -48,7 +48,7 @@ from vllm_ascend_kvext.store.entries import Entry, WantedPiece
 from vllm_ascend_kvext.store.lookup import Hit
 from vllm_ascend_kvext.token_range import TokenRange
 
-logger = logging.getLogger("vllm.ascend_kvext.blending")
+logger = logging.getLogger("vllm.ascend_kvext.segments")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import logging
 
 from vllm_ascend_kvext.segments.scheduler.segment_learning import SegmentLearning
 
-logger = logging.getLogger("vllm.ascend_kvext.blending")
+logger = logging.getLogger("vllm.ascend_kvext.segments")
 
 
 class KeyChecks:

@@ -22,7 +22,7 @@ from vllm_ascend_kvext.segments.scheduler.segments_side import SegmentsSide
 from vllm_ascend_kvext.segments.segment_tokens import SegmentTokens
 from vllm_ascend_kvext.store.entries import Entry
 
-logger = logging.getLogger("vllm.ascend_kvext.blending")
+logger = logging.getLogger("vllm.ascend_kvext.segments")
 
 HEAD_TOKENS = 16
 """The default of ``head_tokens`` where only heads are computed; see docs/blending_contexts.md."""

@@ -23,7 +23,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from vllm_ascend_kvext.token_range import TokenRange
 
-logger = logging.getLogger("vllm.ascend_kvext.blending")
+logger = logging.getLogger("vllm.ascend_kvext.segments")
 
 FEW_DOCUMENTS = 2
 """The number of documents in the smaller context of a salt. Two documents were measured."""

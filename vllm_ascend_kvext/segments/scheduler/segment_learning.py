@@ -34,7 +34,7 @@ from vllm_ascend_kvext.segments.keys.key_check import (
 from vllm_ascend_kvext.segments.scheduler.segment_store import SegmentPrefix, SegmentStore
 from vllm_ascend_kvext.store.remembered_keys import RememberedKeys
 
-logger = logging.getLogger("vllm.ascend_kvext.blending")
+logger = logging.getLogger("vllm.ascend_kvext.segments")
 
 MAX_SEEN_SEGMENTS = 8192
 """The maximum number of remembered segments that one request had. A segment counts once for each

@@ -38,7 +38,7 @@ from vllm_ascend_kvext.segments.scheduler.segment_store import SegmentPrefix, Se
 from vllm_ascend_kvext.store.counters import Refusal
 from vllm_ascend_kvext.store.entries import Entry
 
-logger = logging.getLogger("vllm.ascend_kvext.blending")
+logger = logging.getLogger("vllm.ascend_kvext.segments")
 
 MAX_PREEMPTIONS = 2
 """The maximum number of preemptions of a request that holds pages. After more of them its store is

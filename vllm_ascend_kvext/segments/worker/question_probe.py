@@ -26,7 +26,7 @@ from vllm_ascend_kvext.segments.token_rows import TokenPages, slots_of
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger("vllm.ascend_kvext.connector")
+logger = logging.getLogger("vllm.ascend_kvext.segments")
 
 CHECK_DEPTH = 3, 5
 """The default depth of the check layer, as a fraction of the model's layers. Of the 30 layers of

@@ -17,7 +17,7 @@ from vllm_ascend_kvext.segments.worker.segment_mover import SegmentMover
 from vllm_ascend_kvext.segments.worker.worker_segments import WorkerSegments
 from vllm_ascend_kvext.transfer.placement import default_placement
 
-logger = logging.getLogger("vllm.ascend_kvext.blending")
+logger = logging.getLogger("vllm.ascend_kvext.segments")
 
 
 class SegmentsWorker(WorkerExtension):
