@@ -235,9 +235,9 @@ CASES: dict[str, tuple[list[InPlace], list[Moved], str, str]] = {
         *([in_place()], moved((0.3, 0.8), (0.4, 0.8), (0.2, 0.8)), "float32"),
         "expected that computing the first tokens of segments brings answers nearer",
     ),
-    "no numbers": ([in_place(INF)], [], "float32", "by at most 0.001"),
+    "no numbers": ([in_place(INF)], [], "float32", "expected reuse in place"),
     # The limit may be NaN, too.
-    "no numbers anywhere": ([(INF, INF, INF)], [], "float32", "by at most inf"),
+    "no numbers anywhere": ([(INF, INF, INF)], [], "float32", "expected reuse in place"),
     **{
         f"moved, no numbers {number}": (
             *([in_place()], moved((0.8, 0.3), each), "float32"),
