@@ -146,7 +146,7 @@ class Stores:
         self.release_held(progress)
 
     def release_held(self, progress: StoreProgress | None) -> None:
-        """Release the blocks that are held for a request, because its block table goes."""
+        """Release the blocks that are held for a request."""
         if progress is not None:
             self._references.release(list(progress.held.values()))
             progress.held = {}
