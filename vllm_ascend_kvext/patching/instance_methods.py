@@ -63,8 +63,10 @@ class _Layer:
     def __init__(self, owner: Any, replacement: Callable[..., Any]) -> None:
         self.owner = owner
         self._name = replacement.__name__
-        self._found = vars(owner).get(self._name, _MISSING)
         self._below = getattr(owner, self._name)
+        self._found = _MISSING
+        if not _is_of_class(owner, self._name):
+            self._found = vars(owner).get(self._name, _MISSING)
         self._replacement = replacement  # Otherwise only a call in progress might keep it alive.
         self._call: Any = partial(replacement, self._below)
         vars(self._call)["kvext_layer"] = self
@@ -83,6 +85,19 @@ class _Layer:
                 delattr(self.owner, self._name)
             else:
                 setattr(self.owner, self._name, top._found)
+
+
+def _is_of_class(owner: Any, name: str) -> bool:
+    """Whether an object has a method from its class. False if that cannot be told.
+
+    ``vars(owner)`` would tell it. But from then on CPython keeps the attributes of the object in a
+    dict, and every access to one of them takes longer.
+    """
+    found, of_class = getattr(owner, name), getattr(type(owner), name, None)
+    function = getattr(found, "__func__", _MISSING)
+    is_owners = getattr(found, "__self__", None) is owner
+    # A method that wrapt wraps in the class has the wrapped function.
+    return is_owners and function in (of_class, getattr(of_class, "__wrapped__", None))
 
 
 def _top_layer(owner: Any, name: str) -> _Layer | None:

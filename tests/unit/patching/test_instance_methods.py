@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import wrapt
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -124,3 +127,32 @@ def test_objects_are_not_kept_alive() -> None:
     gc.collect()
     assert ended() is None
     ours.take_back()
+
+
+def has_dict(owner: Owner) -> bool:
+    """Whether CPython keeps an object's attributes in a dict of its own."""
+    return any(type(each) is dict and "number" in each for each in gc.get_referents(owner))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="objects always have a dict")
+def test_access_to_other_attributes_takes_no_longer_than_before() -> None:
+    wrapped = wrapt.FunctionWrapper(Owner.free, lambda wrapped, _, args, kwargs: wrapped(*args))
+    for of_class, method in itertools.product(({}, {"free": wrapped}), METHODS):
+        # CPython gives a dict to objects of a class that has had many: each time a new class.
+        owner = type("Fresh", (Owner,), of_class)()
+        owner.number = 1
+        assert not has_dict(owner)
+        take_back = InstanceMethods().replace(owner, replacement(method, "ours"))
+        assert getattr(owner, method)() == ["ours", "upstream"]
+        assert not has_dict(owner)
+        take_back()
+        assert getattr(owner, method)() == ["upstream"]
+        assert vars(owner) == {"number": 1}
+    assert has_dict(owner), "the control: vars() has made a dict"
+
+
+def test_a_method_of_another_object_is_an_attribute_like_any_other() -> None:
+    one, other = Owner(), Owner()
+    other.schedule = one.schedule  # type: ignore[method-assign]
+    InstanceMethods().replace(other, replacement("schedule", "ours"))()
+    assert vars(other)["schedule"].__self__ is one
