@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes ``support`` importable in every test, by being here; leaves out what runs only once.
+"""Makes ``support`` importable in every test, and leaves out tests that run only elsewhere.
 
-Activates vLLM-Ascend before any test module imports vLLM, where its managers are tested.
+If vLLM-Ascend's managers are tested, it activates vLLM-Ascend before a test module imports vLLM.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from support.upstream_version import VLLM
 
 from vllm_ascend_kvext.compat import version_in
 
-# A busy machine is no failure: no test asserts a time.
+# A busy machine must not make a test fail: no test asserts a time.
 settings.register_profile("without deadline", deadline=None)
 settings.load_profile("without deadline")
 
@@ -45,7 +45,7 @@ def no_free_list_diagnostics() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Nothing that is imported is garbage: engines and machines collect it often."""
+    """Imported modules are no garbage. Engines and machines collect garbage often."""
     gc.collect()
     gc.freeze()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each benchmark's parts run once on their smallest input, and print their table."""
+"""The parts of each benchmark run once on their smallest input, and print their tables."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Run a script as a user does; returns what it prints."""
+    """Run a script as a user does, and return its output."""
 
     def run_script(script: str, *arguments: str) -> str:
         command = [sys.executable, str(BENCHMARKS / script), *arguments]
@@ -90,7 +90,7 @@ class TestRetention:
     def test_a_chunk_ends_where_retention_asks_for_a_state(self) -> None:
         layout = layout_named("mamba")
         unit_tokens = layout.unit_tokens
-        # The same prompt resumes a unit before its end.
+        # A request with the same prompt resumes one unit before its end.
         request = Request(
             request_id="request",
             prompt_token_ids=list(range(2 * unit_tokens)),
@@ -142,7 +142,7 @@ class TestHoles:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         bench = Bench("full", "questions", 0.1, "second_touch")
-        # Beginnings of prompts give way first: otherwise there is hardly a hole.
+        # Beginnings of prompts are evicted first. Otherwise there would hardly be a hole.
         monkeypatch.setattr(EvictionOrder, "_is_blocked", lambda *_: False)
         monkeypatch.setattr(EvictionOrder, "_priority_of", _priority_of_end)
         with installed(None):
@@ -191,7 +191,7 @@ def test_transfers_are_compared() -> None:
 
 
 def test_files_are_compared(tmp_path: Path) -> None:
-    """Where vLLM has a file tier, it is among them."""
+    """If vLLM has a file tier, it is compared, too."""
     geometry = files_geometry.Geometry("tiny", (3 << 16, 1 << 16), 1 << 15, 1 << 16, 2)
     host = file_contenders.host_memory(geometry.prompt_bytes * geometry.num_prompts)
     memory = file_contenders.memory_of(host)
@@ -216,7 +216,7 @@ def test_the_index_of_host_memory_has_a_key_for_each_unit() -> None:
     small, large = (row for row in rows if row is not None)
     assert (small.unit_tokens, large.unit_tokens) == (16, 128)
     assert 2 < small.index_bytes_per_gib / large.index_bytes_per_gib < 8
-    # More than the keys themselves: 32 bytes for each unit of a GiB of rows.
+    # The index takes more than its keys alone: 32 bytes for each unit of a GiB of rows.
     keys_per_gib = (1 << 30) / (host_memory_index.MODELS["full"].token_bytes * 36 * 16)
     assert small.index_bytes_per_gib > 32 * keys_per_gib
 
@@ -227,7 +227,7 @@ def test_host_bytes_are_printed(run: Run) -> None:
 
 @pytest.mark.main_version
 def test_engines_blend_learn_and_offload(tmp_path: Path) -> None:
-    """On the real engine: tiny models, each benchmark's calls once."""
+    """Tiny models on the real engine. The calls of each benchmark are made once."""
     folder = tmp_path / "model"
     write_folder("window", 1, folder)
     document = tuple(range(20, 70))
@@ -243,11 +243,12 @@ def test_engines_blend_learn_and_offload(tmp_path: Path) -> None:
         leaking = process.submit(in_engine.serve, of_context, "full", 2, 96).result()
         asking = in_engine.default(4, CHECK_LAYERS["full"][2])
         asked = process.submit(in_engine.serve, asking, "full", 2, 96).result()
-    # A context that contradicts the prompt may win, which is seen, but not where it is asked for.
+    # If a context contradicts the prompt, the context may win. The benchmark shows this, and asking
+    # the question prevents it.
     assert leaking.of_context > 0.05 and asked.of_context == 0 and asked.right > 0.9
     assert len(heads.answers[0].top) == len(full.answers[0].tokens)
     assert full.answers[0].computed_tokens == len(prompt.tokens)
-    # The sink and the question twice, and of each document a run of at most 4.
+    # The sink and the question are computed twice, and at most 4 runs of each document.
     assert 6 + 8 * 3 <= question.computed_tokens <= 6 + 8 * 4 and question.right == 1
     write_qwen3(tmp_path / "qwen3", num_layers=2)
     texts = learned.make_texts(6, 3)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM-Ascend's rotary classes that are read as upstream's: they compute what upstream's do.
+"""The rotary classes of vLLM-Ascend that are read like upstream's compute the same as upstream's.
 
-Read from the sources: with a stub of ``torch_npu`` these modules cannot be imported.
+The test reads their sources. With a stub of ``torch_npu``, these modules cannot be imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from vllm_ascend_kvext.segments.keys.rotary import ASCEND_READERS
 
 _MAY_DEFINE = {"__init__", "forward_oot"}
-"""The methods that a class may define: none of them computes angles."""
+"""The methods that a class may define. None of them computes angles."""
 
 
 def class_of(name: str) -> ast.ClassDef:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The installed upstream is the one that was read when the fingerprints were stored.
 
-Reads source files. A difference here means: read the function, see whether the patch still holds,
-and then store its fingerprint.
+The tests read source files. If a function differs, read it and check that the patch is still right.
+Then store its fingerprint.
 """
 
 from __future__ import annotations

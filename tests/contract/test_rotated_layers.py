@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models of the installed vLLM rotate the keys of some layers only: those are refused.
+"""Which models of the installed vLLM rotate the keys of only some layers. They are refused.
 
-Read from the sources: a call of a rotary module that stands under a condition.
+The tests read their sources. They look for calls of a rotary module under a condition.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ NO_MODULE_WHERE_NOT_ROTATED = {
     f"{_MODELS}.zamba2.Zamba2Attention",
     "vllm.model_executor.layers.mla.MultiHeadLatentAttentionWrapper",
 }
-"""The module is made under the same condition, or is None. Then no rotary module is found."""
+"""The module is made under the same condition, or is None. If not made, it is not found."""
 
 HARMLESS = {
-    # Layers that use the pages of another layer.
+    # These layers use the pages of another layer.
     f"{_MODELS}.gemma3n.Gemma3nAttention",
     f"{_MODELS}.gemma4.Gemma4Attention",
-    # Its attention modules are in a list, so no rotary module is beside them.
+    # The model's attention modules are in a list, so no rotary module is beside them.
     f"{_MODELS}.iquest_loopcoder.LoopCoderAttention",
     # This layer has recurrent states.
     f"{_MODELS}.bailing_moe_linear.BailingMoELinearAttention",
     # A kernel rotates keys that the module does not rotate, from the module's own table.
     f"{_MODELS}.hy_v3.HYV3Attention",
-    # An image encoder.
+    # This is an image encoder.
     f"{_MODELS}.keye.KeyeSiglipEncoder",
 }
 
@@ -93,4 +93,4 @@ def test_models_that_leave_some_layers_unrotated_are_known() -> None:
         found |= {f"{module}.{owner}" for owner in conditional_rotations(tree, "", False)}
     assert len(found) > 10
     assert found <= SOMETIMES_ROTATED | NO_MODULE_WHERE_NOT_ROTATED | HARMLESS
-    assert SOMETIMES_ROTATED & found, "as they are called in this version"
+    assert SOMETIMES_ROTATED & found, "this version has none of the known calls under a condition"

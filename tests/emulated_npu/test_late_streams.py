@@ -31,8 +31,8 @@ SHOWN = {
 }
 """Protections, and the number of seeds after which the absence of each is detected.
 
-Unit tests detect the absence of the fence, of tails, of pins and of held windows. A few of some
-hundred seeds also detected loads that do not wait or do not arrive.
+Unit tests detect the absence of the fence, of tails, of pins and of held windows. Of some hundred
+seeds, a few also detected loads that do not wait, and loads that do not arrive.
 """
 
 TAKEN_AWAY = ("stores wait",) if IS_SAMPLE else tuple(SHOWN)
@@ -108,7 +108,7 @@ def test_seeds_meet_what_they_are_for(report: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def alone(run: Run) -> dict[str, Any]:
-    """Run one seed in its own process, and then some seeds without each of the protections."""
+    """Run one seed in its own process. Then take away each protection alone, and run some seeds."""
     num_seeds = str(max(SHOWN[name] for name in TAKEN_AWAY))
     options = ("--without-seeds", num_seeds, "--without", *TAKEN_AWAY)
     return run("--first", str(REPLAYED_SEED), "--seeds", "1", *options)

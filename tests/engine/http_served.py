@@ -39,7 +39,7 @@ main()
 def serving(
     model: Path, arguments: Sequence[str], environ: Mapping[str, str], log_path: Path
 ) -> Iterator[Client]:
-    """A client of a server that runs as long as the block."""
+    """A client of a server. The server runs until the block ends."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -128,7 +128,7 @@ class Client:
         }
 
     def count_up(self, name: str, more_than: float = 0) -> None:
-        """Ask until the server has counted this much. Reports come with steps."""
+        """Send prompts until the counter is above ``more_than``. Reports come with steps."""
         deadline_s = time.monotonic() + 60
         while self.read_counted()[name] <= more_than:
             assert time.monotonic() < deadline_s, name

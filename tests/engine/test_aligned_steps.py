@@ -50,7 +50,7 @@ def tokens_of(number: int, num_tokens: int) -> tuple[int, ...]:
 
 
 class Progress:
-    """A `support.scheduler.run.Check`: if there are requests, some request gets on."""
+    """A `support.scheduler.run.Check`: while there are requests, some request makes progress."""
 
     def __init__(self) -> None:
         self.num_idle_steps = 0
@@ -151,7 +151,7 @@ def test_a_step_waits_where_others_have_taken_its_tokens() -> None:
     ]
 
 
-@pytest.mark.skipif(family.IS_ASCEND, reason="the configuration is vLLM's")
+@pytest.mark.skipif(family.IS_ASCEND, reason="vLLM-Ascend has another configuration")
 @pytest.mark.vllm("<0.30")
 def test_an_engine_starts_whose_threshold_is_shorter_than_a_block() -> None:
     engine = SchedulerEngine(
@@ -220,12 +220,12 @@ LOOKAHEAD_TOKENS = 3
 
 @pytest.fixture
 def several_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drafts come from MTP modules, which read as far beyond a prefill step."""
+    """The drafts come from MTP modules, which read tokens beyond the end of a prefill step."""
     monkeypatch.setattr(SpeculativeConfig, "use_multi_module_mtp", lambda config: True)
 
 
 def served_with_drafts(full_block_tokens: int) -> list[Run]:
-    """The prompts end a little behind a block, in steps that do so, too."""
+    """The prompts end shortly behind a block. Some of their steps do, too."""
     full = Group(Attention.FULL, full_block_tokens, is_eagle=True)
     state = Group(Attention.MAMBA, BLOCK_TOKENS, draft_blocks=LOOKAHEAD_TOKENS)
     results = []
@@ -264,7 +264,7 @@ def test_a_step_may_end_with_a_block_in_what_drafts_read(full_block_tokens: int)
         engine = results[0].engine
         assert engine.replaced_methods.count("_reserve_prefill_lookahead") == 1
     assert "_reserve_prefill_lookahead" not in engine.replaced_methods
-    # The steps end nowhere else among the last tokens of a prompt.
+    # Among the last tokens of a prompt, steps end only with blocks.
     for result in results:
         num_tokens = len(result.engine.plans["request-0"].prompt)
         ends = [end for end in ends_of(result, "request-0") if end < num_tokens]

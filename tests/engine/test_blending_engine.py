@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blended requests on the real engine: what they answer is what plain torch says of their spans.
+"""Blended requests on the real engine give the answers that plain torch computes.
 
 `test_request_machine` checks on the scheduler what other requests see of random blended ones.
 """
@@ -57,7 +57,9 @@ PARAMS = {"kvext_exact_tokens", "kvext_reused_tokens", "kvext_recomputed_tokens"
 
 
 class Setting(NamedTuple):
-    """An engine that blends, and what it is asked; see `support.scenarios.blending`.
+    """An engine that reuses segments, and the scenarios that it serves.
+
+    See `support.scenarios.blending`.
 
     An engine that ``is_main_only`` shows nothing about other versions of vLLM.
     """
@@ -169,7 +171,7 @@ def unblended(reports: LazyReports, name: str, label: str) -> list[Answer]:
 
 
 def difference(some: Sequence[Answer], others: Sequence[Answer]) -> float:
-    """The largest difference of a top-5 log-probability. The first replies may be shorter."""
+    """The largest difference of a top-5 log-probability. ``some`` may have the shorter replies."""
     for one, other in zip(some, others, strict=True):
         assert one.prompt == other.prompt
         assert one.reply == other.reply[: len(one.reply)]
@@ -208,7 +210,7 @@ def test_blended_answers_are_those_of_the_oracle(
 def test_short_documents_of_different_tokens_are_reused_at_their_third_sighting(
     reports: LazyReports, oracles: Oracles
 ) -> None:
-    """A text of the engine's own has compared keys, because these documents have too few pairs."""
+    """These documents have too few pairs, so the engine compares keys of a text of its own."""
     for label in ("first", "second"):
         (answer,) = reports[SHORT].answers(label)
         assert answer.params is None
@@ -219,7 +221,7 @@ def test_short_documents_of_different_tokens_are_reused_at_their_third_sighting(
     ]
     assert answer.reused_tokens == num_tokens(reused) == 2 * (SHORT_TOKENS - 16)
     assert oracle_error(oracles(SHORT), answer, reused) <= ORACLE_TOLERANCE
-    assert oracle_error(oracles(SHORT), answer, ()) > WRONG, "it could be told from full recompute"
+    assert oracle_error(oracles(SHORT), answer, ()) > WRONG, "full recompute has the same answer"
 
 
 def test_of_a_model_with_wrong_keys_short_documents_are_not_learned_or_reused(
@@ -312,7 +314,7 @@ def test_plain_requests_of_a_crowd_answer_as_without_a_connector(
 def test_a_plain_request_sees_nothing_of_a_blended_one(
     reports: LazyReports, references: Reports, label: str
 ) -> None:
-    """The request goes on where the blended one has ended. Unprotected, it would hit its blocks."""
+    """The plain request continues the blended one. Without protection, it hits blended blocks."""
     found = reports["llama"].answers(label)
     error = max(errors(found, references["llama"].answers(label)))
     assert error > WRONG if label == "follows unprotected" else error <= SAME_TOLERANCE

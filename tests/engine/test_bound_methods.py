@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which function is called, for each method that the fast path or retention has one for.
+"""Which function runs, for each method that the fast path or retention replaces.
 
-Both features bind methods of single block managers, and of the parts of a manager. An engine that
-asks for neither runs upstream's own function objects, whatever is installed in its process.
+Both features bind methods to single block managers and to parts of them. An engine that uses
+neither feature runs upstream's own functions, whatever is installed in its process.
 """
 
 from __future__ import annotations
@@ -91,12 +91,12 @@ OF_BOTH = {
     owner: OF_RETENTION.get(owner, set()) | OF_FAST_PATH.get(owner, set())
     for owner in (*OF_RETENTION, *OF_FAST_PATH)
 }
-# Retention asks no manager of upstream to cache anything.
+# With retention, no manager of upstream caches blocks.
 OF_BOTH["group 1"] = OF_BOTH["group 1"] - {"cache_blocks"}
 
 
 def class_functions(manager: Any) -> dict[tuple[str, str], object]:
-    """The class's own function, for every bound method, by owner."""
+    """The functions of the classes, by owner and by name of the method."""
     return {
         (owner, name): value
         for owner, each in owners_of(manager).items()
@@ -112,7 +112,7 @@ def test_nothing_is_bound_in_a_process_without_the_features() -> None:
 @pytest.mark.parametrize("layout", [DIRECT, STATES], ids=["window", "state"])
 def test_an_engine_that_asks_for_neither_runs_upstreams_functions(layout: Layout) -> None:
     if family.IS_ASCEND and layout is STATES:
-        pytest.skip("layouts of states are others there")
+        pytest.skip("vLLM-Ascend has other layouts of states")
     stock = class_functions(BlockManager(layout).manager)
     with installed(RETENTION):
         world = BlockManager(layout)  # No interval is set.
@@ -120,7 +120,7 @@ def test_an_engine_that_asks_for_neither_runs_upstreams_functions(layout: Layout
         assert bound_in(world.manager) == {"manager": {"free"}}
         now = class_functions(world.manager)
         differing = {name for _, name in stock if stock.get((_, name)) is not now.get((_, name))}
-        # Another repair has `get_computed_blocks`.
+        # Another repair replaces `get_computed_blocks`.
         assert differing <= {"__init__", "get_computed_blocks"}
         for owner, each in owners_of(world.manager).items():
             for name in OF_BOTH.get(owner, set()) - {"free"}:
@@ -184,7 +184,7 @@ def test_two_managers_of_one_process_have_their_own_settings() -> None:
         assert of_retaining.stats.checkpoints_kept and of_adaptive.stats.checkpoints_kept
 
 
-@pytest.mark.skipif(not IS_SINCE_0_30, reason="a block says that since vLLM 0.30")
+@pytest.mark.skipif(not IS_SINCE_0_30, reason="before vLLM 0.30, blocks have no number of tokens")
 def test_blocks_say_for_how_many_tokens_their_keys_stand() -> None:
     with installed(RETENTION):
         world = BlockManager(DIRECT, interval=0)
@@ -210,7 +210,7 @@ def test_a_group_of_another_kind_is_left_to_upstream() -> None:
     from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
     class TheirManager(SlidingWindowManager):
-        """The model caches, frees and is looked up in any way."""
+        """A model's own manager, which has its own functions to cache, free and look up blocks."""
 
         def cache_blocks(self, *args: Any, **kwargs: Any) -> None:
             super().cache_blocks(*args, **kwargs)
@@ -328,7 +328,7 @@ def test_a_scheduler_reports_what_is_retained_and_no_other() -> None:
 
 
 def bound_methods() -> Iterator[tuple[str, object, str, Callable[..., Any]]]:
-    """The feature, the owner, the name, and the function, which is called with the one below."""
+    """Feature, owner and name of each method, and our function, which calls the replaced one."""
     for feature, layout in itertools.product((FAST, RETENTION), (DIRECT, STATES)):
         if family.IS_ASCEND and layout is STATES:
             continue
@@ -355,7 +355,8 @@ def test_each_function_that_is_replaced_is_fingerprinted() -> None:
         cls = defining_class(type(owner), name)
         theirs = f"{cls.__module__}:{cls.__qualname__}.{name}"
         if cls.__module__.startswith("vllm_ascend") and feature is RETENTION:
-            continue  # Retention calls vLLM-Ascend's functions unless it knows more.
+            # Retention calls vLLM-Ascend's functions, except where it knows more.
+            continue
         assert theirs in relied_on[feature], (feature, theirs)
         num_checked += 1
     assert num_checked >= 15
@@ -372,10 +373,11 @@ def test_bound_methods_take_what_upstreams_take() -> None:
         while hasattr(found, "__wrapped__"):
             found = found.__wrapped__
         theirs = list(inspect.signature(found).parameters.values())[1:]  # Leaves out self.
-        mine = list(inspect.signature(ours).parameters.values())[1:]  # Without the function below.
+        # Leaves out the replaced function.
+        mine = list(inspect.signature(ours).parameters.values())[1:]
         named = [parameter for parameter in mine if parameter.kind not in ANY]
         for one, other in zip(named, theirs, strict=False):
-            # vLLM 0.23's state managers name it otherwise. All callers pass it by place.
+            # vLLM 0.23's state managers have another name for it. All callers pass it by position.
             assert one.name == other.name or name == "remove_skipped_blocks", (name, one, other)
             assert one.kind == other.kind, name
             assert (one.default is one.empty) == (other.default is other.empty), (name, one)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KvextConnector on the real engine: what comes back from host memory is what was computed."""
+"""KvextConnector on the real engine: the KV that host memory returns is the KV computed before."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BLOCK_TOKENS = CPU.block_tokens
 
 
 class Setting(NamedTuple):
-    """An engine with a connector, and what it is asked; see `Plan`.
+    """An engine with a connector, and the scenarios that it serves; see `Plan`.
 
     An engine that ``is_main_only`` shows little about other versions of vLLM.
     """
@@ -57,7 +57,7 @@ ADDRESSED = {
 
 
 def several(*connectors: Mapping[str, Any]) -> dict[str, Any]:
-    """An engine with a MultiConnector of these."""
+    """An engine with a MultiConnector of these connectors."""
     return {
         "kv_transfer_config": CONNECTOR
         | {
@@ -103,7 +103,7 @@ SETTINGS = {
         is_main_only=True,
     ),
     "one of several": Setting(("turns",), engine=several(CONNECTOR)),
-    # The damage is the control: it shows that loads from host memory are read.
+    # Damaged KV is the control: it shows that requests read what is loaded from host memory.
     "before another handshake": Setting(
         ("turns", "damage", "failures"), engine=several(CONNECTOR, ADDRESSED)
     ),
@@ -220,8 +220,8 @@ def test_outputs_are_those_without_a_connector(
         if label not in DAMAGED and not label.startswith("hole left out")
     ]
     assert len(labels) > 1
-    # The first requests of an engine are computed in the reference's chunks. Two workers add up in
-    # another order.
+    # The first requests of an engine are computed in the same chunks as the reference's. Two
+    # workers add up in another order.
     has_two = request.node.callspec.params["setting"] in TWO_WORKERS_SETTINGS
     exact = () if has_two else ("cold",)
     setting.check_equal(reference, labels, lambda label: LOGPROB_TOLERANCE * (label not in exact))
@@ -270,7 +270,7 @@ def test_a_salt_hits_its_own_only(setting: Served) -> None:
 @pytest.mark.parametrize("name", HOLES_TOKENS)
 @pytest.mark.parametrize("setting", with_scenario("holes"), indirect=True)
 def test_only_holes_are_computed_before_what_is_loaded(setting: Served, name: str) -> None:
-    """Three prompts share the lost tokens. The first two have nothing to resume from behind it."""
+    """Three prompts share the lost tokens. The first two find nothing stored behind them."""
     lost_tokens = sum(end - first for first, end in HOLES_TOKENS[name])
     label, computed_tokens = f"hole: {name}", setting.report["facts"][f"hole: {name}"]
     assert computed_tokens >= lost_tokens
@@ -295,7 +295,7 @@ def test_what_is_not_found_is_computed_once(setting: Served, name: str) -> None:
 
 @pytest.mark.parametrize("setting", with_scenario("holes"), indirect=True)
 def test_another_schedule_plans_steps_only_while_there_are_holes(setting: Served) -> None:
-    """All repairs are in effect."""
+    """All repairs are in effect here."""
     with_holes = [label for label in setting.labels if setting.counted(label, "hole tokens")]
     others = [label for label in setting.labels if label not in with_holes]
     assert setting.counted_in_all("steps before another schedule", with_holes) > 0

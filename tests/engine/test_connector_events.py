@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV events of the host tier, of real requests. No engine."""
+"""KV events of the host tier for real requests. No engine runs."""
 
 from __future__ import annotations
 

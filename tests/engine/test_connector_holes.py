@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks that are missing in the host tier are computed, and what lies behind them is loaded.
 
-On vLLM's real scheduler, with real pages and without a model: see ``test_connector_scheduler``.
+The tests run vLLM's real scheduler with real pages, but no model. See ``test_connector_scheduler``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def engine_with_holes(*holes: tuple[int, int], **options: Any) -> Iterator[Simul
 
 
 def computed_holes(computed: dict[str, list[tuple[int, int]]]) -> list[tuple[int, int]]:
-    """The tokens that steps have computed as holes, of the watched requests."""
+    """The tokens of the watched requests that steps have computed as holes."""
     found: list[tuple[int, int]] = []
     for first, end in sorted(
         run for row, runs in computed.items() if "hole" in row for run in runs
@@ -93,7 +93,7 @@ HOLES = {
     "at the end": ([(384, 400)], []),
     "larger than a step": ([(32, 320)], [(32, 320)]),
 }
-"""The missing tokens, and the tokens that are computed before the request goes on."""
+"""The missing tokens, and the number of tokens that are computed before the request continues."""
 
 
 @pytest.mark.parametrize("caching", [False, True], ids=["host", "both"])
@@ -141,7 +141,7 @@ def test_hole_begins_at_the_last_tails_before_what_is_missing(
 def test_blocks_that_only_a_hole_has_are_zeroed_as_others_are(
     mocker: MockerFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another group may have left bytes that are NaN, where caches differ in precision."""
+    """If caches have different dtypes, old bytes of another group may be NaN in this one."""
     monkeypatch.setattr(loads, "MIN_RUN_TOKENS", 0)
     with zeroing(), engine_of(GPT_OSS) as engine:
         chunk_tokens = engine.tier.geometry.chunk_tokens
@@ -193,7 +193,7 @@ def test_a_request_that_waits_for_its_holes_is_restarted_by_a_reset(is_paused: b
     with engine_with_holes((64, 192), max_num_batched_tokens=16) as engine:
         step_until_only_a_hole_is_missing(engine)
         if is_paused:
-            # ``pause_generation("keep")`` does the same: caches are reset when the engine is idle.
+            # ``pause_generation("keep")`` resets caches in the same way when the engine is idle.
             engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
             while engine.has_work():
                 engine.step()
@@ -270,7 +270,7 @@ def test_steps_without_holes_do_not_count_what_is_running() -> None:
 
 @pytest.mark.parametrize("looks_at_prompts", [False, True], ids=["copied", "looked at"])
 def test_tokens_of_a_request_are_read_once_for_all_its_rows(looks_at_prompts: bool) -> None:
-    """The rows belong to many steps. The harness's model runner compares the tokens themselves."""
+    """The rows belong to many steps. The harness's model runner compares their tokens."""
     found: list[Any] = []
     read: list[Any] = []
     holes = (64, 192), (256, 320)
@@ -297,7 +297,10 @@ def test_tokens_of_a_request_are_read_once_for_all_its_rows(looks_at_prompts: bo
 
 @pytest.mark.parametrize("hole_reuse", [False, True], ids=["no-holes", "holes"])
 def test_a_request_that_has_loaded_does_not_wait_for_itself(hole_reuse: bool) -> None:
-    """A reset takes its blocks before it runs. Then it finds that its own load is expected."""
+    """The reset takes the request's blocks before it runs.
+
+    Its own load still counts as expected.
+    """
     options = offloading(FULL, hole_reuse=hole_reuse)
     with engine_with_holes(offloading=options, caching=True) as engine:
         engine.add_request(plan_of("second", PROMPT, max_tokens=20))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """KvextConnector's two sides on vLLM's real scheduler: a soak, and the cases that it may miss.
 
-There is no model. Pages are real tensors: what a step computes is written to them, and every byte
-that attention would read is compared, so that a wrong load, store or reuse shows where it happens.
+There is no model. Pages are real tensors, to which steps write what they compute. Every byte that
+attention would read is compared, so a wrong load, store or reuse shows where it happens.
 """
 
 from __future__ import annotations
@@ -98,9 +98,10 @@ def soaked() -> Counter[str]:
 def test_random_requests(
     layout: PagedLayout, kind: EngineKind, soaked: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Right bytes, right outputs, and nothing left: no block, pin, place or note of a request.
+    """Bytes and outputs are right. No block, pin, place in host memory or note of a request is
+    left.
 
-    Entries are evicted from the middle of prompts; runs behind holes are loaded however short.
+    Entries are evicted from the middle of prompts. Runs behind holes are loaded, however short.
     """
     monkeypatch.setattr(loads, "MIN_RUN_TOKENS", 0)
     counts: Counter[str] = Counter()
@@ -128,7 +129,7 @@ def test_soak_has_met_everything(soaked: Counter[str]) -> None:
 def test_loads_do_not_stop_the_engine(layout: PagedLayout, failing: float) -> None:
     """Several prompts are loaded at once, in pools that hold little more than one of them.
 
-    Prompts whose loads fail are computed before others that have loaded and hold their blocks.
+    If a load fails, its prompt is computed before requests that have loaded and hold their blocks.
     """
     rng = random.Random(layout.name)
     unit = layout.unit_tokens
@@ -181,7 +182,10 @@ def test_hits_are_as_large_as_they_can_be(layout: PagedLayout) -> None:
 @pytest.mark.parametrize("layout", STATE_LAYOUTS, **by_layout)
 @pytest.mark.parametrize("caching", [False, True], ids=["host", "both"])
 def test_step_ends_where_a_shared_prefix_ends(layout: PagedLayout, caching: bool) -> None:
-    """A state exists only there. So the third request that shares the prefix would find none."""
+    """A state exists only where a step ends.
+
+    Otherwise the third request would find no state there.
+    """
     rng = random.Random(layout.name)
     unit = layout.unit_tokens
     shared = tokens(rng, 3 * unit)
@@ -247,14 +251,14 @@ def test_request_that_begins_again_stores_again(layout: PagedLayout) -> None:
 
 
 def serve_and_count(engine: SimulatedEngine, plan: RequestPlan) -> int:
-    """The tokens that a request has loaded."""
+    """The number of tokens that a request has loaded."""
     before = engine.side.counters.hit_tokens
     serve(engine, plan)
     return engine.side.counters.hit_tokens - before
 
 
 def found_in_tier(engine: SimulatedEngine, plan: RequestPlan) -> int:
-    """The largest boundary at which everything that is needed is stored."""
+    """The largest boundary at which the tier has everything that the request needs."""
     geometry = engine.tier.geometry
     prefix = prefix_of(engine, plan)
     keys: dict[Kind, set[bytes]] = {kind: set() for kind in Kind}
@@ -273,7 +277,7 @@ def found_in_tier(engine: SimulatedEngine, plan: RequestPlan) -> int:
 def ends_shared_with(
     engine: SimulatedEngine, plan: RequestPlan, other: RequestPlan, other_tokens: list[int]
 ) -> int:
-    """The largest end of a prompt or answer of an ended request that this request continues."""
+    """The largest end of the other prompt, or of its answer, that this prompt continues."""
     if (plan.adapter, plan.cache_salt) != (other.adapter, other.cache_salt):
         return 0
     unit: int = engine.tier.geometry.unit_tokens
@@ -335,7 +339,7 @@ def entries_for(engine: SimulatedEngine, prompt: list[int], kind: Kind) -> list[
 
 @pytest.mark.parametrize("reset_connector", [False, True], ids=["keep", "clear"])
 def test_reset_restarts_requests_that_have_loaded(reset_connector: bool) -> None:
-    """vLLM fails over blocks of requests that do not run, and does not clear the connector."""
+    """vLLM's reset fails if a waiting request holds blocks. It does not clear the connector."""
     layout = LAYOUTS[0]
     prompt = tokens(random.Random(5), 6 * layout.unit_tokens)
     with engine_of(layout) as engine:
@@ -350,7 +354,7 @@ def test_reset_restarts_requests_that_have_loaded(reset_connector: bool) -> None
 
 
 def test_session_that_goes_on_has_the_hashes_of_its_tokens() -> None:
-    """vLLM drops the last token of an answer, but keeps the hash of the block that it completed."""
+    """vLLM drops the last token of an answer, but keeps the hash of the block with this token."""
     layout = LAYOUTS[0]
     unit = layout.unit_tokens
     prompt = tokens(random.Random(5), 6 * unit - 1)
@@ -456,7 +460,7 @@ def entries_of(engine: SimulatedEngine) -> list[Entry]:
 
 
 def counted(engine: SimulatedEngine) -> tuple[PrefixCacheStats, PrefixCacheStats]:
-    """The numbers that vLLM counts from now on, for the device and for the connector."""
+    """What vLLM counts from now on, for the device and for the connector."""
     manager = engine.scheduler.kv_cache_manager
     manager.log_stats, manager.prefix_cache_stats = True, PrefixCacheStats()
     engine.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
@@ -471,7 +475,7 @@ def counts_of(stats: PrefixCacheStats) -> tuple[int, int, int]:
 def test_what_reads_no_cache_is_an_external_miss_to_vllm_and_nothing_here(
     reads_caches: bool,
 ) -> None:
-    """vLLM issue 57596: the counters of the device leave such a request out."""
+    """vLLM issue 57596: vLLM does not count such a request in the counters of the device."""
     layout = LAYOUTS[0]
     prompt = tokens(random.Random(6), 6 * layout.unit_tokens)
     assert SamplingParams(prompt_logprobs=1).skip_reading_prefix_cache

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KvextConnector behind ``vllm serve``: every response is that of an engine without it.
+"""KvextConnector behind ``vllm serve`` gives the responses of an engine without a connector.
 
-Arguments of requests mean the same in every form that an endpoint takes.
+Arguments of requests mean the same in every form that an endpoint accepts.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ BLOCK_TOKENS = CPU.block_tokens
 CONNECTOR = processes.connector(host_memory_gib=0.25, segments={"sink": [2], "selector": "heads"})[
     "kv_transfer_config"
 ]
-"""Segments are on: they change nothing for requests that name no segments."""
+"""Segments are on. This changes nothing for requests that name no segments."""
 NUM_BLOCKS = POOL_BLOCKS // 3 if IS_SINCE_0_30 else POOL_BLOCKS
 """The pool's size. With more blocks, the storm preempts no request on vLLM 0.30."""
 COMMON_ARGUMENTS = (
     *("--enforce-eager", "--dtype", "float32"),
     *("--block-size", str(BLOCK_TOKENS), "--max-model-len", "2048"),
-    # Prompts are computed in chunks. The storm outgrows the pool; what the turns store does not,
-    # however slow the copies are.
+    # Prompts are computed in chunks. The storm needs more blocks than the pool has. The stores of
+    # the turns do not, however slow the copies are.
     *("--max-num-seqs", "16", "--max-num-batched-tokens", "128"),
     *("--num-gpu-blocks-override", str(NUM_BLOCKS)),
     *("--no-disable-hybrid-kv-cache-manager", "--enable-prompt-tokens-details"),
@@ -95,7 +95,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Client]:
-    """A client of a running server, which has answered all scenarios."""
+    """A client of a running server that has answered all scenarios."""
     arguments, environ = SERVERS[request.param]
     log = tmp_path_factory.mktemp("server") / "log"
     with serving(model, [*COMMON_ARGUMENTS, *arguments], environ, log) as client:
@@ -148,7 +148,7 @@ def test_requests_were_preempted(client: Client) -> None:
 
 
 def test_segments_are_stored_and_reused_by_name(client: Client) -> None:
-    """A segment is exact in its old place, and not elsewhere. The response says so."""
+    """A segment is reused exactly in its old place, but not elsewhere. The response says so."""
     question, document = random_tokens(21), random_tokens(203)
     stored = client.complete(document, 1, kvext_store_segment=True)
     assert stored["kv_transfer_params"] == {"kvext_stored_tokens": len(document)}
@@ -186,8 +186,10 @@ def ask(client: Client, path: str, prompt: list[int], **arguments: Any) -> dict[
 
 
 def host_hit_tokens(client: Client, path: str, **hint: Any) -> tuple[int, float]:
-    """What the second question about a document hits in host memory; hints that adaptive
-    retention has taken from the first."""
+    """The host hit of the second question about a document, and the number of pinned hints.
+
+    Adaptive retention has taken these hints from the first question.
+    """
     document = random_tokens(DOCUMENT_TOKENS)
     pinned = client.read_counted()["kvext_hints_pinned_total"]
     ask(client, path, document + random_tokens(150), **hint)
@@ -227,7 +229,7 @@ def test_without_a_hint_less_is_hit(client: Client, path: str) -> None:
 @of_one
 @pytest.mark.vllm("<0.30")
 def test_only_chats_take_lists(client: Client) -> None:
-    """The reason why the docs tell to name the text."""
+    """This is why the docs recommend the form of a text."""
     found, _ = host_hit_tokens(client, CHAT, kvext_checkpoint_tokens=[333])
     assert found == floor(DOCUMENT_TOKENS)
     with pytest.raises(requests.HTTPError, match="400"):
@@ -261,7 +263,7 @@ def test_wrong_arguments_end_no_request_and_are_counted(client: Client, path: st
 
 @of_one
 def test_the_server_has_every_metric_and_label_of_the_board(client: Client) -> None:
-    """``examples/grafana.json``; see ``test_grafana_board``."""
+    """The board is ``examples/grafana.json``; see ``test_grafana_board``."""
     board = json.loads((EXAMPLES / "grafana.json").read_text())
     targets = [target for panel in board["panels"] for target in panel.get("targets", ())]
     variables = [each for each in board["templating"]["list"] if each["type"] == "query"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of the connector, on the way that vLLM sends them and in its own loggers. No engine."""
+"""Reports of the connector: how vLLM sends them, and what its loggers show. No engine runs."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_later_report_is_added_and_leaves_the_data_that_others_read() -> None:
 
 
 def test_what_gauges_say_is_nothing_that_happened() -> None:
-    assert KvextStats(), "the scheduler leaves its own report out unless the workers' is true"
+    assert KvextStats(), "the scheduler adds its own report only if the workers' report is truthy"
     assert KvextStats().is_empty()
     assert KvextStats(HELD).is_empty()
     assert not KvextStats({**HELD, "host_hit_tokens": 1}).is_empty()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of tokens in pages that vLLM's own CPU attention has written, and in such that we write."""
+"""Rows of tokens, in pages that vLLM's CPU attention has written and in pages that we write."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Pages:
     """Two layers as vLLM registers them, and how to read them.
 
     Args:
-        page_padding: Elements between pages of the first layer, which nothing may touch.
+        page_padding: Elements between the pages of the first layer. Nothing may touch them.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Pages:
         self.backend.write_rows(*rows, *caches, torch.as_tensor(slots))
 
     def random_rows(self, num_tokens: int, seed: int = 0) -> list[torch.Tensor]:
-        """Keys and values of both layers. shape: [num_tokens, num_heads, head_size] each."""
+        """Keys and values of both layers. shape: each [num_tokens, num_heads, head_size]."""
         generator = torch.Generator().manual_seed(seed)
         shape = num_tokens, *self.shape
         return [torch.randn(shape, generator=generator).to(self.dtype) for _ in range(4)]
@@ -96,7 +96,10 @@ class Pages:
 
 
 def shape_of(block_size: int, num_heads: int, head_size: int) -> tuple[int, ...]:
-    """The shape of a layer's pages. Since vLLM 0.30 the backend names the axes only (``LBHNC``)."""
+    """The shape of a layer's pages.
+
+    Since vLLM 0.30, the backend only names the axes (``LBHNC``).
+    """
     by_backend = getattr(CPUAttentionBackend, "get_kv_cache_shape", None)
     if by_backend is None:
         return NUM_PAGES, num_heads, block_size, 2 * head_size
@@ -124,7 +127,7 @@ def host_rows(pages: CpuTokenPages, num_rows: int, first_row: int = 0) -> HostRo
 
 
 def rows_in(host: HostRows, pages: CpuTokenPages, num_tokens: int) -> list[torch.Tensor]:
-    """The rows as integers, plane by plane. shape: [num_tokens, row_elements] each."""
+    """The rows as integers, plane by plane. shape: each [num_tokens, row_elements]."""
     found = []
     for plane, offset in zip(pages.planes, host.plane_offsets_bytes, strict=True):
         first = offset + host.first_row * plane.row_bytes
@@ -138,7 +141,7 @@ SIZES = [
     *((16, 1, 32), (16, 2, 64), (16, 8, 80), (32, 2, 80), (32, 1, 128), (32, 8, 64)),
     *((128, 1, 64), (128, 2, 128), (128, 8, 32)),
 ]
-"""Sizes of blocks, numbers of heads, and sizes of a head."""
+"""Sizes of blocks, numbers of heads, and head sizes."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -161,13 +164,13 @@ def test_rows_are_those_of_the_write_op(dtype, block_size, num_heads, head_size)
         assert torch.equal(found, bits(wanted).reshape(len(slots), -1))
     untouched = host._replace(first_row=0)
     assert all((part.view(torch.uint8) == 0xA5).all() for part in rows_in(untouched, pages, 3))
-    assert all(map(torch.equal, made.storages(), written)), "a read writes no page"
+    assert all(map(torch.equal, made.storages(), written)), "a read has changed pages"
 
     for registered in made.registered:
         storage = torch.empty(0, dtype=dtype).set_(registered.untyped_storage())
         storage.fill_(-7)
     pages.write({0: slots}, host)
-    assert all(map(torch.equal, made.storages(), written)), "every other element stays"
+    assert all(map(torch.equal, made.storages(), written)), "a write has changed other elements"
 
 
 def test_both_ways_of_ordering_a_page_are_met() -> None:
@@ -204,7 +207,7 @@ def test_an_op_that_is_not_understood_is_refused(name: str) -> None:
         made.token_pages(lambda *given: write_rows(*change(*given)))
     if name == "a page further":
         assert "found 2048 elements written (some outside the page)" in str(caught.value)
-    assert all(map(torch.equal, made.storages(), before)), "no page of the model is written"
+    assert all(map(torch.equal, made.storages(), before)), "pages of the model are changed"
 
 
 def test_an_op_that_writes_between_rows_is_refused() -> None:

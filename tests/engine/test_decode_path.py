@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""As shipped, a step of a decode does no more than what changes. Counted, not timed."""
+"""With the defaults, a step of a decode only does what changes. Steps are counted, not timed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ENVIRONMENTS = {
     "interval-64": {RETENTION_INTERVAL_VARIABLE: "64"},
     "adaptive": {RETENTION_VARIABLE: "adaptive"},
 }
-"""Settings of a user, each of which brings the fast path along."""
+"""Settings of a user. Each of them also turns on the fast path."""
 
 NUM_REQUESTS = 3
 PROMPT_TOKENS = 40
@@ -47,7 +47,7 @@ NEW_TOKENS = 160
 
 
 def counts_of(layout: Layout, environment: dict[str, str], **options: object) -> StepCounts:
-    """Steps of a few requests with long outputs, with everything that these variables bring."""
+    """Counts of steps of a few requests with long outputs, with what these variables turn on."""
     workload = Workload(
         name="decode",
         layout=layout,
@@ -72,7 +72,7 @@ def counts_of(layout: Layout, environment: dict[str, str], **options: object) ->
 
 
 CASES = {
-    # A block begins, one becomes full, and one leaves the windows, every 16 tokens.
+    # Every 16 tokens, a block begins, a block becomes full, and a block leaves the windows.
     **{layout.name: (layout, None, 12 / 16) for layout in WINDOWS},
     # A state leaves, too. With a step in flight, a block leaves the window one step later.
     **{layout.name: (layout, None, 10 / 16) for layout in STATES},
@@ -94,5 +94,5 @@ def test_most_steps_of_a_decode_are_quiet(
     if layout in STATES:
         assert not counts.partial
         return
-    assert counts.upstream <= 2 * NUM_REQUESTS, "prompts, and nothing else"
+    assert counts.upstream <= 2 * NUM_REQUESTS, "upstream's function has run for more than the prompts"
     assert drafter or num_steps >= NUM_REQUESTS * NEW_TOKENS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the examples print: their own lines. vLLM's are in a file that is named when one fails."""
+"""The examples print only their own lines. If one fails, it names the file with vLLM's lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MAX_LINES = 12
-"""The maximum number of lines of the example below, progress included."""
+"""The maximum number of lines of the example below, with its lines of progress."""
 
 LOUD = """
 import os, subprocess, sys
@@ -53,7 +53,7 @@ def test_an_example_prints_no_line_of_vllm(tmp_path: Path) -> None:
 @pytest.mark.main_version
 @pytest.mark.parametrize("name", ["retention", "offload_hybrid", "holes"])
 def test_an_example_that_fails_names_the_log(tmp_path: Path, name: str) -> None:
-    """vLLM ends when it is imported, in the process of the example or in one that it starts."""
+    """vLLM ends while it is imported, in the example's process or in a process that it starts."""
     absent = str(tmp_path / "absent.json")
     ended = run(tmp_path, str(EXAMPLES / f"{name}.py"), VLLM_LOGGING_CONFIG_PATH=absent)
     assert ended.returncode == 1

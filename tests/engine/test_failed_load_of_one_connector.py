@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A KvextConnector behind vLLM's MultiConnector: a load fails in part; blocks are in flight."""
+"""A KvextConnector below vLLM's MultiConnector: a load fails in part, and blocks are in flight."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def engine_of_several(
 def test_one_of_several_connectors_loads_what_can_be_read(
     mocker: MockerFixture, request: pytest.FixtureRequest
 ) -> None:
-    """A single connector does: see ``test_loads_that_fail_in_part``."""
+    """A single connector loads them, too: see ``test_loads_that_fail_in_part``."""
     prompt = tokens(random.Random(4), 400)
     engine = engine_of_several(request, GEMMA, hole_reuse=False, chunk_tokens=16)
     serve(engine, plan_of("other", prompt[:133], max_tokens=1))
@@ -107,7 +107,7 @@ def test_one_of_several_connectors_loads_what_can_be_read(
 def test_steps_of_holes_alone_do_not_let_go_of_blocks_in_flight(
     request: pytest.FixtureRequest,
 ) -> None:
-    """Upstream counts steps for connectors whose loads delay no request. There may be others."""
+    """Upstream counts steps for connectors whose loads delay no request. Others may be such."""
     prompt = tokens(random.Random(4), 400)
     engine = engine_of_several(request, FULL, is_async=True)
     serve(engine, plan_of("first", prompt, max_tokens=1))
@@ -129,7 +129,7 @@ def test_steps_of_holes_alone_do_not_let_go_of_blocks_in_flight(
 
 
 class WithParameters(NullConnector):
-    """It answers each request with something of its own, as connectors between engines do."""
+    """It answers each request with fields of its own, as connectors between engines do."""
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         return False, {"do_remote_prefill": True}
@@ -138,7 +138,7 @@ class WithParameters(NullConnector):
 def test_a_request_cannot_end_the_engine_by_asking_what_was_reused(
     request: pytest.FixtureRequest,
 ) -> None:
-    """vLLM's MultiConnector raises where two connectors answer, and that ends the engine."""
+    """If two connectors answer, vLLM's MultiConnector raises an error, which ends the engine."""
     engine = engine_of_several(request, FULL)
     connectors = engine.scheduler.connector._connectors
     connectors.append(object.__new__(WithParameters))

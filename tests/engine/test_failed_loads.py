@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A KV connector fails to load, and the model is not all full attention in one KV cache group.
+"""A KV connector fails to load. The models have several KV cache groups, or no full attention.
 
 Random workloads, in which half of all loads fail, run on real schedulers. The model runner of the
 harness checks every position that is read. `CacheContents` checks every block that can be hit.
@@ -95,7 +95,7 @@ def failing(layout: Layout, seed: int, load: ExternalLoad, is_async: bool, **how
 
 
 def run_checked(workload: Workload, *checks: Check) -> Run:
-    """Run with all checks. No block is held at the end."""
+    """Run with all checks. At the end, no block may be held."""
     contents = CacheContents(checks_events=False)
     result = run(workload, [blocks_are_conserved, contents, *checks], ReadCheck.ALL)
     check_nothing_is_held(result.engine)
@@ -107,7 +107,7 @@ def check_nothing_is_held(engine: SchedulerEngine) -> None:
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
     assert not any(block.ref_cnt for block in pool.blocks if not block.is_null)
     assert not engine.scheduler.requests
-    assert "schedule" not in vars(engine.scheduler), "it is another one for a step after a failure"
+    assert "schedule" not in vars(engine.scheduler), "`schedule` is still replaced after a failure"
     assert not engine.scheduler.failed_recving_kv_req_ids
     assert not engine.scheduler.finished_recving_kv_req_ids
 
@@ -136,7 +136,7 @@ RUNS: dict[str, tuple[Sequence[Layout], Callable[[], Any], dict[str, Any]]] = {
     "retention": (HYBRIDS, retention_installed, {}),
     "adaptive": (HYBRIDS, adaptive_retention, {}),
 }
-"""Layouts, features in effect, and kinds of failure. Workers may name requests, and not blocks."""
+"""Layouts, features in effect, and kinds of failure. Workers may report requests, not blocks."""
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,10 @@ RUNS: dict[str, tuple[Sequence[Layout], Callable[[], Any], dict[str, Any]]] = {
 def test_outputs_are_those_of_a_run_without_failures(
     name: str, layout: Layout, load: ExternalLoad, is_async: bool
 ) -> None:
-    """Retention keeps no block of a failed load. A request loads nothing more after a failure."""
+    """Retention keeps no block of a failed load.
+
+    After a failure, the request loads nothing more.
+    """
     _, in_effect, how = RUNS[name]
     interval = nullcontext() if in_effect is repairs_installed else retention_interval(0)
     counts: Counter[str] = Counter()
@@ -192,7 +195,7 @@ def test_with_the_policy_fail_requests_fail(
 
 
 def test_methods_are_replaced_only_where_upstream_cannot_recover() -> None:
-    """Upstream handles one group of full attention, and a scheduler without a connector."""
+    """Upstream handles a model with one group of full attention, and one without a connector."""
     with installed(FEATURE):
         engine = Story(ExternalLoad.IN_STEP)
         assert engine.replaced_methods == REPLACED
@@ -205,14 +208,14 @@ LOCAL_BLOCKS = 5
 
 
 def loaded(tables: tuple[list[int], ...]) -> set[int]:
-    """The blocks of all groups behind a local hit."""
+    """The blocks of all groups that lie behind the local hit."""
     return {block_id for table in tables for block_id in table[LOCAL_BLOCKS:]}
 
 
 class Story(SchedulerEngine):
-    """An engine that is driven step by step; every output is checked at the end.
+    """An engine that is driven step by step. At the end, every output is checked.
 
-    By default `FULL_WINDOW`: blocks of 4 tokens, a window of 10. Requests with even numbers load.
+    The default layout is `FULL_WINDOW`: blocks of 4 tokens, a window of 10. Even requests load.
     """
 
     def __init__(
@@ -249,7 +252,10 @@ class Story(SchedulerEngine):
         num_steps: int = 0,
         report_when_left: int = 0,
     ) -> None:
-        """Let the next load fail, in blocks chosen from its block tables. Later loads succeed."""
+        """Let the next load fail, in blocks that are chosen from the tables.
+
+        Later loads succeed.
+        """
         fates = [lambda load: (which(load.block_ids), num_steps, report_when_left)]
         self.runner._fate = lambda load: fates.pop()(load) if fates else (set(), 0, 0)
 
@@ -311,9 +317,9 @@ class TestOneCaseAtATime:
     def test_who_hits_what_was_computed_from_it_is_computed_again(
         self, is_async: bool, num_steps: int
     ) -> None:
-        """It holds none of the blocks that failed: they have left its window.
+        """Request 3 holds none of the blocks that failed: they have left its window.
 
-        An asynchronous scheduler admits it before it hears of the failure.
+        An asynchronous scheduler admits request 3 before it hears of the failure.
         """
         story = Story(ExternalLoad.IN_STEP, is_async)
         story.fail_next_load(lambda tables: set(tables[1]))
@@ -326,7 +332,7 @@ class TestOneCaseAtATime:
         assert sorted(story.preempted()) == ["request-2", "request-3"]
 
     def test_who_loads_more_on_top_of_it_starts_again(self) -> None:
-        """Between steps, the request loads tokens behind a local hit that becomes garbage."""
+        """Between steps, request 4 loads tokens behind a local hit that becomes garbage."""
         story = Story(ExternalLoad.IN_STEP)
         story.fail_next_load()
         connector = story.scheduler.connector
@@ -371,7 +377,7 @@ class TestOneCaseAtATime:
             scheduler._preempt_request(request, 0)
             scheduler.prev_step_scheduled_req_ids.clear()
         assert any(block.block_hash for block in story.block_pool.blocks)
-        # The next step hits it, and is under way when the report comes in.
+        # The next step hits this block, and is in flight when the report comes.
         story.add(3, range(self.PROMPT_TOKENS + 8))
         story.step()
         story.finish()
@@ -389,7 +395,7 @@ class TestOneCaseAtATime:
 
     @pytest.mark.parametrize("report_when_left", range(4))
     def test_blocks_are_held_until_they_are_received(self, report_when_left: int) -> None:
-        """No other request gets blocks to which the worker still writes."""
+        """No other request may get blocks to which the worker still writes."""
         story = Story(ExternalLoad.BETWEEN_STEPS)
         story.fail_next_load(num_steps=3, report_when_left=report_when_left)
         story.add(2, range(self.PROMPT_TOKENS))
@@ -402,7 +408,7 @@ class TestOneCaseAtATime:
     @pytest.mark.parametrize("num_steps", range(1, 5))
     @every_scheduler
     def test_a_reset_of_the_prefix_cache_meanwhile(self, is_async: bool, num_steps: int) -> None:
-        """The reset also preempts, and counts the outputs that must be discarded."""
+        """The reset also preempts the request, and counts outputs that must be discarded."""
         story = Story(ExternalLoad.IN_STEP, is_async)
         story.fail_next_load()
         story.add(2, range(self.PROMPT_TOKENS), max_tokens=8)
@@ -410,7 +416,7 @@ class TestOneCaseAtATime:
             story.step()
         try:
             story.reset_prefix_cache(reset_running_requests=True)
-        except RuntimeError:  # vLLM 0.30 cannot do it while it defers freeing blocks.
+        except RuntimeError:  # vLLM 0.30 cannot reset while it defers freeing blocks.
             assert [*deferred_blocks(story.scheduler)]
         story.finish()
 
@@ -434,7 +440,7 @@ class TestOneCaseAtATime:
 
     @every_load
     def test_the_connector_is_asked_again(self, load: ExternalLoad, mocker: MockerFixture) -> None:
-        """Some connectors renew a request's data only then (LMCache's, vLLM's offloading)."""
+        """If asked again, some connectors (LMCache, vLLM's offloading) renew a request's data."""
         asked = mocker.spy(ScriptedConnector, "get_num_new_matched_tokens")
         story = Story(load)
         story.fail_next_load()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The faster prefix-cache functions decide what upstream's decide.
+"""The faster prefix-cache functions make the same decisions as upstream's.
 
-Random workloads run on vLLM's real scheduler, each twice in this process: as it is, and with the
-feature. The tests compare all that `support.scheduler.transcript.Step` holds: requests, tokens and
-block ids of every step, preemptions, the order of the free queue, reference counts, keys, events
-and outputs.
+Random workloads run on vLLM's real scheduler. Each runs twice in this process: without the feature,
+and with it. The tests compare all that `support.scheduler.transcript.Step` holds: requests, tokens
+and block ids of every step, preemptions, the order of the free queue, reference counts, keys,
+events and outputs.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ NUM_SEEDS = sampled(5)
 
 @dataclass(frozen=True)
 class Setting:
-    """What both runs of a workload have in common.
+    """The settings that both runs of a workload have.
 
-    ``units`` is the retention interval in units of the layout's hits; ``retains`` says whether
-    retention is this package's, not upstream's, and ``is_adaptive`` by which policy.
+    ``units`` is the retention interval, in units of the layout's hits. With ``retains``, retention
+    is this package's, and not upstream's. ``is_adaptive`` chooses its policy.
     """
 
     name: str
@@ -80,7 +80,7 @@ def same_hashes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def transcript_of(workload: Workload, setting: Setting, is_fast: bool) -> Transcript:
     layout = workload.layout
     interval = None if setting.units is None else setting.units * layout.unit_tokens
-    # Upstream refuses it for other models. Before vLLM 0.30 it does so unless this package retains.
+    # Other models are refused: by vLLM 0.30, and before it by upstream's retention.
     is_taken = layout.has_mamba if CONFIGURES_RETENTION else setting.retains
     if not (is_taken or layout.has_window):
         interval = None
@@ -100,8 +100,8 @@ def test_decides_what_upstream_decides(setting: Setting) -> None:
     num_failed = 0
     counts: Counter[str] = Counter()
     for workload in random_workloads(range(NUM_SEEDS)):
-        # Decisions are compared, right or wrong. Only what ends stock's run is left out: tokens
-        # that a reset loses, and with an interval blocks that are given out twice.
+        # Decisions are compared, right or wrong. Left out are only the events that end stock's run:
+        # tokens that a reset loses, and, with an interval, blocks that are given out twice.
         repaired = {"preempted-in-step"}
         if setting.units is None:
             repaired.add("two-phase-allocation")
@@ -111,7 +111,7 @@ def test_decides_what_upstream_decides(setting: Setting) -> None:
             stock = transcript_of(workload, setting, is_fast=False)
         except AssertionError:
             # Upstream's interval gives a block of the second full-attention group out twice. On
-            # vLLM-Ascend, groups that look ahead do that without it.
+            # vLLM-Ascend, groups that look ahead do so even without an interval.
             is_known = setting.units is not None and not setting.retains
             assert is_known or (family.IS_ASCEND and not setting.retains), workload.name
             num_failed += 1
@@ -134,11 +134,12 @@ DIRECT = BlockLayout((full(16), window(16, 40)))
 def left_by_calls(
     world: BlockManager, rng: random.Random, num_drafts: int, has_states: bool
 ) -> list[object]:
-    """What random calls for four requests leave, some of which a scheduler makes seldom or never.
+    """The states that random calls for four requests leave. Schedulers make some calls rarely or
+    never.
 
-    A random number of the drafts of each step is rejected. Requests end where the model does, and
-    ask for slots for drafts beyond this end. Other requests take over their ids. States begin with
-    a block.
+    In each step, a random number of drafts is rejected. Requests end at the model's maximum length,
+    and ask for slots for drafts beyond it. Other requests reuse their ids. If there are states,
+    steps begin with a block.
     """
     manager, running = world.manager, []
     left: list[object] = []
@@ -164,17 +165,18 @@ def left_by_calls(
             max_new_tokens = 16 * rng.randrange(1, 3) if has_states else rng.randrange(1, 40)
             num_new_tokens = min(num_missing, max_new_tokens)
         unusual = "" if has_states else rng.choice((*UNUSUAL, *[""] * 20))
-        if unusual == "preempted":  # and comes back as a running one
+        if unusual == "preempted":  # The request comes back as a running request.
             world.preempt(request)
             continue
         groups = manager.coordinator.single_type_managers
         has_cached = all(request.request_id in group.num_cached_block for group in groups)
-        if unusual == "loads more" and has_cached:  # else, upstream takes it for a new one
+        # Without cached blocks, upstream would take the request for a new one.
+        if unusual == "loads more" and has_cached:
             num_external_tokens = max(0, min(16, num_missing - num_new_tokens))
             arguments["num_external_computed_tokens"] = num_external_tokens
-        elif unusual == "cached later":  # what a connector fills
+        elif unusual == "cached later":  # A connector fills these blocks.
             arguments["delay_cache_blocks"] = True
-        elif unusual == "reserved":  # for requests that were admitted before
+        elif unusual == "reserved":  # Requests that were admitted before have reserved all blocks.
             arguments["reserved_blocks"] = world.pool.get_num_free_blocks()
         if manager.allocate_slots(request, num_new_tokens, **arguments) is not None:
             request.num_computed_tokens += num_new_tokens
@@ -184,9 +186,9 @@ def left_by_calls(
                 request.num_computed_tokens -= num_rejected
                 for _ in range(num_drafts - num_rejected):
                     request.append_output_token_ids(rng.randrange(2))
-            if IS_SINCE_0_30:  # windows and states wait for them
+            if IS_SINCE_0_30:  # Windows and states wait for these tokens.
                 request.num_in_flight_tokens = rng.choice((0, num_new_tokens))
-            if unusual == "step ends":  # of an asynchronous scheduler
+            if unusual == "step ends":  # An asynchronous scheduler makes this call.
                 manager.cache_blocks(request, request.num_computed_tokens)
         left.append(blocks_left(world))
     return left
@@ -196,7 +198,7 @@ UNUSUAL = ("preempted", "loads more", "cached later", "reserved", "step ends")
 
 
 def blocks_left(world: BlockManager) -> list[object]:
-    """The block tables, the free queue in its order, and the contents of each block."""
+    """The block tables, the free queue in its order, and the state of each block."""
     return [
         *(
             [[block.block_id for block in blocks] for blocks in manager.req_to_blocks.values()]
@@ -269,7 +271,7 @@ def test_keeps_nothing_of_requests_that_are_gone(enable_caching: bool) -> None:
             elif number % 3 == 2:
                 world.decode(request, range(20))
             world.finish(request)
-            world.manager.take_new_block_ids()  # as a scheduler does
+            world.manager.take_new_block_ids()  # A scheduler does so, too.
             gone = weakref.ref(request)
             del request
             assert gone() is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``examples/grafana.json``: Grafana knows every field, and every legend its label.
+"""``examples/grafana.json``: Grafana knows every field, and queries have their legends' labels.
 
 `test_connector_serve` shows that a server has the metrics that the board asks for.
 """
@@ -25,7 +25,7 @@ def board() -> dict[str, Any]:
 
 
 def unknown_to_schema(given: Any, understood: Any, path: str = "board") -> Iterator[str]:
-    """The paths at which Grafana's classes, having read ``given``, have another value or none."""
+    """The paths at which Grafana's classes lose or change a value of ``given``."""
     if isinstance(given, dict) and isinstance(understood, dict):
         for key, value in given.items():
             yield from unknown_to_schema(value, understood.get(key), f"{path}.{key}")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A default install hits at least what stock upstream hits and is right: repairs take no hits.
+"""A default install hits at least what stock upstream rightly hits: repairs take no hits.
 
 The cells are KV cache layouts, KV connectors, their roles, and drafts. They run on upstream's real
-scheduler, in a pool with room for all. ``-s`` prints the tokens that are hit. `hits.Hits` separates
-hits of the request's own KV from wrong hits. This is not possible for states of drafts, and then
-totals are compared if steps end elsewhere with a repair. ``preempted-in-step`` and ``failed-loads``
-take away hits of blocks that hold wrong KV. Such hits do not occur here.
+scheduler, in a pool with room for all. ``-s`` prints the hit tokens. `hits.Hits` separates hits of
+the request's own KV from wrong hits. For states of drafts this is not possible: if a repair makes
+steps end elsewhere, only totals are compared. ``preempted-in-step`` and ``failed-loads`` take away
+hits of blocks with wrong KV. Such hits do not occur here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vllm_ascend_kvext.features import REPAIRS
 
 ALL_CELLS = list(cells())
 CELLS = ALL_CELLS if IS_LONG else [*ALL_CELLS[::4], *ALL_CELLS[3::4]]
-"""The tested cells. Without ``make test-long``, each has one of two sizes of steps, by turns."""
+"""The tested cells. ``make test-long`` tests all. Otherwise the two sizes of steps take turns."""
 NAMES = list(dict.fromkeys(cell.name for cell in CELLS))
 EACH_ALONE = [
     cell
@@ -47,7 +47,7 @@ EACH_ALONE = [
 
 @functools.cache
 def stock_hits(cell: Cell) -> Hits:
-    """Stock cannot have our connector. It is compared with a connector that also holds nothing."""
+    """Stock cannot have our connector. It gets another connector that also holds nothing."""
     return hits_of(replace(cell, beside=FOREIGN[0]) if cell.beside is OURS else cell)
 
 
@@ -89,7 +89,7 @@ def test_no_repair_on_its_own_takes_hits(repair: str) -> None:
 
 
 def lost_hits(cell: Cell, stock: Hits, own: Hits) -> dict[str, tuple[int, int]]:
-    """Requests that hit less, with stock's hits. Some cells can be compared only as a whole."""
+    """The requests that hit less than with stock, and both hits. Some cells have only a total."""
     assert stock.tokens.keys() == own.tokens.keys()
     if not cell.is_checked and cell.beside.may_load:
         return {cell.name: (stock.total, own.total)} if own.total < stock.total else {}

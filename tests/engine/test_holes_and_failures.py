@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holes where blocks run out, and loads that fail in part: what is computed, tried and said."""
+"""Holes for which blocks are lacking, and loads that fail in part.
+
+The tests check what is computed, tried again, and reported.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,10 @@ def any_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def engine_with_a_hole() -> Iterator[tuple[SimulatedEngine, RequestPlan]]:
-    """An engine of a model with windows, and a request whose hole needs blocks for them."""
+    """An engine of a model with windows, and a request.
+
+    The request's hole needs blocks for windows.
+    """
     prompt = tokens(random.Random(5), 40)
     with engine_of(GEMMA, reserve_full_prompt=False) as engine:
         serve(engine, plan_of("short", prompt[:16], max_tokens=1))
@@ -79,9 +85,11 @@ def engine_with_a_hole() -> Iterator[tuple[SimulatedEngine, RequestPlan]]:
 @pytest.mark.parametrize("waits_long", [False, True], ids=["for a while", "for long"])
 @pytest.mark.usefixtures("any_run")
 def test_a_request_waits_for_the_blocks_of_its_holes(waits_long: bool, was_found: bool) -> None:
-    """Upstream asks only for the blocks of the request. With one too few, the load would fail.
+    """Upstream asks only for the blocks of the request. With one block too few, the load would
+    fail.
 
-    So it would if the hit was found with enough free blocks, but the request was not admitted then.
+    The load would also fail if there were enough free blocks at the lookup, but not at the
+    admission.
     """
     used_blocks: list[int] = []
     for num_missing in (0, 1):
@@ -109,13 +117,13 @@ def test_a_request_waits_for_the_blocks_of_its_holes(waits_long: bool, was_found
             counters = engine.side.counters
             assert bool(counters.hole_tokens) is not goes_without
             assert counters.hole_refusals[HoleRefusal.ROOM] == goes_without
-            assert not counters.tier.failed_loads, "what is stored is lost for want of a block"
+            assert not counters.tier.failed_loads, "a load has failed because a block was lacking"
     assert used_blocks[0] and not used_blocks[1]
 
 
 @pytest.mark.usefixtures("any_run")
 def test_a_request_that_lacked_blocks_once_has_its_holes_when_there_are_enough() -> None:
-    """The request waits for its turn meanwhile: a full vLLM does not ask about waiting requests."""
+    """The request waits for its turn meanwhile. A full vLLM does not ask about waiting requests."""
     with engine_with_a_hole() as (engine, following):
         pool = engine.block_pool
         held = pool.get_new_blocks(pool.get_num_free_blocks() - 2)
@@ -132,14 +140,14 @@ def test_a_request_that_lacked_blocks_once_has_its_holes_when_there_are_enough()
 
 
 class Again(NamedTuple):
-    """The results of a request whose prompt is stored: tokens computed, loaded, and so on."""
+    """The facts about a request whose prompt is stored."""
 
     computed: list[int]
     hit_tokens: int
     num_loads: int
     num_removed: int
     parts: list[Entry]
-    """The reads of its first load, in this order."""
+    """The parts of its first load, in the order in which they are read."""
 
 
 def serve_again(
@@ -149,7 +157,7 @@ def serve_again(
     is_async: bool = False,
     **options: Any,
 ) -> Again:
-    """Serve a prompt that is stored except for missing tokens. Some calls of loads fail."""
+    """Serve a prompt that is stored, except for missing tokens. Some calls of loads fail."""
     values = offloading(layout, chunk_tokens=CHUNK_TOKENS) | options
     with engine_of(layout, offloading=values, is_async=is_async) as engine:
         serve(engine, plan_of("other", PROMPT[: len(PROMPT) // 3], max_tokens=1))
@@ -173,7 +181,7 @@ def serve_again(
         fail_next(engine)
         num_holes = counters.holes
         serve(engine, plan_of("third", PROMPT))
-        assert counters.holes == num_holes, "what was computed is not stored again"
+        assert counters.holes == num_holes, "the computed tokens were not stored again"
         check_nothing_is_left(engine)
         return again
 
@@ -208,8 +216,8 @@ def test_parts_that_cannot_be_read_cost_as_much_as_if_they_were_missing(
     assert whole.num_loads == 1 and last > 5
     middle = last // 2
     for places in ([0], [1], [middle, middle + 1], [last - 1], [last], range(1, last + 1)):
-        # The first load is that of all parts, and those that follow are of one part each; after
-        # three failures in a row, the other parts are not tried.
+        # The first call loads all parts. Each call after it loads one part. After three failures in
+        # a row, the other parts are not tried.
         failed = serve_without(set(), 1, *(2 + place for place in places[:3]))
         missing = serve_without({whole.parts[place].piece for place in places})
         assert len(whole.computed) < len(failed.computed)
@@ -227,7 +235,8 @@ def test_the_tails_of_a_hole_that_cannot_be_read_are_done_without() -> None:
     assert with_hole.num_loads == 2
     tails = min(part.piece for part in with_hole.parts if part.piece.kind is Kind.TAILS)
     assert tails.end_tokens < 240
-    # One call for all rows succeeds, one for the tails fails; then each part, these tails last.
+    # The call for all rows succeeds, and the call for the tails fails. Then each part is tried,
+    # these tails last.
     failed = serve_again(GEMMA, 2, 2 + len(with_hole.parts), missing=is_of_hole)
     without = serve_again(GEMMA, missing=lambda e: is_of_hole(e) or e.piece == tails)
     assert failed.num_removed == 1
@@ -280,7 +289,7 @@ def test_a_load_that_covers_too_little_still_fails() -> None:
 
 
 def store_beside_another(engine: SimulatedEngine) -> None:
-    """One entry of the prompt belongs to a prompt that differs from token 80 on."""
+    """Store the prompt's entries. One of them belongs to a prompt that differs from token 80 on."""
     other = tokens(random.Random(7), 129)
     for number, stored in enumerate((PROMPT[:65], PROMPT[:80] + other[80:], PROMPT[:113], PROMPT)):
         serve(engine, plan_of(f"first-{number}", stored, max_tokens=1))
@@ -289,7 +298,7 @@ def store_beside_another(engine: SimulatedEngine) -> None:
 
 
 def test_an_entry_that_was_read_well_stays_when_its_neighbour_fails() -> None:
-    """Its rows behind the beginning of the neighbour belong to another prompt."""
+    """From the neighbour's beginning on, the entry's rows belong to another prompt."""
     with engine_of(FULL, offloading=offloading(FULL, chunk_tokens=128)) as engine:
         store_beside_another(engine)
         (entry,) = [each for each in engine.entries if each.piece[1:] == (64, 128)]
@@ -301,7 +310,7 @@ def test_an_entry_that_was_read_well_stays_when_its_neighbour_fails() -> None:
 
 
 def test_a_load_writes_no_rows_of_others_into_a_hole_that_is_computed_beside_it() -> None:
-    """The entry of another prompt also has a row of this prompt, but its run is too short."""
+    """The entry of another prompt also has a row of this prompt. This run is too short to load."""
     with engine_of(FULL, offloading=offloading(FULL, chunk_tokens=128)) as engine:
         store_beside_another(engine)
         engine.tier.evict(lambda entry: entry.piece[1:] in [(0, 64), (80, 112)])
@@ -315,7 +324,7 @@ def test_a_load_writes_no_rows_of_others_into_a_hole_that_is_computed_beside_it(
 
 
 def test_hits_of_a_request_are_not_negative_after_a_reset() -> None:
-    """The load leaves something out. Before the next step, a reset takes its blocks."""
+    """A part of the load fails. Before the next step, a reset takes the request's blocks."""
     found: list[Any] = []
 
     def note(results: Any, *_: Any) -> None:
@@ -359,7 +368,7 @@ def test_a_second_load_does_not_wait_for_the_blocks_of_the_first(layout: PagedLa
 
 
 def test_a_full_model_without_holes_is_looked_up_again_behind_a_local_hit() -> None:
-    """The device has the beginning, so only the missing tokens are computed."""
+    """The device has the beginning, so only the missing tokens behind it are computed."""
     local_tokens = 32
     values = offloading(FULL, hole_reuse=False, chunk_tokens=CHUNK_TOKENS)
     with engine_of(FULL, offloading=values, caching=True) as engine:
@@ -370,7 +379,7 @@ def test_a_full_model_without_holes_is_looked_up_again_behind_a_local_hit() -> N
         assert len(kept) == local_tokens // FULL.groups[0].block_tokens
         computed = watch_computed(engine)
         num_parts = (len(PROMPT) - local_tokens) // CHUNK_TOKENS
-        fail_next(engine, 1, num_parts)  # The whole load is tried, and the last part but one.
+        fail_next(engine, 1, num_parts)  # The whole load, and the last part but one.
         serve(engine, SECOND)
         assert engine.side.counters.tier.removed_entries[Removal.LOAD_FAILED] == 1
         num_computed = sum(end - first for first, end in computed["second"])
@@ -391,7 +400,7 @@ def test_a_load_that_fails_as_a_whole_and_not_in_parts_is_reported(
 
 
 def test_the_reason_for_a_shorter_hit_is_counted_once_for_each_request() -> None:
-    """The number of questions about a request does not matter, nor where its load fails."""
+    """Neither the number of questions about a request matters, nor where its load fails."""
     values = offloading(GEMMA, hole_reuse=False, chunk_tokens=CHUNK_TOKENS)
     with engine_of(GEMMA, offloading=values) as engine:
         serve(engine, plan_of("first", PROMPT, max_tokens=1))
@@ -422,9 +431,9 @@ def test_calls_to_a_dead_device_are_few() -> None:
 def test_a_failed_load_behind_a_request_that_does_not_fit_gives_its_blocks_back(
     num_requests: int,
 ) -> None:
-    """The first request, which is computed, needs what the second holds until vLLM comes to it.
+    """The first request is computed, and needs the second's blocks before vLLM comes to the second.
 
-    vLLM tries no request behind one that does not fit, so no request would run any more.
+    vLLM tries no request behind one that does not fit. So no request would run any more.
     """
     (layout,) = UPSTREAM_LAYOUTS
     rng = random.Random(4)

@@ -83,7 +83,8 @@ def test_no_shorter_prompt_hits_with_a_match_unit(
     mocker: MockerFixture,
 ) -> None:
     if has_drafts and family.IS_ASCEND:
-        min_tokens -= unit_tokens  # without a connector its lookups drop nothing
+        # Without a connector, vLLM-Ascend's lookups drop no tokens.
+        min_tokens -= unit_tokens
     engine = SchedulerEngine(
         layouts.Layout("states", groups),
         EngineOptions(

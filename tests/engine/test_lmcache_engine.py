@@ -24,12 +24,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 LMCACHE_MODE = {"lmcache.mp.mp_transfer_mode": "lmcache_driven", "lmcache.mp.mq_timeout": 30}
-"""LMCache's worker and server disagree about the mode by default, on a CPU.
+"""On a CPU, LMCache's worker and server have different default modes.
 
-A worker waits so many seconds for an answer that does not come; by default it waits 300.
+A worker waits ``mq_timeout`` seconds for an answer. The default is 300.
 """
 HEARTBEAT = {"lmcache.mp.heartbeat_interval": 1.0}
-"""The heartbeat in seconds, after which the connector notices that its server is gone."""
+"""The interval of heartbeats in seconds. The connector then notices that its server is gone."""
 NO_HYBRID = {"disable_hybrid_kv_cache_manager": True}
 WIDE_BLOCKS = {"block_size": 2 * processes.CPU.block_tokens}
 
@@ -85,7 +85,7 @@ def run(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The port of a server that runs as long as the tests of this file."""
+    """The port of a server that runs during the tests of this file."""
     (port,) = lmcache_server.free_ports(1)
     log = tmp_path_factory.mktemp("server") / "server.log"
     server = lmcache_server.LMCacheServer(["--port", str(port), "--l1-size-gb", "1"], log)
@@ -126,12 +126,12 @@ def stored(run: Run, port: int) -> Reports:
 
 @pytest.fixture(scope="module")
 def warm(run: Run, port: int, stored: Reports) -> Reports:
-    """The same engines in another process, after the first one."""
+    """The same engines in a second process."""
     return run(engines_that_differ(port))
 
 
 def require_right(found: Served, seeds: Sequence[int], without: Served) -> None:
-    """The engine has answered all prompts like one without a connector, and holds nothing."""
+    """The engine has answered all prompts as an engine without a connector, and holds nothing."""
     found.check_nothing_is_left()
     references = without.answers("prompts")
     for seed, answer in zip(seeds, found.answers("prompts"), strict=True):
@@ -160,7 +160,7 @@ def test_a_fresh_process_hits_what_its_like_has_stored_and_answers_the_same(
 def test_without_the_layout_in_their_names_objects_of_another_layout_are_read(
     by_itself: Reports, plain: Reports, stores: str, reads: str
 ) -> None:
-    """The defect: with other groups or another block size, log-probabilities are off by 1."""
+    """The defect: KV of other groups or block sizes changes log-probabilities by 1."""
     require_right(by_itself[stores], [1, 2], plain[MODELS[stores]])
     assert by_itself[reads].hit_tokens("prompts") == [HIT_TOKENS, HIT_TOKENS]
     references = plain[MODELS[reads]].answers("prompts")[:2]
@@ -184,9 +184,9 @@ def test_below_multi_connector_it_stores_blocks_under_their_own_tokens(
 def test_without_it_blocks_are_stored_under_the_tokens_of_others_below_multi_connector(
     plain: Reports, run: Run, port: int
 ) -> None:
-    """The defect: the blocks of the second step lie under the tokens of the first.
+    """The defect: blocks of the second step are stored under the tokens of the first step.
 
-    vLLM 0.30 has mended it.
+    vLLM 0.30 has fixed it.
     """
     engine = {"multi": ("alternating", below_multi_connector(port))}
     multi = run(engine, PLUGIN_OFF, seeds=(3, 3))["multi"]
@@ -198,7 +198,7 @@ def test_without_it_blocks_are_stored_under_the_tokens_of_others_below_multi_con
 
 
 def test_a_server_that_dies_during_a_load_costs_no_token(plain: Reports, run: Run) -> None:
-    """The stored prompt is asked for twice."""
+    """The stored prompt is sent twice."""
     (port,) = lmcache_server.free_ports(1)
     engine = connected(port)
     engine["kv_transfer_config"]["kv_load_failure_policy"] = "recompute"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of retention: what it counts is what Prometheus and the log say, and only then.
+"""Metrics of retention: Prometheus and the log show what it counts, and only if it counts.
 
 The engine-level tests run `support.scenarios.metrics`, in which each number is known.
 """
@@ -34,7 +34,7 @@ LAYOUT = Layout("1 full + 1 window", (Group(Attention.FULL, 16), Group(Attention
 
 
 def samples(text: str) -> dict[str, dict[str, float]]:
-    """The values of our metrics by the key of a report, for each engine."""
+    """The values of our metrics for each engine, by their keys in a report."""
     found: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -54,7 +54,7 @@ def samples(text: str) -> dict[str, dict[str, float]]:
 def test_metrics_and_log_say_what_retention_has_counted(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
 ) -> None:
-    """The test has one engine's process. The metrics could be added up over several processes."""
+    """There is one engine process. The metrics could also be added up over several processes."""
     environ = {INTERVAL: "0", "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     plans = {"": Plan(tiny_model, ["chat"], "metrics")}
     served = serve(tmp_path_factory, plans, environ)[""]
@@ -99,7 +99,7 @@ def counted(factor: int) -> dict[str, int]:
 def test_a_report_arrives_and_its_absence_too():
     assert attached_report(sent(counted(1))) == counted(1)
     assert attached_report(sent(None)) is None
-    assert sent(counted(1)) == sent(None), "the fields of upstream are what they were"
+    assert sent(counted(1)) == sent(None), "the report has changed fields of upstream"
 
 
 @pytest.mark.usefixtures("installed")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's loaders are about to read is noted, whichever of several sets of weights it is."""
+"""We note which files vLLM's loaders will read, if a model has several sets of weights."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_loader_of_files_says_what_it_reads(
     model: torch.nn.Module,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The package that lists them belongs to object stores.
+    # The package with this function is made for object stores.
     monkeypatch.setattr(
         runai_streamer_loader, "list_safetensors", lambda path: [*Path(path).glob("*.safetensors")]
     )
@@ -88,7 +88,7 @@ def test_a_loader_of_files_says_what_it_reads(
 def test_what_is_read_again_is_of_the_model_that_it_is_read_for(
     folder: Path, model: torch.nn.Module
 ) -> None:
-    """``reload_weights`` does this. The last loaded model was a draft, or another engine's."""
+    """``reload_weights`` reads again. The last loaded model was a draft, or another engine's."""
     config = SimpleNamespace(model=str(folder), revision=None)
     loader: Any = get_model_loader(LoadConfig())
 

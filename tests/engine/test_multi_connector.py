@@ -21,7 +21,7 @@ RANKS = {
 
 
 class Child(NullConnector):
-    """A connector that says its name, and keeps what it is told."""
+    """A connector with a name, which records what it is told."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The patching machinery on the real vLLM: revert restores, whatever the order.
 
-Patches take the arguments of upstream's functions, by position and by name. A process of its own
-installs them, because patches and imports stay for a process's life.
+Patches take the arguments of upstream's functions, by position and by name. The patches are
+installed in a process of their own, because patches and imports last as long as a process.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def test_takes_upstreams_arguments(patch: Patch) -> None:
         theirs = theirs[1:]  # The first argument is self or cls.
     ours = parameters_of(patch.wrapper)[2:]  # The first arguments are wrapped and instance.
     named = [parameter for parameter in ours if parameter.kind not in ANY]
-    # The same names stand in the same places, as far as this version has them ...
+    # As far as this version has our names, they stand in the same places ...
     for one, other in zip(named, theirs, strict=False):
         assert (one.name, one.kind) == (other.name, other.kind)
         assert (one.default is one.empty) == (other.default is other.empty), one.name
@@ -147,7 +147,7 @@ def test_whatever_replaces_methods_of_objects_is_undone_with_its_patch(
     taken_back: set[int] = set()
     with monkeypatch.context() as context:
         context.setattr(InstanceMethods, "take_back", lambda methods: taken_back.add(id(methods)))
-        extend_schedulers()()  # A hook: the function that it returns undoes it.
+        extend_schedulers()()  # The hook returns a function. The function undoes the hook.
     assert len(taken_back) == 1
     undone |= taken_back
     replacing = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments are reused but for what the question attends to, on the real engine."""
+"""On the real engine, segments are reused except for what the question attends to."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Report:
             self.facts |= each.report["facts"]
 
     def errors(self, label: str, other: str, places: Sequence[int]) -> list[float]:
-        """For each answer, the largest difference of its log-probabilities from another's."""
+        """For each answer, the largest difference between its log-probabilities and the other's."""
         return errors(self.answers[label], self._of(other, places))
 
     def worst(self, label: str, other: str, places: Sequence[int]) -> float:
@@ -97,7 +97,7 @@ def test_what_is_reused_changes_the_answer(report: Report) -> None:
 
 @pytest.mark.parametrize("label", ["crowd", "async", "async again"])
 def test_requests_at_once_answer_as_alone(report: Report, label: str) -> None:
-    """A compiled model does the same."""
+    """A compiled model does so, too."""
     assert report.facts["compiled graphs"] >= 1
     assert report.worst(label, "solo", CROWD) < TOLERANCE
     for answer, place in zip(report.answers[label], CROWD, strict=True):

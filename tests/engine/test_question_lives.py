@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random lives of requests whose questions are looked at, on vLLM's real scheduler.
+"""Random lives of requests whose questions are probed, on vLLM's real scheduler.
 
-No model computes: scores are random, and some are missing. Requests are aborted, and the prefix
-cache is reset, while questions wait, are computed, or have been. The test does not check what pages
-hold. It checks that all requests end, and that nothing is left of them.
+No model computes: scores are random, and some are missing. Requests are aborted and the prefix
+cache is reset before, during and after the computation of questions. The test does not check the
+contents of pages. It checks that all requests end, and that nothing is left of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vllm_ascend_kvext.segments.scheduler import make_segments
 from vllm_ascend_kvext.segments.scheduler.segments_side import segments_of
 
 NUM_LIVES = sampled(12)
-"""Of each layout."""
+"""The number of lives of each layout."""
 
 NUM_STEPS = 150
 MAX_STEPS_TO_THE_END = 1500
@@ -98,7 +98,7 @@ def execute(runner: Any, scheduled: Any) -> ModelRunnerOutput:
 
 
 class Life:
-    """One engine, and what is asked of it."""
+    """One engine, and the requests that it gets."""
 
     def __init__(self, layout: PagedLayout, seed: int) -> None:
         self.rng = rng = random.Random(f"{layout.name}/{seed}")
@@ -224,7 +224,7 @@ class Life:
         self.check()
 
     def check(self) -> None:
-        """Only an aborted request whose load is under way is remembered; vLLM has it, too."""
+        """An ended request may be remembered only if it was aborted during its load, as in vLLM."""
         engine = self.engine
         gone = engine.held.request_ids - engine.scheduler.requests.keys()
         assert not gone, f"requests that are gone are remembered: {gone}"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be hit where retention decides what stays, against dense caching without evictions.
+"""The hits that are left if retention frees blocks, compared with caching of every block.
 
-The tests run vLLM's real block managers and vLLM-Ascend's. At interval 0 a request that comes back,
-goes on or resumes has the hits of dense caching, for every length and choice of EAGLE groups. It
-has them even if other requests have taken all surplus blocks. With adaptive retention, the third
-request that shares a prefix has these hits, too. With a hint, the second request has them.
+The tests run vLLM's real block managers and vLLM-Ascend's. At interval 0, a request that comes
+back, continues or resumes hits as much as with dense caching, for every length and choice of EAGLE
+groups. This holds even if other requests have taken all surplus blocks. With adaptive retention, it
+holds for the third request that shares a prefix. With a hint, it holds for the second request.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def test_a_request_hits_what_dense_caching_hits(layout_name: str, policy: str) -
     assert not difference.examples
 
 
-@pytest.mark.skipif(IS_ASCEND_0_30, reason="interval 0 is dense caching there")
+@pytest.mark.skipif(IS_ASCEND_0_30, reason="in this version, interval 0 caches densely")
 def test_stock_loses_hits() -> None:
-    """The same comparison fails on vLLM's own interval 0, in each of the known ways."""
+    """The same comparison fails with vLLM's own interval 0, in each of the known ways."""
     difference = Difference()
     for specs in LAYOUTS.values():
         unit_tokens = unit_of(specs)
@@ -112,7 +112,7 @@ def test_stock_loses_hits() -> None:
 
 @pytest.mark.parametrize("layout_name", LAYOUTS)
 def test_interval_leaves_a_checkpoint_at_each_multiple(layout_name: str) -> None:
-    """A conversation that branches off falls back to the last multiple before the branch."""
+    """A conversation that branches off hits up to the last multiple before the branch."""
     specs = LAYOUTS[layout_name]
     interval_tokens = 2 * unit_of(specs)
     num_tokens = longest_window(specs) + 4 * interval_tokens + 1
@@ -133,7 +133,7 @@ def test_interval_leaves_a_checkpoint_at_each_multiple(layout_name: str) -> None
             for branch, dense_tokens in zip(branches, dense_hits, strict=True):
                 found = sparse.hit_tokens(sparse.request(branch))
                 expected = max(tokens for tokens in checkpoints if tokens <= dense_tokens)
-                # The two tails of the prompt's end may serve a late branch better.
+                # A late branch may hit more, because the prompt's end has two tails.
                 assert expected <= found <= dense_tokens, sorted(eagle_group_ids)
 
 
@@ -163,7 +163,7 @@ def test_no_block_is_kept_in_vain(layout_name: str) -> None:
 def unneeded_blocks(
     world: BlockManager, num_prompt_tokens: int, num_output_tokens: int
 ) -> list[bytes]:
-    """The keys in a request's cache without which its prompt and its next turn hit as much."""
+    """The keys of cached blocks without which the same prompt and the next turn hit as much."""
     request = world.request(range(num_prompt_tokens))
     world.prefill(request, 20)
     world.decode(request, range(1000, 1000 + num_output_tokens))
@@ -194,7 +194,7 @@ def unneeded_blocks(
 def serve_in_chunks(
     world: BlockManager, token_ids: Sequence[int], hints: Sequence[int] = ()
 ) -> int:
-    """Run a request to its end; returns the hit tokens."""
+    """Run a request to its end, and return its hit tokens."""
     request = world.request(token_ids)
     if hints:
         request.sampling_params.extra_args = {HINT_ARGUMENT: list(hints)}
@@ -205,7 +205,7 @@ def serve_in_chunks(
 
 
 def branches(num_shared_tokens: int, num_own_tokens: int) -> Iterator[list[int]]:
-    """Prompts that begin with the same tokens, and then part."""
+    """Prompts that begin with the same tokens, and then differ."""
     for number in itertools.count(1):
         own = range(number * 10_000, number * 10_000 + num_own_tokens)
         yield [*range(num_shared_tokens), *own]
@@ -213,10 +213,10 @@ def branches(num_shared_tokens: int, num_own_tokens: int) -> Iterator[list[int]]
 
 @pytest.mark.parametrize("layout_name", ADAPTIVE_LAYOUTS)
 def test_prefixes_that_requests_share_are_hit(layout_name: str) -> None:
-    """While there is room, the second request hits it, as in dense caching.
+    """While there is room, the second request hits the shared prefix, as with dense caching.
 
-    If others have taken all surplus blocks, the third request hits it, after two have shared the
-    prefix. The second request hits it if the first has named it.
+    If others have taken all surplus blocks, the third request hits the prefix, because two requests
+    have shared it. With a hint of the first request, the second request hits it.
     """
     specs = LAYOUTS[layout_name]
     unit_tokens = unit_of(specs)
@@ -250,7 +250,7 @@ def test_prefixes_that_requests_share_are_hit(layout_name: str) -> None:
                 num_hits += dense[1] > 0
                 num_missed += pressed[1] < dense[1]
     assert num_hits > 10
-    assert num_missed > 0, "the second hits as well: nothing is shown"
+    assert num_missed > 0, "the second request always hits, so this shows nothing"
 
 
 WIDE = pytest.param(
@@ -322,7 +322,7 @@ def test_interval_of_the_configuration_stays_where_retention_has_nothing_to_do()
 
 @pytest.mark.vllm(">=0.30")
 def test_blocks_that_a_drafter_computes_again_are_not_cached() -> None:
-    """MTP of several modules computes the KV of the last tokens again with the next tokens."""
+    """MTP of several modules computes the KV of the last tokens again, with the next tokens."""
     layout = Layout((full(4), window(4, 9)), frozenset({1}))
     with retention_installed():
         world = BlockManager(layout, 0, NUM_BLOCKS, num_prefill_lookahead=3)
@@ -373,16 +373,16 @@ def step_ends(
 @pytest.mark.parametrize("num_shared_tokens", range(2 * UNIT_TOKENS, 9 * UNIT_TOKENS, 5))
 @pytest.mark.parametrize("layout", [MAMBA, MAMBA_WINDOW], ids=lambda layout: layout.name)
 def test_a_step_ends_where_states_are_shared(layout: EngineLayout, num_shared_tokens: int) -> None:
-    """A state exists only where a step ends: the second request makes one at the junction.
+    """A state exists only where a step ends, so the second request lets a step end at the junction.
 
-    If the first one names it, it makes one.
+    If the first request names the junction, it lets a step end there.
     """
     junction = num_shared_tokens // UNIT_TOKENS * UNIT_TOKENS
     prompts = [*itertools.islice(branches(num_shared_tokens, 7 * UNIT_TOKENS + 3), 3)]
     with adaptive_retention():
         first, second, third = step_ends(layout, prompts)
     assert first[0] == second[0] == 0
-    assert junction not in first, "a step ends there anyway: nothing is shown"
+    assert junction not in first, "a step ends there anyway, so this shows nothing"
     assert junction in second
     assert third[0] == junction
     with adaptive_retention():
@@ -406,7 +406,7 @@ def test_a_prompt_of_whole_blocks_hits_when_it_is_sent_again(
     assert [each[0] for each in ends] == [0, hit_tokens, hit_tokens]
     assert len(ends[0]) <= len(stock[0]) + 1
     if num_tokens % OPTIONS.max_num_batched_tokens != UNIT_TOKENS:
-        assert stock[1][0] < hit_tokens, "it hits there anyway: nothing is shown"
+        assert stock[1][0] < hit_tokens, "stock hits as much, so this shows nothing"
 
 
 @pytest.mark.parametrize("num_tokens", range(2 * UNIT_TOKENS + 1, 3 * UNIT_TOKENS))
@@ -442,7 +442,7 @@ def test_a_prefix_recovers_from_blocks_that_a_connector_uncached(is_running: boo
 
 
 def test_a_long_path_of_checkpoints_is_dropped_with_its_engine() -> None:
-    """The path is as long as a million tokens in small blocks. Its end does not end the process."""
+    """The path has as many checkpoints as a million tokens in small blocks. Dropping it is safe."""
     num_tokens = 1_000_000
     with adaptive_retention():
         world = BlockManager(Layout((window(4, 11),)), 4, num_tokens // 4 + 4000)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each repair beside the upstream defect that it repairs, without retention.
+"""Each repair, beside the upstream defect that it repairs, without retention.
 
-A test named ``test_stock_...`` shows vLLM on its own: it fails as soon as upstream is right, and
-then the repair can go. Failed loads have `test_failed_loads`.
+A test named ``test_stock_...`` shows vLLM on its own. It fails as soon as upstream is right. Then
+the repair can be removed. Failed loads are tested in `test_failed_loads`.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def repaired(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def with_loads() -> Iterator[Workload]:
-    """Every other request is loaded from outside, into a pool with room for little more.
+    """Every other request is loaded from outside. The pool has room for little more.
 
-    The blocks of the local hit that a load extends are the next to be given away.
+    A load extends a local hit. The blocks of this hit are the next to be given away.
     """
     for seed in range(24):
         workload = random_workload(WIDE_WINDOWS, seed)
@@ -84,7 +84,7 @@ def with_drafts() -> Iterator[Workload]:
 
 
 def with_resets() -> Iterator[Workload]:
-    """Drafts are in flight when a reset of the prefix cache preempts what runs."""
+    """Drafts are in flight when a reset of the prefix cache preempts running requests."""
     for number in range(NUM_RESET_RUNS):
         layout = DRAFT_LAYOUTS[number % len(DRAFT_LAYOUTS)]
         workload = random_workload(layout, number // len(DRAFT_LAYOUTS))
@@ -133,7 +133,7 @@ RANDOM_RUNS: dict[str, tuple[Callable[[], Iterable[Workload]], int]] = {
     "discarded-frames": (with_resets, NUM_RESET_RUNS // 3),
     "preempted-in-step": (with_priorities, len(PRIORITY_SEEDS) // 2),
 }
-"""By repair, workloads that run into the defect, and how many failing runs must be exceeded."""
+"""By repair: workloads that run into the defect. More than this number of runs must fail."""
 
 
 MENDED_SINCE_0_30 = ("two-phase-allocation", "drafts-in-flight", "discarded-frames")
@@ -142,7 +142,7 @@ MENDED_SINCE_0_30 = ("two-phase-allocation", "drafts-in-flight", "discarded-fram
 def of_each(
     *own_managers: str, repairs: Iterable[str] = RANDOM_RUNS, vllm: Mapping[str, str] | None = None
 ) -> pytest.MarkDecorator:
-    """Marks repairs by name. ``vllm`` has the versions for which a claim is true."""
+    """Parametrize a test by repair. ``vllm`` has the versions for which a claim is true."""
     marks: dict[str, list[pytest.MarkDecorator]] = {repair: [] for repair in repairs}
     for repair in set(own_managers) & marks.keys():
         marks[repair].append(pytest.mark.own_managers)
@@ -158,7 +158,7 @@ def repairs_but(repair: str) -> AbstractContextManager[None]:
 
 
 def failures(workloads: Iterable[Workload]) -> list[str]:
-    """The failures of runs in which a request reads or answers what is not its own."""
+    """The failures of runs in which a request reads KV or gives answers that are not its own."""
     return [
         failure
         for each in workloads
@@ -194,7 +194,7 @@ def test_stock_random_runs_have_been_mended(repair: str) -> None:
 
 
 class TestTrimFullGroups:
-    """A drafter's window that looks ahead shortens the hit after the full groups were looked up."""
+    """A drafter's window that looks ahead shortens a hit after the full groups were looked up."""
 
     FEATURE = "trim-full-groups"
     LAYOUT = (
@@ -206,7 +206,7 @@ class TestTrimFullGroups:
     PROMPT = range(2 * UNIT_TOKENS + 4)
 
     def handed_out(self) -> tuple[int, list[int]]:
-        """The tokens that a repeated prompt hits, and the tokens that each full group hands out."""
+        """The tokens that a repeated prompt hits, and the tokens of each full group's blocks."""
         world = BlockManager(self.LAYOUT)
         world.prefill(world.request(self.PROMPT), 100)
         blocks, hit_tokens = look_up(world.manager, world.request(self.PROMPT))
@@ -239,10 +239,10 @@ RANKS = pytest.mark.parametrize(
 
 
 class TestContextParallelWindows:
-    """Two ranks share the tokens of each block; upstream cannot look windows up then.
+    """Two ranks share the tokens of each block. Upstream cannot look up windows then.
 
-    The hybrid coordinator of vLLM refuses to be built: on it, only a model with nothing but sliding
-    windows comes as far as the first lookup. Since vLLM 0.30 ranks do not share its blocks.
+    vLLM's hybrid coordinator refuses this, so only models with nothing but sliding windows come as
+    far as the first lookup. Since vLLM 0.30, ranks do not share blocks of windows.
     """
 
     FEATURE = "context-parallel-windows"
@@ -326,7 +326,7 @@ class TestDraftsInFlight:
     def test_a_step_costs_nothing_where_nothing_waits(
         self, layout: EngineLayout, is_async: bool, drafter: Drafter | None
     ) -> None:
-        """The function called per request and step is upstream's own."""
+        """The function that is called per request and step is upstream's own."""
         assert not self.engine(layout, is_async, drafter).replaced_methods
         assert type(KVCacheCoordinator.remove_skipped_blocks) is FunctionType
         assert type(KVCacheManager.allocate_slots) is FunctionType
@@ -359,7 +359,7 @@ class TestDiscardedFrames:
             yield SchedulerEngine(FULL_WINDOW, options, ReadCheck.ALL)
 
     def decode(self, engine: SchedulerEngine) -> list[int]:
-        """All tokens that the scheduler returns from here on."""
+        """All tokens that the scheduler returns from now on."""
         return [t for step in engine.finish() for _, new, _ in step.outputs for t in new]
 
     @pytest.mark.vllm("<0.30")
@@ -386,20 +386,20 @@ class TestDiscardedFrames:
     def test_prompt_logprobs_come_with_the_first_token_that_counts(
         self, engine: SchedulerEngine, mocker: MockerFixture
     ) -> None:
-        """Workers make them once. Upstream's assertion ends the engine."""
+        """Workers compute them once. Without the repair, upstream's assertion ends the engine."""
         assert self.prompt_logprobs_after_reset(engine, mocker) == ["logprobs", None]
 
     @pytest.mark.vllm(">=0.30")
     def test_stock_loses_prompt_logprobs_of_a_frame_that_it_drops(
         self, engine: SchedulerEngine, mocker: MockerFixture
     ) -> None:
-        """The defect ends no engine there, and is not repaired."""
+        """In this version, the defect ends no engine. We do not repair it."""
         assert self.prompt_logprobs_after_reset(engine, mocker) == [None, None]
 
     def prompt_logprobs_after_reset(
         self, engine: SchedulerEngine, mocker: MockerFixture
     ) -> list[Any]:
-        """Prompt log-probabilities of the first two outputs. The frame that had them is dropped."""
+        """Prompt log-probabilities of the first two outputs. The step that had them is dropped."""
         engine.add_request(self.PLAN)
         engine.step()
         assert engine._in_flight[0][1].sampled_token_ids == [self.PLAN.expected_output()[:1]]

@@ -2,7 +2,7 @@
 """Random lives of requests that share prefixes, on the real block manager of a small pool.
 
 Requests are admitted, prefilled in chunks, decoded, preempted, finished and aborted in any order,
-under eviction. A hit is checked against a brute-force record of what every block was written with.
+under eviction. A hit is compared with a record of the tokens that were written to each block.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Lives(RuleBasedStateMachine):
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.written: dict[int, tuple[int, ...]] = {}
-        """By block id, the tokens of the prompt up to the end of the last write."""
+        """By block id, the prompt's tokens up to the end of the last write."""
 
     @property
     def groups(self):
@@ -89,7 +89,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), scheduled_tokens=st.integers(1, 20))
     def preempt_what_was_just_scheduled(self, data: st.DataObject, scheduled_tokens: int) -> None:
-        """Preempt by priority, within one step: tokens that were cached are never computed."""
+        """Preempt by priority, within one step. So tokens are cached, but never computed."""
         request = data.draw(st.sampled_from(self.running))
         num_new_tokens = min(scheduled_tokens, request.num_tokens - request.num_computed_tokens)
         if num_new_tokens and self.world.manager.allocate_slots(request, num_new_tokens) is None:
@@ -116,7 +116,7 @@ class Lives(RuleBasedStateMachine):
         self.world.reset()
 
     def write(self, request: Request, num_tokens: int) -> None:
-        """Compute the next tokens. Their blocks then hold the tokens up to each block's end."""
+        """Compute the next tokens. Each block then holds the tokens up to its end."""
         first = request.num_computed_tokens
         request.num_computed_tokens += num_tokens
         for group in self.groups:

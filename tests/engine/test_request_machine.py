@@ -2,8 +2,9 @@
 """Random lives of requests on vLLM's real scheduler and block manager, with holes and segments.
 
 Requests come, come back, are aborted and preempted in any order. Meanwhile the tier and the device
-lose entries, transfers are slow or fail, caches are reset and the scheduler is paused. With
-segments, these are also stored and reused in any order, and the same prompts come without them.
+lose entries, transfers are slow or fail, caches are reset and the scheduler is paused. If segments
+are reused, requests also store and reuse them in any order. The same prompts also come without
+segments.
 After each step, the machine checks the KV that attention has read, the KV that any request could
 find by a hash of tokens, and the reference counts of blocks. At the end, requests must have their
 own outputs, and nothing may be left.
@@ -65,8 +66,10 @@ LAYOUTS = {
     False: (ONE_GROUP, (GPT_OSS, GEMMA, DEEPSEEK_V4_LIKE)),
     True: (ONE_GROUP, (GPT_OSS, GEMMA, paged(layouts.FULL_WINDOW, ROWS))),
 }
-"""By whether segments are reused: of one group and of several, whose pages move whole, and row by
-row."""
+"""The layouts of each test, by whether segments are reused: first those of one group, then others.
+
+Some move whole pages, and some move rows.
+"""
 
 BLOCK_TOKENS = FULL.groups[0].block_tokens
 MAX_PROMPT_TOKENS = 32 * BLOCK_TOKENS
@@ -87,7 +90,10 @@ SEPARATOR = 62
 _rng = random.Random("documents")
 DOCUMENTS = [tuple(tokens(_rng, length)) for length in (40, 53, 32, 37, 120, 16)]
 DOCUMENTS.append((*DOCUMENTS[1][:32], *tokens(_rng, 9)))
-"""What prompts are made of. Some are as long as blocks are; the last one begins as another does."""
+"""What prompts are made of. Some lengths are multiples of the block size.
+
+The last document begins as another one does.
+"""
 
 ENGINES = st.fixed_dictionaries(
     {
@@ -132,7 +138,11 @@ BLENDING = st.fixed_dictionaries(
 CHOSEN = st.fixed_dictionaries(
     {"min_tokens": st.sampled_from([1, 6, 20])}, optional={"min_head_tokens": st.just(0)}
 )
-"""The minimum head, which users cannot choose: with 0, windows read across segments' beginnings."""
+"""Options of blending. ``min_head_tokens`` is the minimum length of a head.
+
+Users cannot choose it. With windows, the first tokens of a segment read tokens before the segment.
+With a minimum of 0, such tokens may be reused.
+"""
 
 SCRIPTS = st.builds(
     TransferScript,
@@ -165,7 +175,7 @@ class Watch:
     """What steps compute, and what the engine answers.
 
     Args:
-        engine: Whose steps are watched.
+        engine: The engine whose steps are watched.
     """
 
     def __init__(self, engine: BlendingEngine) -> None:
@@ -174,12 +184,13 @@ class Watch:
         self._update = engine.scheduler.update_from_output
         self._computed: dict[str, list[tuple[int, int]]] = {}
         self.began_again: set[str] = set()
-        """The requests of which a part has to be computed more than once."""
+        """The requests for which a part has to be computed more than once."""
         self.outputs: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.was_blended: set[str] = set()
         self._answered: dict[str, Reused] = {}  # What was reused at the last token.
-        self._sampling: dict[int, dict[str, Reused]] = {}  # The same, by step under way.
+        # What was reused at the tokens that steps under way sample, by the id of the step.
+        self._sampling: dict[int, dict[str, Reused]] = {}
         engine.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
         engine.runner.execute = self.execute
         engine.scheduler.update_from_output = self.update
@@ -189,7 +200,7 @@ class Watch:
             runner.run = partial(self._run_job, runner.run)
 
     def _run_job(self, run: Any, job: Any, recorded: Any) -> Any:
-        """A worker executes a job. It fails where the script says so."""
+        """Let a worker execute a job. The job fails where the script says so."""
         try:
             return run(job, recorded)
         except BackendError:
@@ -199,7 +210,7 @@ class Watch:
             raise
 
     def execute(self, scheduled: Any) -> Any:
-        """A step."""
+        """Execute a step."""
         num_tokens = scheduled.num_scheduled_tokens
         options = self._engine.options
         assert sum(num_tokens.values()) == scheduled.total_num_scheduled_tokens
@@ -240,15 +251,17 @@ class Watch:
         for manager, number in counted:
             tables = [manager.req_to_blocks[each.request_id][:number] for each in requests]
             assert all(table == tables[0] for table in tables), "requests begin with other blocks"
-            assert not number or row_ids <= self._engine.requests.keys(), "a hole, too"
+            assert not number or row_ids <= self._engine.requests.keys(), (
+                "the step has a common prefix, although one of its rows is a hole"
+            )
 
     def _samples(self, request_id: str) -> bool:
-        """Whether the step yields a token of the answer. Its tokens count as computed already."""
+        """Whether the step yields a token of the answer. The step's tokens count as computed."""
         request = self._engine.scheduler.requests[request_id]
         return request.num_computed_tokens >= request.num_tokens
 
     def update(self, scheduled: Any, from_model: Any) -> Any:
-        """The output of a step."""
+        """Process the output of a step."""
         results = self._update(scheduled, from_model)
         sampled = self._sampling.pop(id(scheduled))
         for output in (output for of_client in results.values() for output in of_client.outputs):
@@ -264,12 +277,12 @@ class Watch:
         return results
 
     def check_hits(self) -> None:
-        """Loaded tokens are counted as found, and nothing else is."""
+        """Loaded tokens are counted as found, and no others are."""
         stats = self._engine.scheduler.connector_prefix_cache_stats
         assert stats.hits + stats.preempted_hits == self._engine.num_loaded_tokens
 
     def _check_prefill(self, request_id: str, stats: Any) -> None:
-        """Each token of the prompt was found, or computed once."""
+        """Each token of the prompt was found, or was computed once."""
         request = self._engine.requests[request_id]
         num_tokens = stats.num_prompt_tokens
         assert num_tokens == request.num_prompt_tokens
@@ -308,7 +321,7 @@ class Watch:
 
 
 class Router:
-    """A follower of KV events, which knows by them what can be found in host memory."""
+    """A follower of KV events. From them, it knows what can be found in host memory."""
 
     def __init__(self, engine: BlendingEngine) -> None:
         self._engine = engine
@@ -349,7 +362,7 @@ class RequestMachine(RuleBasedStateMachine):
 
     Attributes:
         is_blending: Whether segments are reused.
-        layouts: The layouts of which it has one.
+        layouts: The engine has one of these layouts.
     """
 
     is_blending: bool
@@ -360,7 +373,7 @@ class RequestMachine(RuleBasedStateMachine):
         self.engine: Any = None
         self.plans: dict[str, RequestPlan] = {}
         self.num_steps = 0
-        self.is_well = False  # Whether no fault has been found.
+        self.is_well = False  # True if no fault was found.
 
     @initialize(data=st.data(), engine=ENGINES, connector=CONNECTORS, script=SCRIPTS)
     def start(
@@ -393,7 +406,7 @@ class RequestMachine(RuleBasedStateMachine):
         if {group.block_tokens for group in layout.groups} == {self.engine.hash_block_size}:
             self.contents = ExactContents(self.engine, MAX_TOKENS)
         self.num_own_plans = 0
-        # A request that waits for another's load waits for some steps, however fast they are.
+        # If a request waits for another's load, it waits for some steps, however fast steps are.
         self.engine.clock = lambda: self.num_steps * STEP_S
         self.is_well = True
         if self.is_blending:
@@ -440,10 +453,10 @@ class RequestMachine(RuleBasedStateMachine):
         beginning: tuple[int, ...] = (),
         **asked: Any,
     ) -> None:
-        """A prompt that shares documents with others, and their order with some.
+        """A prompt of documents that other prompts have, too. Some prompts have the same order.
 
-        The documents are segments that the prompt names, or that separators mark. A plain prompt
-        wants all of its tokens computed.
+        The documents are segments that the prompt names, or that separators mark. For a plain
+        prompt, all tokens are computed.
         """
         prompt, segments = self._prompt(documents, num_own, not named, beginning)
         self._add(prompt, PLAIN if is_plain else {SEGMENTS_KEY: segments} if named else {}, **asked)
@@ -467,7 +480,7 @@ class RequestMachine(RuleBasedStateMachine):
         max_tokens: int = 4,
         is_plain: bool = False,
     ) -> None:
-        """Chats go on. The tier has lost some of their KV since, and the device all of it."""
+        """Chats continue. The tier has lost some of their KV, and the device all of it."""
         self.evict(lost_share, seed)
         if is_lost_on_device:
             self._evict_on_device(1.0, random.Random(seed))
@@ -494,7 +507,7 @@ class RequestMachine(RuleBasedStateMachine):
     def store(
         self, document: int, has_sink: bool = False, are_lost: bool = False, **asked: Any
     ) -> None:
-        """A segment is to be stored, perhaps for a second time."""
+        """Ask for a segment to be stored, perhaps for a second time."""
         if are_lost:
             self.evict(1.0, 0)
         token_ids = DOCUMENTS[document]
@@ -539,7 +552,7 @@ class RequestMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.scheduler.running)
     @rule(left=st.integers(0, 2))
     def step_without_room(self, left: int) -> None:
-        """Another request has the free blocks of the pool, so a running request is preempted."""
+        """Another request takes the free blocks of the pool, so a running request is preempted."""
         self._step(self._take_free_blocks(left))
 
     @rule()
@@ -572,7 +585,9 @@ class RequestMachine(RuleBasedStateMachine):
         has_reset = self.engine.reset(restarts_running, resets_connector)
         if restarts_running:
             assert has_reset
-            assert not self.engine.held.num_planned_stores, "sleep takes pages away before a step"
+            assert not self.engine.held.num_planned_stores, (
+                "a store is still planned, but sleep takes its pages away before the next step"
+            )
         if resets_connector:
             assert all(entry.state is not EntryState.STORED for entry in self.engine.entries)
 
@@ -612,7 +627,7 @@ class RequestMachine(RuleBasedStateMachine):
             counts["reused tokens"] += engine.segments.counters.reused_tokens
 
     def _check_output(self, request_id: str) -> None:
-        """A request without reuse gets the same answer, however it is served."""
+        """A request without reuse gets the same answer, in whatever way it is served."""
         output = self.watch.outputs.get(request_id, [])
         is_whole = self.watch.ended.get(request_id) in ("stop", "length")
         request = self.engine.requests[request_id]
@@ -657,7 +672,7 @@ class RequestMachine(RuleBasedStateMachine):
         has_separators: bool,
         beginning: tuple[int, ...] = (),
     ) -> tuple[tuple[int, ...], list[list[int]]]:
-        """A prompt, and the places of its documents. It ends with tokens of its own."""
+        """A prompt that ends with tokens of its own, and the places of its documents."""
         own = tokens(random.Random(len(self.plans)), num_own + 1)
         prompt = [*beginning]
         segments: list[list[int]] = []
@@ -713,7 +728,7 @@ class RequestMachine(RuleBasedStateMachine):
         return [r for r in self.engine.scheduler.requests.values() if not r.is_finished()]
 
     def _can_restart_running(self) -> bool:
-        """Whether running requests may be restarted: not while a load writes to blocks."""
+        """Whether running requests may be restarted. They may not while a load writes to blocks."""
         scheduler = self.engine.scheduler
         loaded = scheduler.finished_recving_kv_req_ids | self.engine.held.loaded_hole_ids
         return all(
@@ -725,13 +740,13 @@ class RequestMachine(RuleBasedStateMachine):
 
 
 def blocks_of_longest(layout: PagedLayout) -> int:
-    """The blocks without which vLLM may never admit a request. It counts all blocks of windows."""
+    """The blocks that the longest request needs to be admitted. vLLM counts all window blocks."""
     return sum(-(-MAX_TOKENS // group.block_tokens) + 2 for group in layout.groups)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def patches_installed() -> Iterator[None]:
-    # The speed of the machine does not decide what is swapped.
+    # No step is measured, so the speed of the machine does not decide which KV is stored.
     with offloading_installed(), mock.patch.object(TransferCost, "note_step"):
         yield
 
@@ -744,7 +759,8 @@ def test_random_lives(is_blending: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(segment_contexts, "MIN_BEGINNING_TOKENS", 1)
     monkeypatch.setattr(make_segments, "MIN_REUSED_TOKENS", 1)
     monkeypatch.setattr(blended_requests, "_is_exact", counted_exact)
-    monkeypatch.setattr(loads, "MIN_RUN_TOKENS", loads.MIN_RUN_TOKENS)  # The blocks come back.
+    # Each example sets this number. This line makes monkeypatch restore it after the test.
+    monkeypatch.setattr(loads, "MIN_RUN_TOKENS", loads.MIN_RUN_TOKENS)
     counts.clear()
     RequestMachine.is_blending = is_blending
     met = ["hole tokens", "checked prefills", "cached blocks", "rows", "tails", "followed entries"]
@@ -765,7 +781,7 @@ def test_random_lives(is_blending: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def counted_exact(*args: Any, is_exact: Callable[..., bool] = blended_requests._is_exact) -> bool:
-    """Whether a segment was computed behind the text before it. If so, it is counted."""
+    """Whether a segment was computed behind the text that is before it now. If so, count it."""
     found = is_exact(*args)
     counts["segments without a head"] += found
     return found

@@ -60,10 +60,10 @@ def test_nothing_of_it_is_stored_and_nothing_of_it_is_found(layout: PagedLayout)
     with engine_of(layout) as engine:
         assert hit_tokens(engine, asked("out", prompt, **KEPT_OUT)) == 0
         assert not engine.entries and not engine.side.counters.transfer_bytes["store"]
-        assert hit_tokens(engine, asked("in", prompt)) == 0, "it is not there"
+        assert hit_tokens(engine, asked("in", prompt)) == 0, "the request was kept out, but its KV was found"
         assert engine.entries
-        assert hit_tokens(engine, asked("again", prompt)) > 0, "the control"
-        assert hit_tokens(engine, asked("reads", prompt, **KEPT_OUT)) > 0, "it may read"
+        assert hit_tokens(engine, asked("again", prompt)) > 0, "the control must hit"
+        assert hit_tokens(engine, asked("reads", prompt, **KEPT_OUT)) > 0, "a request that is kept out may still read"
 
 
 @every_layout
@@ -76,7 +76,7 @@ def test_what_it_answers_is_not_stored_behind_what_others_have_stored(layout: Pa
         serve(engine, asked("out", longer, 2 * layout.unit_tokens, **KEPT_OUT))
         assert len(engine.entries) == entries
         serve(engine, asked("in, too", longer))
-        assert len(engine.entries) > entries, "the control"
+        assert len(engine.entries) > entries, "the control must store"
 
 
 def test_it_does_not_count_as_the_first_of_two_that_have_a_chunk() -> None:
@@ -124,7 +124,7 @@ def test_it_does_not_reach_a_shared_tier(tmp_path: Path) -> None:
             serve(engine, asked(f"out {number}", prompt, **KEPT_OUT))
         assert not objects(tmp_path)
         serve(engine, asked("in", prompt))
-    assert objects(tmp_path), "the control"
+    assert objects(tmp_path), "the control must put objects"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,10 @@ def test_it_does_not_reach_a_shared_tier(tmp_path: Path) -> None:
 def test_endpoints_write_truth_values_in_many_ways(
     value: Any, is_stored: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A value that is no truth value counts as false: nothing is stored, and the log says so."""
+    """A value that is neither true nor false counts as false: nothing is stored.
+
+    The log says so.
+    """
     with engine_of(FULL) as engine, caplog.at_level("WARNING"):
         serve(engine, asked("a", prompt_of(FULL, 1), kvext_store=value))
         assert bool(engine.entries) is is_stored
@@ -148,7 +151,10 @@ def test_endpoints_write_truth_values_in_many_ways(
 
 @pytest.mark.parametrize("turns", [(KEPT_OUT, {}), ({}, KEPT_OUT), ({}, {})], ids=str)
 def test_a_turn_of_a_session_may_keep_out_what_follows(turns: Any) -> None:
-    """vLLM gives a session the parameters of each turn. What was kept out is not stored later."""
+    """vLLM gives a session the parameters of each turn.
+
+    KV that was kept out is not stored later.
+    """
     first_args, second_args = turns
     prompt = prompt_of(GPT_OSS, 1, 8)
     with engine_of(GPT_OSS) as engine:
@@ -176,7 +182,7 @@ def test_no_segment_is_learned_from_it() -> None:
             engine.step_until(lambda: len(engine.answers) == engine.num_asked)
         assert not engine.own_plans
         engine.show_twice(document)
-        assert engine.learned == [document], "the control"
+        assert engine.learned == [document], "the control must be learned"
 
 
 def test_it_stores_no_segment(caplog: pytest.LogCaptureFixture) -> None:
@@ -224,7 +230,7 @@ def test_a_response_says_what_was_reused_and_why_no_more(caplog: pytest.LogCaptu
         assert third["hole_tokens"] > 0 and third["holes"] == 1
         assert third["host_tokens"] == second["host_tokens"] - third["hole_tokens"]
         assert third["shortfall"] == "evicted"
-        assert reported(engine, asked("fourth", prompt)) == {}, "it has not asked"
+        assert reported(engine, asked("fourth", prompt)) == {}, "the request has not asked for fields"
     lines = [each for each in caplog.messages if "decision=" in each]
     assert [line.split(":")[0] for line in lines] == [
         f"Request {name}" for name in ("first", "second", "third", "fourth")
@@ -264,7 +270,7 @@ def test_what_comes_from_a_shared_tier_is_told(tmp_path: Path) -> None:
 
 
 def test_a_load_that_has_failed_is_told() -> None:
-    """Behind what the device had, vLLM goes on by itself: the request is not looked up again."""
+    """vLLM computes what follows the device's hit. It does not look the request up again."""
     prompt = prompt_of(FULL, 1, 40)
     with engine_of(FULL, caching=True) as engine:
         serve(engine, asked("first", prompt))
@@ -283,7 +289,7 @@ def test_what_a_load_fails_to_bring_is_told() -> None:
         fail_next(engine, 1, 3)
         before = engine.side.counters.hit_tokens
         found = reported(engine, asked("second", prompt, **EXPLAINED))
-        assert engine.side.counters.hole_tokens > 0, "the case"
+        assert engine.side.counters.hole_tokens > 0, "no hole was computed, so the case did not occur"
         assert found["host_tokens"] == engine.side.counters.hit_tokens - before
         assert found["hole_tokens"] == engine.side.counters.hole_tokens
         assert (found["decision"], found["holes"]) == ("loaded", 1)

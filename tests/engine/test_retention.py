@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Retention on the real engine: the same tokens, whatever is hit, evicted or hinted, and reuse."""
+"""Retention on the real engine: reuse, and the same tokens with hits, evictions and hints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RETAINED = {
 }
 SETTINGS = {"stock": PLUGIN_OFF, "unset": {}, **RETAINED}
 ON_EVERY_VERSION = ("stock", "interval 0", "adaptive")
-"""The settings for every version. The others need two more engines, and show no more there."""
+"""The settings for every version. The others need two more engines, and show nothing more there."""
 
 SCENARIOS = ("chat", "storm", "corruption", "branches")
 ALL_DISABLED = {DISABLE_VARIABLE: ",".join(feature.name for feature in DEFAULTS)}
@@ -56,7 +56,10 @@ def plan(model: Path, *scenarios: str, **engine: object) -> Plan:
 
 @pytest.fixture(scope="module")
 def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> LazyReports:
-    """The served engines, by setting. ``uncached`` is right: no plugin, no prefix caching."""
+    """The served engines, by setting.
+
+    ``uncached`` is the reference: no plugin, no prefix caching.
+    """
     plans = {name: {name: plan(tiny_model)} for name in SETTINGS}
     plans["stock"] |= {
         "uncached": plan(tiny_model, **NO_PREFIX_CACHING),
@@ -116,7 +119,7 @@ def test_outputs_are_those_without_prefix_caching(setting: Served, uncached: Ser
 def test_a_wrong_cached_block_shows_in_the_outputs(
     setting: Served, uncached: Served, label: str
 ) -> None:
-    """The control of the test above: it can fail, for both kinds of group."""
+    """The control of the test above: that test can fail, for both kinds of group."""
     assert setting.hit_tokens(label) == [384]
     assert setting.logprob_error(label, uncached) > 100 * LOGPROB_TOLERANCE
 
@@ -174,7 +177,7 @@ def test_interval_wraps_the_core_once_asked_for(latest_only: Served) -> None:
 
 @pytest.mark.main_version
 def test_async_scheduler(served: LazyReports, latest_only: Served, uncached: Served) -> None:
-    """The CPU platform turns async scheduling off. Its scheduler can be had by name."""
+    """The CPU platform turns async scheduling off. But its scheduler can be chosen by name."""
     found = served["asynchronous"]
     for label in UNTOUCHED:
         assert found.logprob_error(label, uncached) <= LOGPROB_TOLERANCE

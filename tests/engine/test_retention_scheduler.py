@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Retention under load: random workloads on vLLM's real scheduler, checked in every step.
 
-Chunked prefill, preemption, priorities, aborts, resets, asynchronous scheduling, drafts, KV
-connectors, images, adapters and cache salts, by interval and adaptively, in pools in which
-checkpoints have to give way. No request reads KV that is not its own, no cached block holds
-anything else than its key says, and the checkpoints know of every block that is cached.
+The workloads have chunked prefill, preemption, priorities, aborts, resets, asynchronous scheduling,
+drafts, KV connectors, images, adapters and cache salts. Retention works by interval and adaptively,
+in pools in which checkpoints have to be given up. No request reads KV that is not its own, cached
+blocks hold what their keys say, and the checkpoints know every cached block.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ INSTALLED = {"adaptive": adaptive_retention, "interval": retention_installed}
 
 
 def workload_of_seed(layout: Layout, seed: int) -> Workload:
-    # Keys are short without events, and other functions look them up.
+    # Without events, keys are short, and other functions look them up.
     return with_options(random_workload(layout, seed), events=seed % 4 != 1)
 
 
@@ -86,7 +86,7 @@ def all_checks(workload: Workload) -> list[Check]:
 
 @functools.cache
 def outcome_of(layout: Layout, policy: str) -> tuple[list[str], Counter[str]]:
-    """The faults in the workloads of a layout, and the events of them."""
+    """The faults in the workloads of a layout, and the counts of their events."""
     counts: Counter[str] = Counter()
     violations = []
     with INSTALLED[policy]():
@@ -123,7 +123,7 @@ def test_sample_exercises_what_it_should() -> None:
         "cached blocks checked",
         "events checked",
     ):
-        # vLLM-Ascend has a quarter of the layouts, and room for two steps in each pool.
+        # vLLM-Ascend has a quarter of the layouts. Each pool has room for two steps.
         least = sampled(5 if family.IS_ASCEND else 20)
         assert counts[what] >= least, f"{what}: {counts[what]}"
 
@@ -168,7 +168,7 @@ def plain_workloads(layout: Layout) -> list[Workload]:
     ],
 )
 def test_stock_violates(make_checks: Callable[[Workload], list[Check]], violation: str) -> None:
-    """Stock runs with its own interval 0."""
+    """Stock runs with vLLM's own interval 0."""
     with retention_interval(0):
         assert violation in first_violation(plain_workloads(MAMBA_WINDOW), make_checks)
 
@@ -183,7 +183,7 @@ def test_stock_frees_useless_blocks_first() -> None:
 
 @pytest.mark.parametrize("method", ["touch", "free_blocks"])
 def test_sees_lost_and_shared_blocks(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checks notice a pool that forgets to take hit blocks, or to give one back."""
+    """The checks notice a pool that does not take hit blocks, or does not give a block back."""
     original = getattr(BlockPool, method)
 
     def forget_one(self: BlockPool, blocks: Iterable[KVCacheBlock], **kwargs: Any) -> None:
@@ -207,7 +207,7 @@ def swap_the_last_two(engine: SchedulerEngine, step: Step) -> None:
 
 
 def uncache_a_needed_block(engine: SchedulerEngine, step: Step) -> None:
-    """Take a block from a checkpoint without telling it."""
+    """Take a block away from a checkpoint. The checkpoint is not told."""
     cache_state = cache_state_of(engine.scheduler.kv_cache_manager)
     for block_id in reversed(step.free_queue):
         if inspection.num_needs(cache_state, block_id):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every rotary class of the installed vLLM: keys are moved as it would move them, or refused."""
+"""Every rotary class of the installed vLLM: keys are moved as the class would, or refused."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ if find_spec(f"{rotary_embedding.__name__}.telechat3_scaling_rope"):  # vLLM 0.3
 
 @pytest.fixture(autouse=True, params=["none", "all"])
 def current_config(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The config by which vLLM's modules choose plain torch, or vLLM's own ops."""
+    """The config from which vLLM's modules choose plain torch or vLLM's own ops."""
     compilation = CompilationConfig(custom_ops=[request.param])
     with set_current_vllm_config(VllmConfig(compilation_config=compilation)):
         rotary_embedding._ROPE_DICT.clear()
@@ -94,7 +94,7 @@ def rope(
 
 
 def classes_of_vllm() -> dict[str, type]:
-    """Every module of torch that the package defines, by full name."""
+    """Every module of torch that the package defines, by its full name."""
     found = {}
     for info in pkgutil.iter_modules(rotary_embedding.__path__):
         module = importlib.import_module(f"{rotary_embedding.__name__}.{info.name}")
@@ -106,11 +106,11 @@ def classes_of_vllm() -> dict[str, type]:
 
 
 NOT_EMBEDDINGS = {f"{ApplyRotaryEmb.__module__}.{ApplyRotaryEmb.__qualname__}"}
-"""A module that turns by given angles."""
+"""A module that rotates by given angles."""
 
 
 def installed(names: Iterable[str]) -> set[str]:
-    """The classes whose module this vLLM has. Each release has some of its own."""
+    """The names of the classes that this vLLM has. Each release has some classes of its own."""
     return {name for name in names if find_spec(name.rpartition(".")[0])}
 
 
@@ -148,7 +148,7 @@ def test_keys_are_moved_as_the_module_would(name: str, is_neox_style: bool, dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_the_rotated_part_of_a_latent_is_moved(dtype: torch.dtype) -> None:
-    """The module knows only its 64 elements of an MLA row, which lie behind 512 others."""
+    """The module knows only 64 elements of an MLA row. They lie behind 512 others."""
     module = get_rope(64, POSITIONS, False, dict(ROPES["DeepSeek, attention factor"]), dtype)
     signature = read_rotary_signature(module, dtype, head_elements=576, offset_elements=512)
     assert signature.rotary_elements == 64
@@ -183,7 +183,7 @@ def _off_by_one(module, right, rows, signature, dtype, shifts):
 
 
 def _factor_again(module, right, rows, signature, *others):
-    """Stored keys have the attention factor. A difference of positions has none."""
+    """Stored keys have the attention factor. A difference between positions has none."""
     moved = right(rows, signature, *others)
     moved[..., : signature.rotary_elements] *= module.mscale
     return moved

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing asked for, nothing changed: every scheduling decision is that of stock vLLM.
+"""If nothing is asked for, nothing changes: every scheduling decision is that of stock vLLM.
 
-With the defaults, this holds in workloads that run into none of the repaired defects. With all
-features installed and nothing configured, every decision is that of the defaults. Random workloads
-run on vLLM's real scheduler. `support.scheduler.transcript.Step` has the compared facts.
+With the defaults, this holds in workloads that run into none of the repaired defects. If all
+features are installed and nothing is configured, every decision is that of the defaults. Random
+workloads run on vLLM's real scheduler. `support.scheduler.transcript.Step` has the compared facts.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ ALL = tuple(feature.name for feature in FEATURES)
 REPAIRED = {
     patch.feature for patch in PATCHES if any(version_in(VLLM, versions) for versions in patch.vllm)
 }
-"""The repairs of this version. Defects that upstream has mended do not show."""
+"""The repairs of this version. Defects that upstream has fixed do not show."""
 
-# Fewer workloads do not show every defect that is repaired on the main version.
+# Fewer workloads do not show every defect that is repaired in the main version.
 WORKLOADS = list(random_workloads(range(4 if IS_SAMPLE else 8)))
 
 
@@ -70,7 +70,7 @@ def holds_a_block_twice(coordinator: KVCacheCoordinator, request_id: str, _: Non
 
 
 def windows_move_with_drafts(manager: KVCacheManager, request: Request) -> bool:
-    # The harness has at most one step in flight, which yields one token and its drafts.
+    # The harness has at most one step in flight. The step yields one token and its drafts.
     num_drafts = max(0, request.num_output_placeholders - 1)
     computed = request.num_computed_tokens
     return any(
@@ -92,7 +92,7 @@ def has_cached_what_it_has_not_computed(manager: KVCacheManager, request: Reques
 
 
 def resets_with_drafts_in_flight(scheduler: Scheduler, reset_running_requests: bool) -> bool:
-    # At most one step is in flight, so one placeholder is one frame.
+    # At most one step is in flight, so one placeholder belongs to one step.
     placeholders = (request.num_output_placeholders for request in scheduler.running)
     return reset_running_requests and max(placeholders, default=0) > 1
 
@@ -110,9 +110,10 @@ AFTER = {
         holds_a_block_twice,
     ),
 }
-"""By repair: the function of upstream before, or after, whose call its defect shows, and by what.
+"""By repair: a function of upstream, and a check of whether a defect shows.
 
-It is given the function's first argument, and what the function has returned.
+The check runs before or after each call of the function. It gets the function's first argument, and
+then the second or the result.
 """
 
 
@@ -144,7 +145,7 @@ def decided(workload: Workload) -> Transcript | str:
     try:
         return run(workload).transcript
     except (AssertionError, RuntimeError) as error:
-        # The result of a defect: the schedule can no longer be executed.
+        # This is the result of a defect: the schedule can no longer be executed.
         return f"{type(error).__name__}: {error}"
 
 
@@ -209,7 +210,7 @@ def with_interval() -> Iterator[Transcript | str]:
 
 
 def check_sees_an_interval(default: list[Transcript | str], sparse: list[Transcript | str]) -> None:
-    """The control: with retention on, windows and states are cached differently."""
+    """The control: with retention, windows and states are cached differently."""
     names = differing(default, sparse).keys()
     windows = {workload.name for workload in WORKLOADS if workload.layout.has_window}
     states = {workload.name for workload in WORKLOADS if workload.layout.has_mamba}

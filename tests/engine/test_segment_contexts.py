@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments that are stored behind others of their salt, on vLLM's real scheduler, in real pages.
+"""Segments that are stored behind others of their salt. The scheduler and the pages are real.
 
-Every step compares the stored KV, and the KV that is read of it: see `LearningEngine`.
+Every step compares the stored KV, and what requests read of it: see `LearningEngine`.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def store(engine: LearningEngine, *documents: tuple[int, ...], **more: Any) -> N
 
 
 def learn(engine: LearningEngine, *documents: tuple[int, ...]) -> None:
-    """Have two requests with each of these segments."""
+    """Send two requests with each of these segments."""
     for document in documents:
         for _ in range(2):
             engine.answer(document)
 
 
 def lose(engine: LearningEngine, prefix: SegmentPrefix) -> None:
-    """Let host memory lose a document behind a sink."""
+    """Let host memory lose a document that is stored behind a sink."""
     keys = {prefix.key_at(end) for end in range(1, prefix.num_tokens + 1)}
     engine.tier.evict(lambda entry: entry.key in keys)
 
@@ -89,7 +89,7 @@ def test_segments_are_stored_behind_the_first_documents(
         store(engine, *FIRST)
         assert context_of(engine) == CONTEXT
         store(engine, *LATER)
-        assert context_of(engine) == CONTEXT, "it stays"
+        assert context_of(engine) == CONTEXT, "the context has changed"
         engine.answer(*LATER)
         assert engine.counts.reused_tokens == 3 * (40 - HEAD_TOKENS)
 
@@ -99,7 +99,7 @@ PROMPTS = [tuple(tokens(random.Random(f"prompt {n}"), 40)) for n in range(NUM_PR
 
 
 def begin(engine: LearningEngine) -> None:
-    """Ask prompts that begin alike, and go on differently."""
+    """Send prompts that begin alike, and differ then."""
     for number, segment in enumerate(PROMPTS):
         engine.answer(segment, beginning=(*BEGINNING, number))
 
@@ -120,7 +120,7 @@ def test_contexts_begin_like_prompts(layout: PagedLayout) -> None:
 
 
 def test_documents_are_learned_once_more_when_it_is_known_what_prompts_begin_with() -> None:
-    """They are learned once two requests have them. Until then, stored segments are reused."""
+    """Documents are learned once two requests have them. Until then, stored segments are reused."""
     with choosing(segments={"sink": None}) as engine:
         store(engine, *FIRST, *LATER[:2])
         num_learned = len(engine.learned)
@@ -131,7 +131,7 @@ def test_documents_are_learned_once_more_when_it_is_known_what_prompts_begin_wit
             assert reused_tokens(engine, *asked) == 3 * (40 - HEAD_TOKENS)
             assert sorted(engine.learned[num_learned:]) == sorted(asked * already)
         store(engine, LATER[2])
-        assert engine.learned[num_learned + 3 :] == [LATER[2]] * 3, "not behind what is past"
+        assert engine.learned[num_learned + 3 :] == [LATER[2]] * 3, "it is learned behind a former context"
 
 
 def reused_tokens(engine: LearningEngine, *documents: tuple[int, ...], **more: Any) -> int:
@@ -177,7 +177,7 @@ def test_nothing_of_a_context_is_answered_to_a_client() -> None:
 
 
 def test_documents_of_the_context_are_stored_once_more() -> None:
-    """The engine's own requests store them. Until then they are reused as they were stored."""
+    """The engine's own requests store them. Until then, requests reuse what was stored first."""
     with choosing() as engine:
         store(engine, *FIRST[:-1])
         engine.segments.learning.is_held = True
@@ -194,7 +194,7 @@ def test_documents_of_the_context_are_stored_once_more() -> None:
 
 
 def test_behind_a_context_that_host_memory_has_lost_documents_are_stored_once_more() -> None:
-    """They are stored once two requests would have reused them there."""
+    """The documents are stored again once two requests would have reused them there."""
     with choosing() as engine:
         store(engine, *FIRST, *LATER)
         segments = engine.segments.store
@@ -230,7 +230,7 @@ def test_what_two_requests_had_in_different_places_is_learned_alone() -> None:
         before = engine.counts.reused_tokens
         engine.answer(*FIRST[:3], LATER[0])
         assert engine.counts.reused_tokens - before == 4 * (40 - HEAD_TOKENS)
-        assert engine.learned[num_learned:] == [LATER[0]] * 2, "two have wanted it there"
+        assert engine.learned[num_learned:] == [LATER[0]] * 2, "two requests wanted it there, but it was not learned"
 
 
 @pytest.mark.parametrize("last_is_learned", [False, True])
@@ -275,7 +275,7 @@ def test_after_a_reset_two_requests_are_enough_again() -> None:
 
 
 def test_nothing_is_learned_behind_what_is_past() -> None:
-    """Too long documents, and the prompt that made the latest context, learn nothing."""
+    """Documents that are too long, and the prompt that made the latest context, learn nothing."""
     options = {"learn": True, "sink": None}
     with choosing(segments=options, max_model_len=384) as engine:
         store(engine, *FIRST)
@@ -342,7 +342,7 @@ def test_a_part_behind_a_context_does_not_hide_what_is_stored_whole() -> None:
         store(engine, *FIRST, *LATER)
         segments = engine.segments.store
         best = segments.prefixes(LATER[0], None, num_before=2)[0]
-        end_key = best.key_at(best.num_tokens)  # Entries are evicted from the ends of segments on.
+        end_key = best.key_at(best.num_tokens)  # The ends of segments are evicted first.
         engine.tier.evict(lambda entry: entry.key == end_key)
         assert segments.is_missing(best)
         engine.answer(LATER[1], LATER[2], LATER[0])
@@ -351,7 +351,10 @@ def test_a_part_behind_a_context_does_not_hide_what_is_stored_whole() -> None:
 
 @pytest.mark.parametrize("learns", [False, True])
 def test_contexts_take_no_host_memory_from_documents(learns: bool) -> None:
-    """Host memory has room for each document once. Lost ones are not learned again and again."""
+    """Host memory has room for each document once.
+
+    Lost ones must not be learned again and again.
+    """
     documents = [tuple(tokens(random.Random(f"document {n}"), 60)) for n in range(32)]
     connector = {"host_memory_gib": 70 / (1 << 20), "store_policy": "second_touch"}
     rng = random.Random(1)
@@ -458,7 +461,7 @@ def test_what_was_taken_back_is_tried_again() -> None:
         store(engine, *FIRST[:-1])
         engine.store(FIRST[-1])
         engine.step_until(lambda: engine.own_ids)
-        for _ in range(2):  # The requests have to wait for it.
+        for _ in range(2):  # These requests have to wait for the learning request.
             engine.ask(LATER[0], max_tokens=20)
         engine.step()
         assert not engine.own_ids
@@ -468,7 +471,7 @@ def test_what_was_taken_back_is_tried_again() -> None:
 
 
 def test_engines_share_what_has_no_context(tmp_path: Path) -> None:
-    """Each salt has a context of its own."""
+    """Each salt has a context of its own. Engines share segments that have none."""
     connector = {"shared_tier": f"file://{tmp_path}"}
     with choosing(connector=connector) as engine:
         store(engine, *FIRST, *LATER)

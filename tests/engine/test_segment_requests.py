@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments that clients store, or that are learned: on vLLM's real scheduler, real pages.
+"""Segments that clients store, or that are learned. The scheduler and the pages are vLLM's.
 
 ``test_request_machine`` checks in general what is computed, loaded, counted and answered.
 """
@@ -59,7 +59,7 @@ def test_what_two_requests_have_had_is_reused_by_the_third(
     layout: PagedLayout, is_async: bool
 ) -> None:
     with learning_engine(layout, is_async=is_async) as engine:
-        # Otherwise a window covers the whole of such a short segment.
+        # Otherwise a window covers all of such a short segment.
         engine.choose(min_head_tokens=0)
         engine.answer(ONE, OTHER)
         assert not engine.learned
@@ -98,7 +98,7 @@ def test_with_separators_segments_are_learned_by_default(
 @pytest.mark.parametrize("sink", [SINK, tokens(random.Random("sink"), 50)], ids=["", "cached"])
 def test_nothing_of_it_is_answered_or_counted_as_a_query(sink: list[int]) -> None:
     with learning_engine(segments={"sink": sink}) as engine:
-        if sink is not SINK:  # The blocks of the sink are in the prefix cache then.
+        if sink is not SINK:  # The blocks of this sink are in the prefix cache then.
             engine.store(OTHER)
             engine.serve()
             del engine.answers[f"request-{engine.num_asked}"]
@@ -155,13 +155,13 @@ def test_it_is_taken_back_where_a_request_has_to_wait_for_it() -> None:
         assert engine.drops == 1
         assert engine.counts.learned_segments == 0
         engine.answer(LONG)
-        assert len(engine.learned) == 1, "it was seen once since then"
+        assert len(engine.learned) == 1, "the segment was seen only once since then"
         engine.answer(LONG)
         assert engine.counts.learned_segments == 1
 
 
 def test_no_request_is_preempted_for_it() -> None:
-    """Upstream would preempt the request that was admitted last, whichever request lacks blocks."""
+    """Upstream would preempt the request that was admitted last, whichever request needs blocks."""
     steps = {"max_num_batched_tokens": 32, "long_prefill_tokens": 16}
     with learning_engine(reserve_full_prompt=False, **steps) as engine:
         engine.begin_learning(LONGEST)
@@ -179,7 +179,10 @@ def test_no_request_is_preempted_for_it() -> None:
 
 @pytest.mark.parametrize("is_blended", [False, True], ids=["prompt", "segments"])
 def test_it_is_taken_back_where_what_has_been_loaded_cannot_go_on(is_blended: bool) -> None:
-    """It has left some tokens when the other was admitted, and another request has taken them."""
+    """When the client's request was admitted, the learning request left it some tokens of the step.
+
+    Now a third request has taken them.
+    """
     steps = {"max_num_batched_tokens": 32, "long_prefill_tokens": 16}
     plain = {SEGMENTS_KEY: []}
     with learning_engine(**steps) as engine:
@@ -206,7 +209,10 @@ SLOW_STORES = {"script": TransferScript(max_per_step=1), "connector": {"host_mem
 
 
 def test_it_waits_for_the_stores_of_others() -> None:
-    """Only this request waits: it is not taken back, and two requests need not have it again."""
+    """Only this request waits.
+
+    It is not taken back, so two more requests need not have the segment.
+    """
     documents = [tuple(tokens(_rng, 150)) for _ in range(4)]
     with learning_engine(num_blocks=100, max_num_batched_tokens=512, **SLOW_STORES) as engine:
         engine.queue(*documents)
@@ -217,7 +223,7 @@ def test_it_waits_for_the_stores_of_others() -> None:
 
 @pytest.mark.parametrize("comes_first", [False, True])
 def test_clients_store_what_it_computes(comes_first: bool) -> None:
-    """Neither store waits for the other forever, in a pool that has room for one of them."""
+    """The stores do not wait for each other forever, although the pool has room for only one."""
     documents = [tuple(tokens(_rng, 150)) for _ in range(4)]
     with learning_engine(num_blocks=100, max_num_batched_tokens=64, **SLOW_STORES) as engine:
         if comes_first:
@@ -230,7 +236,7 @@ def test_clients_store_what_it_computes(comes_first: bool) -> None:
         store = engine.segments.store
         assert not any(store.is_missing(*store.prefixes(document, None)) for document in documents)
         assert not engine.counts.refusals[SegmentRefusal.ROOM]
-        assert bool(engine.drops) is comes_first, "a client waits for blocks"
+        assert bool(engine.drops) is comes_first, "learning must be given up only if a client waits for its blocks"
 
 
 def test_a_paused_scheduler_begins_nothing() -> None:
@@ -288,13 +294,13 @@ def stopping(engine: LearningEngine, shutdown_timeout: int) -> EngineCoreProc:
 @pytest.mark.parametrize("shutdown_timeout", [0, 30], ids=["abort", "drain"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
 def test_a_shutdown_does_not_wait_for_it(shutdown_timeout: int, is_async: bool) -> None:
-    """No request goes on or begins in the remaining steps, because host memory ends, too."""
+    """In the remaining steps, no such request continues or begins: host memory ends, too."""
     with learning_engine(max_num_batched_tokens=32, is_async=is_async) as engine:
         engine.begin_learning(LONG, ONE, OTHER)
         client = engine.ask(QUESTION)
         core = stopping(engine, shutdown_timeout)
         core.shutdown_state = EngineShutdownState.RUNNING
-        assert core._handle_shutdown() and engine.own_ids, "it goes on before a shutdown"
+        assert core._handle_shutdown() and engine.own_ids, "the learning request was taken back before the shutdown"
         core.shutdown_state = EngineShutdownState.REQUESTED
         num_own = len(engine.own_plans)
         for _ in range(50):
@@ -361,7 +367,7 @@ def test_where_keys_are_not_what_they_should_be_nothing_more_is_learned() -> Non
 
 
 def test_a_reset_that_waits_for_stores_begins_nothing() -> None:
-    """Queued segments begin in the first step of the next client."""
+    """Queued segments begin in the first step of the next client's request."""
     with learning_engine(script=TransferScript(max_per_step=1)) as engine:
         documents = [ONE, OTHER, LONG]
         engine.show_twice(*documents)
@@ -377,7 +383,7 @@ def test_a_reset_that_waits_for_stores_begins_nothing() -> None:
 def test_it_is_not_learned_twice_nor_what_a_client_has_stored() -> None:
     with learning_engine() as engine:
         engine.answer(ONE, ONE)
-        assert not engine.own_plans, "a request that has it twice is one request"
+        assert not engine.own_plans, "one request with the segment twice counted twice"
         engine.store(ONE)
         for _ in range(2):
             engine.answer(ONE)
@@ -409,23 +415,23 @@ def test_no_more_are_remembered_or_queued_than_the_limits(monkeypatch: pytest.Mo
     with learning_engine() as engine:
         for document in (ONE, OTHER, ONE):
             engine.answer(document)
-        assert not engine.own_plans, "it was seen longest ago"
+        assert not engine.own_plans, "the segment that was seen first was not forgotten"
 
 
-# Documents with few equal tokens, by which keys are compared.
+# Documents with too few equal tokens to compare keys by them.
 
 ALL_DIFFERENT = [tuple(random.Random(seed).sample(range(VOCAB_SIZE), 48)) for seed in range(10)]
 FEW_ALIKE = (*ALL_DIFFERENT[0], *ALL_DIFFERENT[0][: MIN_PAIRS - 1])
 
 
 def checks(engine: LearningEngine) -> list[tuple[int, ...]]:
-    """Texts of the engine's own by which keys are compared: those with enough pairs."""
+    """The engine's own texts for comparing keys: those with enough pairs."""
     return [each for each in engine.learned if len(find_pairs(each)) >= MIN_PAIRS]
 
 
 @pytest.fixture
 def comparing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Workers compare only texts with pairs, and find the failures in the list, if any."""
+    """Workers compare only texts with pairs. The comparison fails if the list has an error."""
     wrong: list[str] = []
 
     def check_keys(mover: SimulatedMover, rows: Sequence[SegmentRows]) -> str | None:
@@ -451,10 +457,10 @@ def test_a_document_with_few_equal_tokens_is_reused_by_the_third(
             engine.answer(document)
         assert engine.counts.reused_tokens == len(document) - HEAD_TOKENS
         (check,) = checks(engine)
-        assert engine.learned == [check, document], "keys are compared before it is learned"
+        assert engine.learned == [check, document], "the document was learned before keys were compared"
         for other in ALL_DIFFERENT[1:4]:
             engine.show_twice(other)
-        assert checks(engine) == [check], "once"
+        assert checks(engine) == [check], "keys were compared more than once"
 
 
 @pytest.mark.usefixtures("comparing")
@@ -478,7 +484,7 @@ def test_what_clients_store_with_few_equal_tokens_is_reused(has_context: bool) -
             engine.serve()
         (check,) = checks(engine)
         assert check == engine.learned[0]
-        assert len(engine.learned) == 1 + 2 * 8 * has_context, "no context has it"
+        assert len(engine.learned) == 1 + 2 * 8 * has_context, "the text for comparing keys was learned behind a context"
         engine.answer(ALL_DIFFERENT[0])
         assert engine.counts.reused_tokens == len(ALL_DIFFERENT[0]) - HEAD_TOKENS
 
@@ -522,7 +528,7 @@ def test_where_keys_cannot_be_compared_nothing_is_learned_and_the_log_says_why(
         assert engine.drops == 1
         for _ in range(2):
             engine.answer(ALL_DIFFERENT[0])
-        assert len(engine.learned) == 2 * num_tries, "two requests have to have it again"
+        assert len(engine.learned) == 2 * num_tries, "two more requests must let the check begin once more"
     warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert any("segments are not reused yet" in each for each in warnings)
 
@@ -544,7 +550,7 @@ def test_a_request_that_cannot_reuse_what_is_stored_has_keys_compared_again(
             engine.store(ALL_DIFFERENT[0])
             engine.step_until(lambda: engine.own_plans and not engine.has_work())
         engine.answer(ALL_DIFFERENT[1])
-        assert len(engine.own_plans) == 1, "what is not stored is nothing to compare for"
+        assert len(engine.own_plans) == 1, "keys were compared for a document that is not stored"
         engine.answer(ALL_DIFFERENT[0])
         assert engine.counts.reused_tokens == 0 and len(engine.own_plans) == 2
         engine.answer(ALL_DIFFERENT[0])
@@ -556,7 +562,7 @@ def test_a_request_that_cannot_reuse_what_is_stored_has_keys_compared_again(
 def test_thousands_of_requests_do_not_have_keys_compared_in_vain(
     learns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each time that the check is given up, twice as many requests pass before the next one."""
+    """Each time that the check is given up, twice as many requests come before the next."""
     document, num_requests = ALL_DIFFERENT[0], 100
     with learning_engine(segments={"learn": learns}) as engine:
         segments = engine.segments.store
@@ -572,7 +578,7 @@ def test_thousands_of_requests_do_not_have_keys_compared_in_vain(
             for _ in range(num_requests):
                 engine.answer(document)
             assert 4 < len(engine.learned) <= 9
-            assert engine.learned == checks(engine), "nothing is learned that cannot be reused"
+            assert engine.learned == checks(engine), "a document was learned, but cannot be reused"
             given_up = [each for each in caplog.messages if "keys are compared was not" in each]
             assert len(given_up) == len(engine.learned)
         for _ in range(4 * num_requests):
@@ -605,9 +611,9 @@ def test_engines_without_requests_of_their_own_say_why_nothing_is_reused(
         engine.store(LONG)
         engine.answer(ALL_DIFFERENT[0])
         engine.answer(ALL_DIFFERENT[0])
-        assert engine.counts.reused_tokens > 0, "as the log says"
+        assert engine.counts.reused_tokens > 0, "nothing was reused, although the log announces it"
     assert caplog.text.count("segments are not reused yet") == 1
-    assert "segments: context is off" not in caplog.text, "nobody has asked for it"
+    assert "segments: context is off" not in caplog.text, "no request has asked for a context"
 
 
 @pytest.mark.usefixtures("comparing")
@@ -668,10 +674,10 @@ def test_a_document_is_found_whatever_a_tokenizer_has_put_before_it(sent: list[i
 
 @pytest.mark.parametrize("num_blocks", [140, 200, 260])
 def test_nobody_waits_for_more_blocks_than_the_pool_has(num_blocks: int) -> None:
-    """Tokens computed between segments need blocks for windows, beside the request's own."""
+    """Tokens computed between segments need blocks for windows, besides the request's own."""
     with learning_engine(GEMMA, num_blocks=num_blocks, segments=STORED_ONLY) as engine:
         engine.choose(min_tokens=1)
-        engine.clock = lambda: 0.0  # No request has ever waited for long.
+        engine.clock = lambda: 0.0  # So no request has waited for long.
         for document in (ONE, OTHER):
             engine.store(document)
         engine.serve()
@@ -715,7 +721,7 @@ def test_segments_that_were_read_well_stay_when_a_load_fails() -> None:
 def test_a_segment_is_given_up_for_the_blocks_of_its_own_request(
     num_tokens: int, is_stored: bool
 ) -> None:
-    """The pool has just enough for a request, without the windows that its store needs."""
+    """The pool has just enough blocks for the request, but none for the windows of its store."""
     options = {"num_blocks": 33, "max_model_len": 448, "max_num_batched_tokens": 20}
     with learning_engine(GPT_OSS, **options) as engine:
         engine.store(tokens(random.Random(3), num_tokens))

@@ -24,7 +24,7 @@ def test_lines_of_all_kinds_are_found() -> None:
 
 @pytest.mark.parametrize("line", STARTED, ids=lambda line: line.place)
 def test_a_printed_line_starts(line: ServeLine, tiny_model: Path) -> None:
-    """LMCache's up to the configuration; ``test_lmcache_engine.py`` has a server for engines."""
+    """LMCache's lines only start the configuration; ``test_lmcache_engine.py`` has a server."""
     is_lmcache = line.connector == LMCACHE
     stage = "config" if is_lmcache else "engine"
     started = start(line, tiny_model, stage, {}, tiny_model)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments that engines share, on vLLM's real scheduler, with real pages and without a model.
+"""Segments that engines share, on vLLM's real scheduler, with real pages, but no model.
 
 The bytes that requests read are compared in every step: see `LearningEngine`.
 """
@@ -39,7 +39,7 @@ def sharing(
     shared = {"shared_tier": f"file://{folder}", **more.pop("connector", {})}
     segments = {"learn": False, **(segments or {})}
     with learning_engine(layout, connector=shared, segments=segments, **more) as engine:
-        # Otherwise a window covers the whole of such a short segment.
+        # Otherwise a window covers all of such a short segment.
         engine.choose(min_head_tokens=0)
         yield engine
 
@@ -69,12 +69,13 @@ def reused_tokens(engine: LearningEngine, *documents: tuple[int, ...], **more: A
 def test_a_reset_while_a_segment_is_being_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The entries are gone when the store ends."""
+    """The entries are already gone when the store ends."""
     with sharing(tmp_path) as engine:
         engine.store(ONE)
         engine.serve()
         assert engine.segments.checks.are_passed
-        engine.send(tokens(random.Random(5), 20), 40)  # A request runs, so nothing is drained.
+        # A request runs, so the reset waits for nothing.
+        engine.send(tokens(random.Random(5), 20), 40)
         engine.step()
         engine.store(OTHER)
         (worker,) = engine.workers
@@ -82,7 +83,7 @@ def test_a_reset_while_a_segment_is_being_stored(
             patch.setattr(worker.transfers, "end_some", lambda _: None)
             for _ in range(6):
                 engine.step()
-            assert engine.side._jobs.num_stores, "it is being stored"
+            assert engine.side._jobs.num_stores, "the store must still be running"
             engine.reset(reset_connector=True)
         engine.serve()
         assert not any(path.name.startswith("S") for path in objects(tmp_path)[3:])
@@ -102,7 +103,7 @@ def test_a_segment_that_one_engine_has_stored_is_reused_by_another(
 
 
 def test_nothing_of_the_first_engine_is_needed_but_the_folder(tmp_path: Path) -> None:
-    """No worker has compared keys here, but the engine that put the segments has."""
+    """Here, no worker has compared keys. The engine that put the segments has compared them."""
     store_in(tmp_path, ONE)
     with sharing(tmp_path) as engine:
         assert not engine.segments.checks.are_passed
@@ -155,10 +156,10 @@ def test_what_keys_are_compared_by_is_not_put(
         engine.serve()
         assert engine.segments.checks.are_passed and objects(tmp_path) == []
         assert reused_tokens(engine, document) == len(document) - HEAD_TOKENS
-        assert names_of(tmp_path) == ["S0-16", "S16-32", "S32-40"], "it is used: so it is put"
+        assert names_of(tmp_path) == ["S0-16", "S16-32", "S32-40"], "a segment that is used must be put"
     with sharing(tmp_path) as engine:
         assert reused_tokens(engine, document) == len(document) - HEAD_TOKENS
-        assert not engine.own_plans, "the engine that put it has compared keys"
+        assert not engine.own_plans, "keys were compared again"
 
 
 def test_learned_segments_are_shared(tmp_path: Path) -> None:
@@ -167,7 +168,8 @@ def test_learned_segments_are_shared(tmp_path: Path) -> None:
             engine.answer(ONE)
     with sharing(tmp_path, segments={"learn": True}) as engine:
         rng = random.Random(1)
-        for _ in range(3):  # The earlier prompts would be reused exactly, so others are sent.
+        # The earlier prompts would be reused exactly, so other prompts are sent.
+        for _ in range(3):
             assert reused_tokens(engine, tuple(tokens(rng, 30)), ONE) == len(ONE) - HEAD_TOKENS
         assert ONE not in engine.learned
 
@@ -217,13 +219,13 @@ def test_damaged_segments_are_computed(damage: str, tmp_path: Path) -> None:
         data[7] ^= 1
         path.write_bytes(data)
     with sharing(tmp_path) as engine:
-        # One of them is computed whole, because its beginning is lost.
+        # One of the two is computed completely, because its beginning is lost.
         all_tokens = {len(ONE) - HEAD_TOKENS, len(OTHER) - HEAD_TOKENS}
         assert reused_tokens(engine, OTHER, ONE) in all_tokens
 
 
 def test_wrong_bytes_with_a_right_checksum_are_seen(tmp_path: Path) -> None:
-    """The control: the tests here would notice segments that are mixed up."""
+    """The control: the tests here would notice if segments were mixed up."""
     store_in(tmp_path, ONE)
     for path in objects(tmp_path):
         forge(tmp_path, path, bytes(len(payload(path))))

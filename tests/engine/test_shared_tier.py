@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that share a folder, on vLLM's real scheduler, with real pages and without a model.
+"""Engines that share a folder, on vLLM's real scheduler, with real pages, but no model.
 
-Every byte that attention would read is compared, so that a wrong object shows where it is used.
+Every byte that attention would read is compared, so a wrong object shows where it is used.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _equal_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a tier may look as if it hangs."""
+    """On a busy machine, a tier may seem to hang."""
     if "hangs" not in request.node.name:
         monkeypatch.setattr(limits, "MAX_LOOKUP_S", 20.0)
         monkeypatch.setattr(limits, "MAX_STALL_S", 20.0)
@@ -110,14 +110,14 @@ def floor(engine: SimulatedEngine, num_tokens: int) -> int:
 
 
 def store_in(folder: Path, layout: PagedLayout, *prompts: Sequence[int], **options: Any) -> None:
-    """Let an engine compute prompts, put its KV, and end."""
+    """Let an engine compute prompts, put their KV, and end."""
     with engine_of(layout, offloading=sharing(layout, folder), **options) as engine:
         for number, prompt in enumerate(prompts):
             serve(engine, plan_of(f"stored-{number}", prompt))
         assert not any(engine.side.counters.shared_failures.values())
 
 
-# KV that one engine stores, and another hits.
+# KV that one engine stores, and another engine hits.
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -132,7 +132,7 @@ def test_another_engine_hits_what_one_has_stored(
         counters = engine.side.counters
         assert counters.shared_requests["found"] == 1
         assert counters.transfer_bytes["get"] > 0 and not any(counters.shared_failures.values())
-        # Host memory has it now, and the tier is not asked.
+        # Host memory has the KV now, so the tier is not asked.
         assert hit_tokens(engine, plan_of("b", prompt)) == floor(engine, len(prompt) - 1)
         assert sum(counters.shared_requests.values()) == 1
 
@@ -141,7 +141,10 @@ def test_another_engine_hits_what_one_has_stored(
 def test_a_prompt_that_parts_within_a_chunk_hits_to_the_last_unit(
     layout: PagedLayout, tmp_path: Path
 ) -> None:
-    """Layouts with windows or states hit up to a tail: the prompt before ended there."""
+    """Layouts with windows or states hit up to tails.
+
+    An earlier prompt ended there and left some.
+    """
     unit = layout.unit_tokens
     prompt = prompt_of(layout, 1, 8)
     shared = prompt[: 5 * unit]  # A chunk has two units.
@@ -159,7 +162,7 @@ def test_of_a_chunk_of_another_prompt_only_the_shared_rows_are_loaded(tmp_path: 
     other = [*prompt[: 5 * unit], *prompt_of(FULL, 2, 4)]
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         assert hit_tokens(engine, plan_of("a", other)) == 5 * unit
-        # Now the rest of that chunk is stored, too, and both parts are read.
+        # Now the rest of that chunk is stored, too. Both parts are read.
         assert hit_tokens(engine, plan_of("b", other)) == floor(engine, len(other) - 1)
         assert hit_tokens(engine, plan_of("c", prompt)) == floor(engine, len(prompt) - 1)
 
@@ -219,7 +222,7 @@ def test_what_stands_behind_a_lost_object_is_got(
         assert hit_tokens(engine, plan_of("a", prompt)) == floor(engine, len(prompt) - 1) - chunk
 
 
-# Engines that do not meet.
+# Engines that do not share KV.
 
 
 def test_a_salt_does_not_meet(tmp_path: Path) -> None:
@@ -234,7 +237,7 @@ def test_a_salt_does_not_meet(tmp_path: Path) -> None:
 
 
 def test_requests_with_an_adapter_are_neither_put_nor_asked_for(tmp_path: Path) -> None:
-    """vLLM identifies an adapter by its name only."""
+    """vLLM identifies an adapter only by its name."""
     prompt = tuple(prompt_of(FULL, 1))
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         for name in ("a", "b"):
@@ -318,7 +321,7 @@ def test_other_seeds_and_releases_do_not_meet(
 def test_what_was_put_or_got_is_not_put_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows of a piece of a longer object do not lie as in an object of that piece."""
+    """A piece of a longer object has its rows in other places than an object of that piece."""
     puts, put = Counter[str](), FilesTier.put
 
     def counted(tier: FilesTier, each: SharedObject) -> Answer:
@@ -388,7 +391,7 @@ NUM_OTHERS = 20  # The folder holds about half of these.
 
 
 def let_pass(engine: SimulatedEngine, seconds: float) -> None:
-    """Let time pass for the scheduler side's clock only."""
+    """Let time pass, but only for the clock of the scheduler side."""
     before = engine.clock
     engine.clock = lambda: before() + seconds
 
@@ -416,7 +419,7 @@ def watch_touches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Sequence[s
 def test_what_is_used_all_the_time_stays_in_the_folder(
     layout: PagedLayout, num_workers: int, hits: str, tmp_path: Path
 ) -> None:
-    """The prompt is still where it was, so the tier is not asked for it."""
+    """The prompt is still on the device or in host memory, so the tier is not asked for it."""
     hot = prompt_of(layout, "hot")
     options = sharing(layout, tmp_path, shared_tier_bytes=num_workers << 17)
     with engine_of(
@@ -433,7 +436,7 @@ def test_what_is_used_all_the_time_stays_in_the_folder(
             serve(engine, plan_of(f"hot {seed}", hot))
         assert not any(engine.side.counters.shared_failures.values())
         check_nothing_is_left(engine)
-    assert len({path.name for path in objects(tmp_path)}) < NUM_OTHERS * len(first), "some gave way"
+    assert len({path.name for path in objects(tmp_path)}) < NUM_OTHERS * len(first), "no object was evicted, so the test shows nothing"
     with engine_of(layout, offloading=options, num_workers=num_workers) as engine:
         assert hit_tokens(engine, plan_of("cold", prompt_of(layout, 0))) == 0
         assert hit_tokens(engine, plan_of("hot", hot)) == floor(engine, len(hot) - 1)
@@ -442,7 +445,7 @@ def test_what_is_used_all_the_time_stays_in_the_folder(
 def test_an_object_is_touched_once_in_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads of the workers touch objects, for all requests of a step at once."""
+    """Threads of the workers touch objects, at once for all requests of a step."""
     prompt = prompt_of(FULL, 1)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         engine.clock = lambda: 0.0
@@ -451,7 +454,7 @@ def test_an_object_is_touched_once_in_a_while(
         plans = [plan_of(str(number), prompt) for number in range(8)]
         serve(engine, *plans)
         serve(engine, *(plan_of(f"again {number}", prompt) for number in range(8)))
-        assert len(seen) == 1, "one call for all of a step, and none before it is time"
+        assert len(seen) == 1, "expected one call for a step, and no call too early"
         ((thread, names),) = seen
         assert thread == "kvext-shared-puts" and len({*names}) == len(names) == 3  # Chunks.
         let_pass(engine, limits.TOUCH_EVERY_S)
@@ -461,7 +464,10 @@ def test_an_object_is_touched_once_in_a_while(
 
 
 def test_few_objects_are_touched_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects without room wait until others were touched, the beginnings of long prompts, too."""
+    """Only some objects are touched in a step.
+
+    The others wait, also the beginnings of long prompts.
+    """
     monkeypatch.setattr(limits, "MAX_TOUCHED", 4)
     prompt = prompt_of(FULL, 1, 20)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
@@ -477,7 +483,7 @@ def test_few_objects_are_touched_at_once(tmp_path: Path, monkeypatch: pytest.Mon
 def test_all_of_a_prompt_is_touched_that_has_more_objects_than_are_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds even if its first objects may be touched again each time that it is used."""
+    """All are touched even if the first objects are due again each time that the prompt is used."""
     monkeypatch.setattr(limits, "MAX_TOUCHED", 4)
     prompt = prompt_of(FULL, 1, 20)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
@@ -496,7 +502,7 @@ def test_all_of_a_prompt_is_touched_that_has_more_objects_than_are_at_once(
 def test_what_waits_to_be_touched_is_forgotten_where_the_folder_does_not_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No steps are made for it."""
+    """No steps are made for objects that wait to be touched."""
     monkeypatch.setattr(limits, "MAX_TOUCHED", 4)
     prompt = prompt_of(FULL, 1, 20)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
@@ -513,7 +519,7 @@ def test_what_waits_to_be_touched_is_forgotten_where_the_folder_does_not_work(
 def test_a_tier_is_not_closed_beneath_a_lookup_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mooncake's client would end with the process, and a later lookup would not tell."""
+    """Closing would end Mooncake's client with the process. A later lookup must not hide a hang."""
     prompts = [prompt_of(FULL, seed) for seed in range(2)]
     store_in(tmp_path, FULL, *prompts)
     hanging = Hanging(monkeypatch, "exist")
@@ -524,7 +530,7 @@ def test_a_tier_is_not_closed_beneath_a_lookup_that_hangs(
         time.sleep(0.1)
         let_pass(engine, limits.PAUSE_S + 0.1)
         timed_steps(engine, plan_of("later", prompts[1]))
-        assert side._questions._last_asked.is_answered.is_set(), "by another thread"
+        assert side._questions._last_asked.is_answered.is_set(), "another thread must have answered"
         closed: list[bool] = []
         monkeypatch.setattr(side._backend, "close", lambda: closed.append(True))
         side.shutdown()
@@ -540,7 +546,7 @@ def test_a_tier_is_not_closed_beneath_a_lookup_that_hangs(
 def test_what_is_used_and_was_removed_is_put_again(
     layout: PagedLayout, num_workers: int, tmp_path: Path
 ) -> None:
-    """One worker has lost it, or all have."""
+    """Either one worker has lost the KV, or all have."""
     prompt = prompt_of(layout, 1)
     options = sharing(layout, tmp_path)
     with engine_of(layout, offloading=options, num_workers=num_workers) as engine:
@@ -557,7 +563,7 @@ def test_what_is_used_and_was_removed_is_put_again(
 
 
 def test_a_piece_of_a_longer_object_is_not_put_again(tmp_path: Path) -> None:
-    """The layout of its bytes is not what its name says."""
+    """Its bytes are not laid out as its name says."""
     prompt = prompt_of(FULL, 1, 8)
     other = [*prompt[: 5 * FULL.unit_tokens], *prompt_of(FULL, 2, 4)]
     store_in(tmp_path, FULL, prompt)
@@ -659,7 +665,7 @@ def payload(path: Path) -> bytes:
 def test_wrong_bytes_with_a_right_checksum_are_seen(
     layout: PagedLayout, kind: str, tmp_path: Path
 ) -> None:
-    """The control: the tests here would notice objects that are mixed up."""
+    """The control: the tests here would notice if objects were mixed up."""
     prompt = prompt_of(layout, 1)
     store_in(tmp_path, layout, prompt, prompt_of(layout, 2))
     first: dict[str, list[Path]] = {"R0": [], "T": []}
@@ -708,7 +714,7 @@ def test_damaged_objects_are_computed(
         assert share < 1 or found == 0
         assert hit_tokens(engine, plan_of("b", prompt)) == floor(engine, len(prompt) - 1)
     with engine_of(layout, offloading=sharing(layout, tmp_path), num_workers=2) as engine:
-        # The engine that has computed the broken objects puts them again.
+        # The engine that computed the tokens of the broken objects puts them again.
         assert hit_tokens(engine, plan_of("a", prompt)) == floor(engine, len(prompt) - 1)
 
 
@@ -724,7 +730,7 @@ def test_a_folder_that_vanishes_stops_nobody(tmp_path: Path) -> None:
 
 
 class Slow:
-    """Let calls of a tier wait until they are released."""
+    """Calls of a tier wait until they are released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         self.gate = threading.Event()
@@ -740,7 +746,7 @@ class Slow:
 
 
 def timed_steps(engine: SimulatedEngine, plan: RequestPlan) -> tuple[float, float]:
-    """Serve a request; returns its time in all, and that of the longest call of ``schedule``."""
+    """Serve a request. Return its whole time, and the time of the longest call of ``schedule``."""
     longest_s, schedule = 0.0, engine.scheduler.schedule
 
     def timed(*arguments: Any) -> Any:
@@ -762,7 +768,7 @@ def timed_steps(engine: SimulatedEngine, plan: RequestPlan) -> tuple[float, floa
 def test_a_tier_that_hangs_is_not_waited_for(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tier is left alone until it goes on. Late answers serve later requests."""
+    """The tier is not asked until it continues. Late answers serve later requests."""
     prompt = prompt_of(FULL, 1)
     store_in(tmp_path, FULL, prompt)
     slow = Slow(monkeypatch, call)
@@ -782,7 +788,7 @@ def test_a_tier_that_hangs_is_not_waited_for(
 
 
 class Hanging:
-    """Calls with some names hang until they are released. Others do not."""
+    """Calls with some names hang until they are released. Other calls do not."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str = "get_into") -> None:
         self.gate, self.begun = threading.Event(), list[str]()
@@ -797,7 +803,7 @@ class Hanging:
             return call(tier, what, *more)
 
         monkeypatch.setattr(FilesTier, name, hang)
-        monkeypatch.setattr(backend, "MAX_HANG_S", 0.05)  # The limit of threads.
+        monkeypatch.setattr(backend, "MAX_HANG_S", 0.05)  # This limit is for threads.
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -807,7 +813,7 @@ def test_one_get_that_hangs_ends_nothing(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """No other job uses its place until it ends. Its tokens are computed and stored."""
+    """No other job uses the place of the get until it ends. Its tokens are computed and stored."""
     see_log(caplog, monkeypatch)
     monkeypatch.setattr(files, "_MAX_GET_THREADS", num_threads)
     prompts = [prompt_of(FULL, seed) for seed in range(12)]
@@ -832,7 +838,7 @@ def test_one_get_that_hangs_ends_nothing(
         assert counters.shared_failures["get_hung"] == 1
         (line,) = {each for each in caplog.messages if "have not come for more than" in each}
         assert hanging.begun[0] in line
-        for number in range(2):  # It is computed, and stored in another place.
+        for number in range(2):  # The prompt is computed, and stored in another place.
             before = counters.hit_tokens
             timed_steps(engine, plan_of(f"once more {number}", prompts[0]))
         assert counters.hit_tokens - before == floor(engine, len(prompts[0]) - 1)
@@ -844,7 +850,7 @@ def test_one_get_that_hangs_ends_nothing(
             or each.offset_bytes >= lost.offset_bytes + lost.num_bytes
             for each in others
         )
-        hanging.gate.set()  # Now its bytes come.
+        hanging.gate.set()  # Now the bytes of the get come.
         until(lambda: not engine.workers[0].shared.wait_for_end(0.01), "the get that hung")
         serve(engine, *(plan_of(f"end {seed}", prompt) for seed, prompt in enumerate(prompts)))
         assert lost not in engine.entries and not engine.side.secondary._gets._abandoned
@@ -854,7 +860,7 @@ def test_one_get_that_hangs_ends_nothing(
 def test_a_get_that_hangs_while_others_come_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes of other requests come all the time."""
+    """Meanwhile, bytes of other requests come all the time."""
     monkeypatch.setattr(files, "_MAX_GET_THREADS", 2)
     prompts = [prompt_of(FULL, seed) for seed in range(40)]
     store_in(tmp_path, FULL, *prompts)
@@ -992,12 +998,13 @@ def test_long_steps_are_not_taken_for_a_tier_that_hangs(
 def test_a_get_that_hangs_does_not_take_host_memory_from_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The places of hanging gets are lost until these end, so there are fewer places meanwhile."""
+    """The places of hanging gets are lost until the gets end. Meanwhile there are fewer places."""
     prompts = [prompt_of(FULL, seed) for seed in range(1, 12)]
     store_in(tmp_path, FULL, *prompts)
     slow = Slow(monkeypatch, "get_into")
     monkeypatch.setattr(limits, "PAUSE_S", 0.0)
-    monkeypatch.setattr(limits, "MAX_HANG_S", 1e6)  # These places are not given up for good yet.
+    # These places are not given up forever yet.
+    monkeypatch.setattr(limits, "MAX_HANG_S", 1e6)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         own = prompt_of(FULL, 0)
         serve(engine, plan_of("own", own))
@@ -1030,7 +1037,7 @@ def test_what_is_being_got_has_half_of_host_memory(
 
 
 def test_notes_of_another_tenant_are_not_believed(tmp_path: Path) -> None:
-    """Two links of the same place are exchanged."""
+    """Two links for the same place are exchanged."""
     links: dict[str, dict[str, Path]] = {}
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         for salt in ("a", "b"):
@@ -1039,7 +1046,7 @@ def test_notes_of_another_tenant_are_not_believed(tmp_path: Path) -> None:
             notes -= {path for each in links.values() for path in each.values()}
             target = {path: os.path.basename(os.readlink(path)) for path in notes}
             place = {path: name.rsplit("-", 1)[0] for path, name in target.items()}
-            # Any link of several units of a chunk will do.
+            # If a chunk has links of several units, any of them will do.
             links[salt] = {name: path for path, name in sorted(place.items(), reverse=True)}
     assert links["a"].keys() == links["b"].keys() and links["a"]
     for place, link in links["b"].items():
@@ -1081,7 +1088,8 @@ def test_something_else_in_a_place_does_not_stop_other_requests(
             assert found == (floor(engine, len(prompt) - 1) if number else 0)
         assert engine.side.counters.shared_requests["paused"] == 0
         assert not any(engine.side.counters.shared_failures.values())
-    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:  # The object was put there.
+    # The engine that put the object is used here.
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         prompt = prompts[0]
         assert hit_tokens(engine, plan_of("a", prompt)) == floor(engine, len(prompt) - 1)
 
@@ -1108,7 +1116,7 @@ def test_names_that_somebody_has_made_up_are_not_got(
 def test_a_queue_before_a_tier_that_hangs_a_little_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each question is answered in time, but not all questions are."""
+    """Each question is answered in time, but the queue of questions is too long."""
     exist = FilesTier.exist
     asked: list[int] = []
 
@@ -1128,7 +1136,7 @@ def test_a_queue_before_a_tier_that_hangs_a_little_is_left(
             engine.side.secondary._questions._last_asked.is_answered.is_set,
             "the thread's last question",
         )
-        assert len(asked) < 40, "what nobody waits for is not asked: a call for each"
+        assert len(asked) < 40, "questions must be dropped when no request waits for them"
         check_nothing_is_left(engine)
 
 
@@ -1136,7 +1144,7 @@ def test_a_queue_before_a_tier_that_hangs_a_little_is_left(
 def test_of_thousands_that_wait_a_step_asks_for_few(
     answers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM looks at all requests that may wait. A step is as long as the work for them."""
+    """vLLM looks at all requests that may wait, so its step is as long as the work for them."""
     gate, asked_in_step = threading.Event(), []
     if answers != "at once":
         wait_s = 0.02 if answers == "late" else 30.0
@@ -1195,7 +1203,7 @@ def test_a_put_that_hangs_holds_little_and_delays_nothing(
 
 
 def test_what_is_being_put_keeps_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise other requests would get the block, and overwrite it before it is read."""
+    """Otherwise other requests would get the place, and overwrite it before it is read."""
     prompt = prompt_of(FULL, 1)
     slow = Slow(monkeypatch, "put")
     options = sharing(FULL, tmp_path, host_memory_gib=FULL.host_bytes[1] / (1 << 30))
@@ -1264,13 +1272,13 @@ def test_what_is_evicted_between_lookup_and_get_is_computed(
         assert engine.side.counters.shared_failures["get_absent"] > 0
 
 
-# A soak: two engines, one after the other, on one folder, with faults all the time.
+# A soak: two engines, one after the other, on one folder. Faults occur all the time.
 
 CAPACITY_BYTES = 1 << 19
 
 
 class Faults:
-    """Faults of files, now and then."""
+    """Occasional faults of files."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rng = random.Random("faults")
@@ -1377,7 +1385,7 @@ assert not [name for name in sys.modules if "shared_" in name and "kvext" in nam
 
 
 def test_without_the_option_there_is_no_thread() -> None:
-    before = {*threading.enumerate()}  # Threads of other tests may still end.
+    before = {*threading.enumerate()}  # Threads of other tests may still be ending.
     with engine_of(FULL) as engine:
         serve(engine, plan_of("a", prompt_of(FULL, 1)))
         started = {*threading.enumerate()} - before

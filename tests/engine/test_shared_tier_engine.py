@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shared tier between real engines: processes that follow each other, or run side by side.
+"""A shared tier between real engines, which run one after the other, or side by side.
 
-Log-probabilities are those of an engine without anything; controls show that wrong bytes would
-change them.
+Log-probabilities equal those of an engine without this package. Controls show that wrong bytes
+would change them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Sharing:
 
     def plan(self, scenario: str = "shared", model: Path | None = None, **engine: Any) -> Plan:
         options = {"shared_tier": self.url, "store_policy": "all"}
-        # The device's own prefix cache would hide in this process what is got.
+        # In this process, the device's own prefix cache would hide what is got from the tier.
         return Plan(
             model or self.model,
             (scenario,),
@@ -67,7 +67,7 @@ class Sharing:
 
     @contextmanager
     def running(self, scenario: str) -> Iterator[subprocess.Popen[bytes]]:
-        """An engine that answers until it is killed at the end of the block."""
+        """An engine that answers until it is killed. This happens when the block ends."""
         engine = self._start(scenario)
         try:
             yield engine
@@ -110,7 +110,7 @@ def first(sharing: Sharing) -> Served:
 
 @pytest.fixture(scope="module")
 def second(first: Served, sharing: Sharing) -> Served:
-    """Another process finds the objects that the first has left."""
+    """Another process, which finds the objects of the first process."""
     return sharing.serve()
 
 
@@ -132,7 +132,7 @@ def test_the_second_engine_hits_what_the_first_has_stored(
     assert second.hit_tokens("shared") == HITS
     assert second.hit_tokens("shared, again") == HITS
     assert second.hit_tokens("shared, parting")[0] >= floor(SHARED_TOKENS)
-    assert second.hit_tokens("shared, salted") == [HITS[0]], "its own salt, put by the first"
+    assert second.hit_tokens("shared, salted") == [HITS[0]], "the first engine has put this salt's KV"
     assert own(second, "shared_requests.found") == len(HITS) + 2
     assert own(second, "transfer_bytes.get") > 0
     for reason in ("get_absent", "get_broken", "get_unreachable", "put_unreachable"):
@@ -144,7 +144,7 @@ def test_the_second_engine_hits_what_the_first_has_stored(
 def test_wrong_bytes_would_change_answers(
     first: Served, sharing: Sharing, reference: Served, damage: str
 ) -> None:
-    """The control: a trailer that is right for other bytes."""
+    """The control: the seals of the objects fit other bytes."""
     kept = {path: path.read_bytes() for path in objects(sharing.folder)}
     by_size: dict[int, list[Path]] = {}
     for path in kept:
@@ -208,14 +208,17 @@ OTHER_PYTHON = Path(sys.prefix).with_name("vllm-0.30.0") / "bin" / "python"
 
 
 @pytest.mark.main_version
-@pytest.mark.skipif(not IS_LONG, reason="make test-long: three more engines")
-@pytest.mark.skipif(not OTHER_PYTHON.exists(), reason="an environment with vLLM 0.30.0")
+@pytest.mark.skipif(not IS_LONG, reason="only `make test-long` starts three more engines")
+@pytest.mark.skipif(not OTHER_PYTHON.exists(), reason="there is no environment with vLLM 0.30.0")
 def test_another_vllm_does_not_meet(
     model_folder: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All else is equal, the block size, too. Each engine meets its own kind."""
+    """Everything else is equal, even the block size.
+
+    Each engine finds KV of its own version only.
+    """
     sharing = Sharing(model_folder("full"), tmp_path_factory)
     hits = [(length - 1) // 32 * 32 for length in SHARED_LENGTHS]
     monkeypatch.delenv(preloaded.VARIABLE, raising=False)
@@ -254,13 +257,13 @@ def test_an_engine_that_dies_or_stops_in_a_put_harms_nobody(
     model_folder: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """It has put some of the objects that the other asks for, and is putting more."""
+    """The engine has put some of the objects that the other engine asks for. It is putting more."""
     sharing = Sharing(model_folder("full"), tmp_path_factory)
     reference = sharing.reference()
     with sharing.running("shared_for_long") as engine:
-        # These are more objects than `shared` puts, so the engine is at the rest.
+        # This number is larger than that of `shared`, so the engine is putting the rest.
         until(lambda: len(objects(sharing.folder)) > 40, engine)
-        # The engine is in a put: a file has no name of its own yet.
+        # A file does not have its final name yet, so the engine is in a put.
         until(lambda: any("." in path.name for path in objects(sharing.folder)), engine)
         engine.send_signal(how)
         served = sharing.serve()

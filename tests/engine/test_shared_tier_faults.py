@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shared tier that fails while a real engine serves: answers are a cold engine's, and come."""
+"""A shared tier fails while a real engine serves. All answers come, and equal a cold engine's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Folder:
 
 @pytest.fixture(scope="module")
 def folder(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """A folder in which an engine has stored what faults ask for."""
+    """A folder in which an engine has stored the prompts that are sent during the faults."""
     found = Folder(model_folder("full"), tmp_path_factory)
     found.serve("store").check_nothing_is_left()
     return found
@@ -62,10 +62,10 @@ def reference(folder: Folder) -> Served:
 @pytest.fixture(scope="module")
 def served(folder: Folder) -> Served:
     if not bad_folders.can_mount(folder.folders.mktemp("mount")):
-        pytest.skip("root, who may mount FUSE and tmpfs")
+        pytest.skip("needs root, and the permission to mount FUSE and tmpfs")
     measured = os.environ.get("KVEXT_FAULTS")
     found = folder.serve("faults", measures=bool(measured))
-    if measured:  # Writes how long requests and the scheduler waited.
+    if measured:  # This writes how long requests and the scheduler waited.
         Path(measured).write_text(json.dumps(found.report["facts"], indent=1))
     return found
 
@@ -111,7 +111,7 @@ def test_what_is_wrong_in_a_place_is_no_fault_of_the_tier(served: Served, fault:
     assert not any(value for key, value in counted.items() if "shared_failures" in key)
 
 
-@pytest.mark.skipif(not IS_LONG, reason="make test-long: two more engines")
+@pytest.mark.skipif(not IS_LONG, reason="only `make test-long` starts two more engines")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
 @pytest.mark.parametrize("call", ["get", "lookup"])
 def test_an_engine_that_dies_or_stops_in_a_get_or_a_lookup_harms_nobody(

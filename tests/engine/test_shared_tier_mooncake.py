@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines that share a Mooncake Store, on vLLM's real scheduler, with Mooncake's real servers.
 
-The same as with a folder, and what only servers do: they are killed, and stop, while requests run.
+The same tests as with a folder, and more: servers are killed or stopped while requests run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a tier may look as if it hangs."""
+    """On a busy machine, a tier may seem to hang."""
     monkeypatch.setattr(limits, "MAX_LOOKUP_S", 20.0)
     monkeypatch.setattr(limits, "MAX_STALL_S", 20.0)
 
@@ -53,7 +53,7 @@ def sharing(layout: PagedLayout, servers: Servers, **values: Any) -> dict[str, A
 
 
 def store_in(servers: Servers, layout: PagedLayout, *prompts: Sequence[int], **more: Any) -> None:
-    """Let an engine compute prompts, put its KV, and end."""
+    """Let an engine compute prompts, put their KV, and end."""
     with engine_of(layout, offloading=sharing(layout, servers), **more) as engine:
         for number, prompt in enumerate(prompts):
             serve(engine, plan_of(f"stored-{number}", prompt))
@@ -81,7 +81,10 @@ def test_another_engine_hits_what_one_has_stored(
 
 
 def test_places_have_room_for_seals_only_with_mooncake(running: Servers, tmp_path: Path) -> None:
-    """Rows take a multiple of 64 bytes, so the next place would begin right behind them."""
+    """The rows of a place fill a multiple of 64 bytes.
+
+    So the next place could begin right there.
+    """
     urls = {None: 0, f"file://{tmp_path}": 0, running.url: SEAL_BYTES}
     for url, spare_bytes in urls.items():
         with engine_of(FULL, offloading=offloading(FULL, shared_tier=url)) as engine:
@@ -123,7 +126,7 @@ def test_wrong_bytes_are_computed(running: Servers) -> None:
         assert engine.side.counters.shared_failures["get_broken"] > 0
 
 
-# Servers that are killed, and stop, while requests run.
+# Servers that are killed or stopped while requests run.
 
 
 def tier_of(engine: SimulatedEngine, is_scheduler: bool = True) -> MooncakeTier:
@@ -134,7 +137,7 @@ def tier_of(engine: SimulatedEngine, is_scheduler: bool = True) -> MooncakeTier:
 
 
 class Watched:
-    """Mooncake's client, with something that happens right before a call."""
+    """Mooncake's client. Something happens right before one of its calls."""
 
     def __init__(self, tier: Any, names: Sequence[str], happens: Callable[[], None]) -> None:
         self._store, self._names, self._happens = tier._store, names, happens
@@ -171,7 +174,10 @@ SHORT = ("get, owner SIGKILL", "lookup, master SIGKILL", "put, master SIGSTOP")
 def test_requests_go_on_whatever_becomes_of_a_server(
     call: str, server: str, how: signal.Signals, tmp_path: Any, record_property: Any
 ) -> None:
-    """All outputs, and every byte that attention reads, equal those of computing."""
+    """All outputs equal those of an engine that computes.
+
+    So does every byte that attention reads.
+    """
     prompts = [prompt_of(FULL, seed, 12) for seed in range(3)]
     servers = Servers(tmp_path)
     try:
@@ -197,21 +203,22 @@ def test_requests_go_on_whatever_becomes_of_a_server(
             record_property("wait_ms", wait_s * 1000)
             record_property("schedule_ms", schedule_s * 1000)
             began_s, number = time.monotonic(), 0
-            # After a minute Mooncake gives up, and may go on writing: see `MooncakeTier`.
+            # After a minute, Mooncake gives up, but may still write: see `MooncakeTier`.
             is_given_up = (call, server, how) == ("get", "owner", signal.SIGSTOP)
             while engine.side.secondary._jobs.num_under_way:
-                # Serve until the hanging call ends; its place is kept. It alone causes no step.
+                # Serve until the hanging call ends, because the call alone causes no step. Its
+                # place is kept.
                 serve(engine, plan_of(f"while {(number := number + 1)}", prompts[0][:5]))
                 time.sleep(0.1)
                 taken_s = time.monotonic() - began_s
                 assert taken_s < 200
                 if is_given_up and taken_s > 90:
-                    break  # Its place, and the places of the gets behind it, are lost.
+                    break  # The places of this get, and of those behind it, are lost.
             else:
                 assert not is_given_up
                 serve(engine)
                 check_nothing_is_left(engine)
-            # It comes back, and is used again.
+            # The server comes back, and is used again.
             process.send_signal(signal.SIGCONT)
             if how is signal.SIGKILL:
                 process.wait()

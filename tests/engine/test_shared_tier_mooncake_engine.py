@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Mooncake Store between real engines: processes that follow each other, or run side by side.
+"""A Mooncake Store between real engines, which run one after the other, or side by side.
 
-Log-probabilities are those of an engine without anything; controls show that wrong bytes would
-change them.
+Log-probabilities equal those of an engine without this package. Controls show that wrong bytes
+would change them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ class Stored:
         self.sharing = Sharing(model, folders, self.servers.url)
 
     def serve(self) -> Served:
-        """An engine's answers. If the machine was too busy for a lookup, another engine's."""
+        """The answers of an engine.
+
+        If the machine is too busy for a lookup, another engine answers.
+        """
         for _ in range(4):
             served = self.sharing.serve()
             names = ("late", "given_up", "paused")
@@ -45,7 +48,10 @@ class Stored:
         return [key for key in keys if key.rpartition("/")[2][0] in "RT"]
 
     def overwrite(self, change: Callable[[bytes, int], bytes], fits: bool) -> None:
-        """Change all objects. Their seals are right for the change, or for the old bytes."""
+        """Change all objects.
+
+        Their seals fit the change if ``fits``, and otherwise the old bytes.
+        """
         store: Any = raw_client(self.servers)
         for number, key in enumerate(self.objects()):
             value = store.get(key)
@@ -124,7 +130,7 @@ def test_wrong_bytes_without_a_right_seal_are_computed(
 @long_only
 @pytest.mark.main_version
 def test_wrong_bytes_would_change_answers(stored: Stored, reference: Served) -> None:
-    """The control: seals that are right for zeros."""
+    """The control: the objects are zeros, with fitting seals."""
     stored.serve()  # This stores again what was removed before.
     stored.overwrite(lambda content, _: bytes(len(content)), fits=True)
     served = stored.serve()
@@ -140,7 +146,7 @@ def test_an_engine_that_dies_or_stops_while_it_puts_harms_nobody(
     model_folder: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """It has put some of the objects that the other asks for, and is putting more."""
+    """The engine has put some of the objects that the other engine asks for. It is putting more."""
     stored = Stored(model_folder("full"), tmp_path_factory)
     reference = stored.sharing.reference()
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""2,000 requests over two engines at once, on a small folder whose files are damaged all the time.
+"""Two engines at once serve 2,000 requests. Their small folder's files are damaged all the time.
 
-One engine is killed and started again. Every answer is that of an engine without anything.
+One engine is killed and started again. Every answer equals that of an engine without this package.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vllm_ascend_kvext.shared_tier.files import files_below
 
 pytestmark = [
     pytest.mark.main_version,
-    pytest.mark.skipif(not IS_LONG, reason="make test-long: minutes"),
+    pytest.mark.skipif(not IS_LONG, reason="only `make test-long` takes the minutes for it"),
 ]
 NUM_REQUESTS = int(os.environ.get("KVEXT_SOAK_REQUESTS", "2000"))
 CAPACITY_BYTES = 16 << 20
@@ -37,7 +37,7 @@ CAPACITY_BYTES = 16 << 20
 
 @dataclass
 class Damage:
-    """The faults of the files of a folder, and its maximum fill."""
+    """Faults of the files of a folder, and the folder's maximum fill."""
 
     folder: Path
     rng: random.Random = field(default_factory=lambda: random.Random("soak"))
@@ -72,7 +72,7 @@ class Damage:
 
 
 class Engine:
-    """An engine in a process of its own, which answers this many requests."""
+    """An engine in a process of its own. It answers this many requests."""
 
     def __init__(self, model: Path, work: Path, folder: Path, requests: int) -> None:
         work.mkdir()
@@ -99,7 +99,7 @@ class Engine:
 
     @property
     def answers(self) -> list[tuple[int, list[int], int]]:
-        """The prompt's number, the reply, hit tokens. A killed process leaves a cut last line."""
+        """The prompt's number, the reply, hit tokens. A killed process may cut its last line."""
         if not self.answers_path.exists():
             return []
         lines = self.answers_path.read_text().split("\n")[:-1]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines of one folder of a model whose weights are not the same: they share no KV.
+"""Engines share a folder, but have different weights of one model: they share no KV.
 
-Each answers as an engine without anything does that has its weights. A control shows that KV of
-the others would change answers.
+Each engine answers as an engine without this package and with the same weights. A control shows
+that KV of other weights would change answers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SEED = {"PYTHONHASHSEED": "0"}
 
 
 class Weights:
-    """Two folders of a model with weights of their own, and an empty tier for their engines."""
+    """Two folders of a model, each with weights of its own, and an empty tier for their engines."""
 
     def __init__(self, model: Path, folders: pytest.TempPathFactory) -> None:
         self._folders = folders
@@ -43,7 +43,7 @@ class Weights:
         model: Path | None = None,
         **engine: Any,
     ) -> Plan:
-        """An engine that shares, answers and ends."""
+        """An engine that uses the tier, answers and ends."""
         url = {"shared_tier": f"file://{self.tier}", "store_policy": "all"}
         return Plan(
             model or self.model,
@@ -54,12 +54,12 @@ class Weights:
         )
 
     def serve(self, environ: Mapping[str, str] = SEED, **plans: Plan) -> dict[str, Served]:
-        """The reports by name of a plan. A plan that has failed reports an error."""
+        """The reports, by name of a plan. If a plan fails, its report has an error."""
         return dict(processes.serve(self._folders, plans, SEED | environ).items())
 
 
 def write_others(path: Path) -> None:
-    """Weights of the same names, shapes and file size, with other values."""
+    """Write weights of the same names, shapes and file size, but with other values."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -84,7 +84,7 @@ def weights(
 def references(
     model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Served]:
-    """By weights, engines without this package, which compute everything."""
+    """Engines without this package, by weights. They compute everything."""
     weights = Weights(model_folder("full"), tmp_path_factory)
     plans = {
         name: Plan(model, ("shared",), engine=NO_PREFIX_CACHING)
@@ -98,7 +98,7 @@ def check(served: Served, reference: Served) -> None:
 
 
 def test_kv_of_other_weights_would_change_answers(references: Mapping[str, Served]) -> None:
-    """The control."""
+    """This is the control."""
     error = references["others"].logprob_error("shared", references["mine"])
     assert error > 100 * LOGPROB_TOLERANCE
 
@@ -112,7 +112,7 @@ def check_refused(served: Served, weights: Weights) -> None:
 def test_kv_of_weights_that_are_replaced_while_an_engine_starts_is_never_read(
     weights: Weights, references: Mapping[str, Served]
 ) -> None:
-    """Weights of the same size, with the same time of modification, replace them."""
+    """Other weights replace them. Their size and time of modification are the same."""
     first = weights.serve(first=weights.plan(replaced="while it starts"))["first"]
     second = weights.serve(second=weights.plan())["second"]
     check(second, references["others"])
@@ -131,7 +131,7 @@ def test_weights_that_are_replaced_are_refused_by_several_workers(weights: Weigh
 def test_weights_of_another_load_format_do_not_meet(
     weights: Weights, references: Mapping[str, Served]
 ) -> None:
-    """One folder has two sets of weights, of which ``load_format`` chooses one."""
+    """One folder has two sets of weights. ``load_format`` chooses one of them."""
     import torch
     from safetensors.torch import load_file
 
@@ -154,7 +154,7 @@ def test_weights_of_another_load_format_do_not_meet(
 def test_kv_of_weights_that_are_loaded_again_is_not_put(
     weights: Weights, references: Mapping[str, Served], tmp_path: Path
 ) -> None:
-    """The engine was not told to reset its connector. The tier has the KV of the first weights."""
+    """The engine was not told to reset its connector. The tier has KV of the first weights."""
     first = shutil.copytree(weights.model, tmp_path / "first")
     served = weights.serve(
         reloaded=weights.plan("reloaded", "before it answers"), second=weights.plan(model=first)

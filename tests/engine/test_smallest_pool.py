@@ -19,7 +19,7 @@ MAX_MODEL_LEN = 448
 WIDE_PAGES = paged(
     Layout("wide-pages", (Group(Attention.FULL, 32), Group(Attention.WINDOW, 4, 40)))
 )
-"""The unit is eight pages of the window, so eight pages are held between two boundaries."""
+"""A unit is eight pages of the window. So eight pages are held between two boundaries."""
 
 
 def smallest_pool(layout: PagedLayout, max_num_batched_tokens: int) -> int:
@@ -39,7 +39,7 @@ def smallest_pool(layout: PagedLayout, max_num_batched_tokens: int) -> int:
 def test_the_longest_request_ends_in_the_smallest_pool(
     layout: PagedLayout, num_prompt_tokens: int
 ) -> None:
-    """The blocks that stores hold must not keep the request's own next step from its blocks."""
+    """Stores must not hold blocks that the request's own next step needs."""
     step_tokens = 20
     prompt = tokens(random.Random(1), num_prompt_tokens)
     plan = plan_of("longest", prompt, max_tokens=MAX_MODEL_LEN - num_prompt_tokens)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM starts in a checkout of this project, with nothing cached from an earlier start.
+"""vLLM starts in a checkout of this project. Nothing is cached from an earlier start.
 
-It inspects the model in a process that imports the package from the working directory.
+vLLM inspects the model in a process that imports the package from the working directory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps vLLM's own ``schedule`` plans. Another function around all steps changes no step.
+"""Which steps vLLM's own ``schedule`` plans. Replacing it in all steps changes no step.
 
-On vLLM's real scheduler, with real pages and without a model: see ``test_connector_scheduler``.
+The tests run vLLM's real scheduler with real pages, but no model. See ``test_connector_scheduler``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ sync_or_async = pytest.mark.parametrize("is_async", [False, True], ids=["sync", 
 
 
 def is_upstreams(scheduler: Any) -> bool:
-    """Whether a call of ``schedule`` gets to the function in vLLM's file at once."""
+    """Whether a call of ``schedule`` directly calls the function in vLLM's file."""
     written = vars(Scheduler)["schedule"]
     assert type(written) is FunctionType and written.__module__ == Scheduler.__module__
     found = scheduler.schedule
@@ -68,7 +68,7 @@ def watch_planning(engine: SimulatedEngine) -> list[bool]:
 
 
 def num_times_off(planned: list[bool]) -> int:
-    """The number of times that another function came and went."""
+    """How often another function was removed again."""
     return sum(not before and after for before, after in pairwise(planned))
 
 
@@ -90,7 +90,7 @@ def test_upstreams_function_plans_every_step_of_an_engine_without_holes(
         check_nothing_is_left(engine)
 
 
-# Another function is there while there are holes, and no longer.
+# Another function is in place while there are holes, and no longer.
 
 
 def serve_with_a_hole(engine: SimulatedEngine, name: str) -> None:
@@ -123,7 +123,7 @@ def preempt(engine: SimulatedEngine, name: str) -> None:
 
 
 def fail(engine: SimulatedEngine, name: str, has_hole: bool) -> None:
-    """Let a part of the load fail if there is no hole, or all of it if there is one."""
+    """Let a part of the load fail. If there is a hole, let all of the load fail."""
     if has_hole:
         make_holes(engine, (64, 192))
     fail_next(engine, *(range(1, 40) if has_hole else (1, 3)))
@@ -175,7 +175,7 @@ def test_another_function_is_there_for_as_long_as_holes_are(way: str, is_async: 
             check_nothing_is_left(engine)
             assert not engine.side.row_ids
         assert vars(engine.scheduler).keys() == attributes
-        assert num_layers() == layers, "functions that were taken off still exist"
+        assert num_layers() == layers, "removed functions still exist"
 
 
 def test_the_function_is_vllms_in_the_step_after_the_workers_know_the_end_of_the_last_row() -> None:
@@ -195,7 +195,7 @@ def test_the_function_is_vllms_in_the_step_after_the_workers_know_the_end_of_the
         with_rows = [number for number, found in enumerate(row_ids) if found]
         last = with_rows[-1]
         assert told[last + 1] == row_ids[last] and not any(told[last + 2 :])
-        assert sorted(chain(*told)) == sorted(chain(*row_ids)), "each end is told once"
+        assert sorted(chain(*told)) == sorted(chain(*row_ids)), "each end must be told once"
         born = planned.index(False)
         assert planned == [number not in range(born, last + 2) for number in range(len(planned))]
         assert born <= with_rows[0]
@@ -204,7 +204,7 @@ def test_the_function_is_vllms_in_the_step_after_the_workers_know_the_end_of_the
 
 @sync_or_async
 def test_holes_are_no_hits_from_the_step_on_in_which_hits_are_counted(is_async: bool) -> None:
-    """Statistics of that step are sent before the next one is planned."""
+    """Statistics of that step are sent before the next step is planned."""
     with engine_of(FULL, is_async=is_async) as engine:
         serve(engine, plan_of("first", PROMPT))
         make_holes(engine, (64, 192))
@@ -237,14 +237,14 @@ def test_another_function_is_there_while_segments_are_learned(is_async: bool) ->
             assert num_times_off(planned) == number + 1
 
 
-# The results equal those of an engine with another function around every step.
+# The results equal those of an engine in which another function is always in place.
 
 
 _take_new_holes = HoleQueue.take_new_holes
 
 
 class StandingParts(StepParts):
-    """Another function stands around every step, and hits are corrected after it."""
+    """Another function is in place in every step. Hits are corrected after each step."""
 
     def add(self, part: Any) -> None:
         super().add(part)
@@ -261,7 +261,7 @@ class StandingParts(StepParts):
 
 @pytest.fixture
 def standing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Make engines with `StandingParts` from the call on."""
+    """From the call on, make engines with `StandingParts`."""
 
     def stand() -> None:
         monkeypatch.setattr(patched_scheduler, "StepParts", StandingParts)
@@ -272,8 +272,8 @@ def standing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The steps, and the counts of hits after each of them."""
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # The block hashes of all engines begin alike.
+    """The steps, and the counts of hits after each step."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # All engines hash blocks alike.
     found: list[Any] = []
     shake_hands, record = SimulatedEngine._shake_hands, SimulatedEngine._record
 
@@ -332,7 +332,7 @@ def test_segments_are_learned_in_the_same_steps(
     seen: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same holds for segments that a lookup asks for, or that a reset makes it try again."""
+    """This also holds for segments that a lookup asks for, or that a reset lets it try again."""
 
     def learn(engine: LearningEngine) -> None:
         for document in (ONE, OTHER, ONE):

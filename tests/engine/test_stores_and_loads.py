@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single cases of stores and loads, on vLLM's real scheduler, with real pages and without a model.
+"""Single cases of stores and loads, on vLLM's real scheduler, with real pages, but no model.
 
-The cases are rare in random requests, or not visible there: refusals, waits, counts and logs.
+The cases are rare or invisible in random requests: refusals, waits, counts and logs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROMPT = tokens(random.Random("prompt"), 100)
 UNIT_TOKENS = FULL.unit_tokens
 HIT_TOKENS = (len(PROMPT) - 1) // UNIT_TOKENS * UNIT_TOKENS
 NEVER = TransferScript(max_per_step=0)
-"""No transfer ends until `let_go`."""
+"""No transfer ends before `let_go` is called."""
 
 
 def let_go(engine: SimulatedEngine) -> None:
@@ -42,14 +42,14 @@ def let_go(engine: SimulatedEngine) -> None:
 
 
 def watch_jobs(engine: SimulatedEngine) -> list[ConnectorMetadata]:
-    """The messages to workers from now on, step by step."""
+    """The messages to workers, step by step from now on."""
     found: list[ConnectorMetadata] = []
     watch(engine.side, "build_connector_meta", lambda jobs, *_: found.append(jobs))
     return found
 
 
 def test_pages_are_zeroed_before_what_is_stored_is_loaded_into_them() -> None:
-    """A load may fill parts of a page. The rest may be bytes of another precision."""
+    """A load may fill only parts of a page. The rest may be old bytes of another dtype."""
     with zeroing(), engine_of(FULL) as engine:
         serve(engine, plan_of("first", PROMPT, max_tokens=1))
         zeroed: list[set[int]] = []
@@ -69,9 +69,10 @@ def test_pages_are_zeroed_before_what_is_stored_is_loaded_into_them() -> None:
 def test_what_drafts_keep_before_a_window_is_loaded_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """MTP of several modules (``extra_retained_tokens``): vLLM has blocks for it, and caches them.
+    """MTP of several modules reads tokens before a window (``extra_retained_tokens``).
 
-    The second request's blocks are the third one's window.
+    vLLM has blocks for these tokens, and caches them. The third request's window is the second
+    request's blocks.
     """
     to_spec = Group.to_spec
 
@@ -122,7 +123,7 @@ def test_an_engine_whose_prompts_are_too_short_to_hit_is_warned(
 
 @pytest.mark.parametrize(("policy", "hits"), [("all", [0, 1, 1]), ("second_touch", [0, 0, 1])])
 def test_whole_chunks_of_what_is_aborted_are_stored(policy: str, hits: list[int]) -> None:
-    """They are stored once computed, if another request has had them or all is stored; not more."""
+    """Computed chunks are stored if another request has had them, or if all chunks are stored."""
     connector = offloading(FULL, store_policy=policy, chunk_tokens=16)
     found = []
     with engine_of(FULL, offloading=connector, max_num_batched_tokens=24) as engine:
@@ -140,7 +141,10 @@ def test_whole_chunks_of_what_is_aborted_are_stored(policy: str, hits: list[int]
 
 
 def test_stores_leave_blocks_for_others() -> None:
-    """Stores that do not end hold at most three quarters of the pool. A swap holds none."""
+    """Together, stores that do not end hold at most three quarters of the pool.
+
+    A swap holds none.
+    """
     rng = random.Random(1)
     with engine_of(FULL, NEVER, num_blocks=200) as engine:
         for number in range(12):
@@ -166,14 +170,14 @@ def test_stores_leave_blocks_for_others() -> None:
 
 
 def referenced_in_steps(engine: SimulatedEngine) -> list[int]:
-    """Record from now on the blocks that are kept for transfers while steps are computed."""
+    """Record the blocks that are kept for transfers, while steps are computed."""
     found: list[int] = []
     watch(engine.runner, "execute", lambda *_: found.append(engine.held.num_referenced_blocks))
     return found
 
 
 def preempt(engine: SimulatedEngine) -> None:
-    """Other requests have all free blocks during a step in which a request needs one."""
+    """Other requests take all free blocks in a step in which a request needs a block."""
     pool = engine.block_pool
     taken = pool.get_new_blocks(pool.get_num_free_blocks())
     (request,) = engine.scheduler.running
@@ -216,7 +220,7 @@ def test_a_preempted_request_goes_out_where_that_pays(pays: bool) -> None:
 
 
 def test_what_nobody_asked_for_holds_less_and_goes_last() -> None:
-    """Stores do not end. From a quarter of the pool on, only the end of a prompt is stored."""
+    """Stores do not end. Once they hold a quarter of the pool, only ends of prompts are stored."""
     rng = random.Random(2)
     num_tokens, boundary_tokens = 257, 256
     stored: list[list[int]] = []
@@ -250,7 +254,7 @@ def test_a_store_that_fails_on_one_worker_is_worth_nothing(failing: int) -> None
         while engine.scheduler.requests:
             engine.step()
         num_entries = len(engine.entries)
-        assert num_entries, "the other worker still writes to these places"
+        assert num_entries, "a place was freed while the other worker writes to it"
         let_go(engine)
         serve(engine)
         assert not engine.entries
@@ -260,7 +264,8 @@ def test_a_store_that_fails_on_one_worker_is_worth_nothing(failing: int) -> None
 
 @pytest.mark.parametrize("is_under_way", [False, True], ids=["planned", "under way"])
 def test_stores_that_are_abandoned_hold_nothing_and_are_worth_nothing(is_under_way: bool) -> None:
-    chunk = offloading(FULL, chunk_tokens=512)  # Such a large chunk is stored at the end only.
+    # Such a large chunk is stored only at the end.
+    chunk = offloading(FULL, chunk_tokens=512)
     with engine_of(FULL, NEVER, offloading=chunk) as engine:
         engine.add_request(plan_of("first", PROMPT, max_tokens=1))
         while engine.scheduler.requests:
@@ -278,7 +283,7 @@ def test_stores_that_are_abandoned_hold_nothing_and_are_worth_nothing(is_under_w
 
 
 def test_the_end_of_the_last_transfer_is_reported_in_one_more_step() -> None:
-    """The counts travel with a step, and it may take long until the next step."""
+    """Counts are sent with a step. The next step may be far away."""
     with engine_of(FULL, NEVER) as engine:
         jobs = watch_jobs(engine)
         engine.add_request(plan_of("first", PROMPT, max_tokens=1))
@@ -347,7 +352,7 @@ def test_pins_last_until_the_load_has_ended_or_the_request_goes() -> None:
 
 
 def test_what_was_found_follows_what_the_device_has() -> None:
-    """The device had the beginning when the request was looked up, and has lost it since."""
+    """At the lookup, the device had the beginning. It has lost the beginning since."""
     with engine_of(FULL, caching=True) as engine:
         serve(engine, plan_of("first", PROMPT, max_tokens=1))
         assert engine.reset()
@@ -364,7 +369,7 @@ def test_what_was_found_follows_what_the_device_has() -> None:
 
 
 def test_an_abort_while_it_loads_stores_nothing() -> None:
-    """Its pages do not have the KV yet that its count of computed tokens claims."""
+    """The request's pages do not have the KV yet that its number of computed tokens claims."""
     with engine_of(FULL) as engine:
         serve(engine, plan_of("first", PROMPT))
         before = len(engine.entries)
@@ -384,7 +389,7 @@ def test_an_abort_while_it_loads_stores_nothing() -> None:
 JOINED = {
     "joined": (FULL, True, {"second"}),
     "no local cache": (FULL, False, {"second", "third"}),
-    # A local hit drops its last block, so a waiting request would have to load all the same.
+    # A local hit drops its last block, so even a waiting request would have to load.
     "drafts": (DEEPSEEK_V4_EAGLE, True, {"second", "third"}),
 }
 
@@ -417,12 +422,12 @@ def test_requests_with_the_same_prefix_load_it_once(name: str) -> None:
 
 @pytest.mark.parametrize("hole_reuse", [False, True])
 def test_a_load_that_costs_more_than_computing_is_not_made(hole_reuse: bool) -> None:
-    """The scheduler's clock stands still, so computing costs nothing, but copies do."""
+    """The scheduler's clock stands still. So computing costs nothing, but copies do."""
     connector = offloading(FULL, load_if_slower=False, hole_reuse=hole_reuse)
     with engine_of(FULL, offloading=connector) as engine:
         engine.clock = lambda: 100.0
         counters = engine.side.counters
-        for request_id in ("first", "second"):  # No copy has been measured yet.
+        for request_id in ("first", "second"):  # No copy was measured before.
             serve(engine, plan_of(request_id, PROMPT, max_tokens=1))
         assert counters.hit_requests == 1
         engine.add_request(plan_of("last", PROMPT))
@@ -434,7 +439,7 @@ def test_a_load_that_costs_more_than_computing_is_not_made(hole_reuse: bool) -> 
 
 
 def test_a_request_that_waits_for_room_is_not_looked_up_in_every_step() -> None:
-    """Two of them would leave too few blocks for either request to go on."""
+    """Loads of two such requests would leave too few blocks for either to continue."""
     prompt = tokens(random.Random(5), 384)
     with engine_of(FULL, num_blocks=1 + 384 // UNIT_TOKENS * 3 // 2) as engine:
         serve(engine, plan_of("first", prompt, max_tokens=1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What patches read of a coordinator, compared with what its managers do."""
+"""Facts that patches read from a coordinator, compared with what its managers do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_ascend_kvext.patches.upstream import (
     tokens_per_block,
 )
 
-# A layout whose hits end within the blocks of its states, since vLLM 0.30.
+# In this layout, hits end within blocks of states, since vLLM 0.30.
 FINE_HASHES = Layout("fine-hashes", (Group(Attention.FULL, 4), Group(Attention.MAMBA, 16)))
 LAYOUTS = (
     layouts.FULL,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models with random weights, whose layers attend in different ways."""
+"""Tiny models with random weights. Their layers attend in different ways."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 WINDOW_TOKENS = 64
 WINDOWS_TOKENS = (32, 32, 64, 64, 160, None)
-"""The windows by layer, which `support.scenarios.connector` makes Gemma 3 read."""
+"""The window of each layer. `support.scenarios.connector` gives them to Gemma 3."""
 
 _SIZES = {
     "vocab_size": 512,
@@ -26,7 +26,7 @@ _GEMMA3 = _SIZES | {
     "num_key_value_heads": 1,
     "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
     "sliding_window": WINDOW_TOKENS,
-    "query_pre_attn_scalar": 8,  # Attention is sharp, so that each cached token matters.
+    "query_pre_attn_scalar": 8,  # Attention is sharp, so each cached token matters.
 }
 _GPT_OSS = _SIZES | {
     "num_local_experts": 4,
@@ -51,13 +51,13 @@ def _config(name: str) -> Any:
     match name:
         case "full":  # One KV cache group.
             return transformers.LlamaConfig(**_SIZES)
-        case "qwen3":  # Keys that are normalised before they are rotated.
+        case "qwen3":  # Keys are normalised, and then rotated.
             return transformers.Qwen3Config(**_SIZES)
         case "gpt-oss":  # A learned sink in each head, and YaRN.
             return transformers.GptOssConfig(**_GPT_OSS)
         case "one window":  # Five window layers and one full layer, in six KV cache groups.
             return transformers.Gemma3TextConfig(**_GEMMA3)
-        case "alternating":  # gpt-oss has its layers like this, in two groups of three layers.
+        case "alternating":  # The layers of gpt-oss alternate like this, in two groups of three.
             layer_types = ["sliding_attention", "full_attention"] * 3
             return transformers.Gemma3TextConfig(**_GEMMA3 | {"layer_types": layer_types})
         case "three windows":
@@ -78,7 +78,7 @@ def write(name: str, folder: Path) -> Path:
             if parameter.dim() > 1 or parameter_name.endswith(("bias", "sinks")):
                 parameter.normal_(std=0.2)
             if parameter_name.endswith("sinks"):
-                parameter.copy_(parameter.bfloat16())  # The CPU's kernel reads such numbers.
+                parameter.copy_(parameter.bfloat16())  # The CPU's kernel reads bfloat16 numbers.
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})

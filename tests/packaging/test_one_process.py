@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suites can share a process, in any order and in any working directory.
+"""Suites can share a process, in any order and any working directory.
 
-Each folder has modules of its own for its tests to import; two of one name would hide each other.
+Each folder has modules that its tests import. Two modules of one name would hide each other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 FOLDERS = ("unit", "ops", "engine", "contract", "packaging")
-"""All but ``ascend``, which is skipped beside others: it patches vLLM for its process's life."""
+"""All but ``ascend``.
+
+Beside others it is skipped, because it patches vLLM for the whole process.
+"""
 
 
 @pytest.mark.parametrize("folders", [FOLDERS, FOLDERS[::-1]], ids=["unit first", "unit last"])

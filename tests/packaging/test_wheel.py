@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel and the source distribution that ``make`` has built: the one from the other."""
+"""The wheel and the source distribution that ``make`` has built.
+
+The wheel is made from the other.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def wheel() -> Path:
 
 @pytest.fixture(scope="session")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment that holds the wheel and what it requires."""
+    """The interpreter of an environment with the wheel and its requirements."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"

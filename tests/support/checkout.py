@@ -10,7 +10,7 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).parents[2]
 
-# An editable install finds modules before the path is searched.
+# An editable install finds modules before Python searches the path.
 WITHOUT_EDITABLE_INSTALL = """
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable_")]
@@ -18,7 +18,7 @@ sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswit
 
 
 def copy_checkout(folder: Path) -> Path:
-    """Copy the sources of the package, without a compiled module. The checkout stays unchanged."""
+    """Copy the sources of the package, but no compiled module. The checkout stays unchanged."""
     for name in ("vllm_ascend_kvext", "patches"):
         ignored = shutil.ignore_patterns("__pycache__", "*.so")
         shutil.copytree(CHECKOUT / name, folder / name, ignore=ignored)
@@ -26,7 +26,7 @@ def copy_checkout(folder: Path) -> Path:
 
 
 def run_in(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
-    """Run a script as ``python -m`` would run a module: with the working directory on the path."""
+    """Run a script like ``python -m`` runs a module: with the working directory on the path."""
     return subprocess.run(
         [sys.executable, "-c", WITHOUT_EDITABLE_INSTALL + script],
         cwd=folder,

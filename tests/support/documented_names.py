@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names that the pages for readers mention, and whether the code still has them.
+"""The names that the pages for readers use, and whether the code still has them.
 
 A name is what a page writes as code: `` `name` ``, or a line of a fenced block. Names of the
-package are compared with what declares them. Any other word of code has to be a name in the
-sources, or one of the names of upstream that the pages may mention.
+package are compared with their declarations. Any other word of code must be a name in the sources,
+or one of upstream's names that the pages may use.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Page:
     """A page for readers.
 
     Attributes:
-        spans: What is written as code within a line.
+        spans: The pieces of code inside lines.
         blocks: The fenced blocks.
     """
 
@@ -62,9 +62,9 @@ class Page:
 
 
 def pages() -> list[Page]:
-    """All pages but the changelog, which names what is gone, and that of patches.
+    """All pages except for the changelog and the page of patches.
 
-    The page of patches is written from their declarations.
+    The changelog names removed things. The page of patches is made from their declarations.
     """
     found = [*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/*.md"), *CHECKOUT.glob("examples/*.md")]
     return [Page(path) for path in sorted(found) if path.name not in ("CHANGELOG.md", "patches.md")]
@@ -72,11 +72,11 @@ def pages() -> list[Page]:
 
 @dataclass(frozen=True)
 class Code:
-    """What the code has, by kind of name."""
+    """The names in the code, by kind."""
 
     @cached_property
     def metrics(self) -> Mapping[str, Metric]:
-        """By the names that vLLM shows, and that Prometheus shows."""
+        """Metrics by the names that vLLM shows, and by those that Prometheus shows."""
         found = {}
         for metric in (*HOST_METRICS, *SEGMENT_METRICS, *RETENTION_METRICS):
             for suffix in ("",) if metric.is_gauge else ("", "_total"):
@@ -97,7 +97,10 @@ class Code:
 
     @cached_property
     def patch_ids(self) -> frozenset[str]:
-        """Of patches that are there. A page may tell of patches that are gone, and says so."""
+        """The ids of present patches, and of removed ones.
+
+        Pages may name removed patches as such.
+        """
         return frozenset(patch.id for patch in PATCHES) | {*RETIRED_IDS}
 
     @cached_property
@@ -107,7 +110,7 @@ class Code:
 
     @cached_property
     def command_options(self) -> frozenset[str]:
-        """``--options`` that the package's own commands, scripts and tools take."""
+        """The ``--options`` of the package's own commands, scripts and tools."""
         sources = [*PACKAGE.rglob("*.py"), *_scripts()]
         return frozenset(
             name for path in sources for name in re.findall(r'"(--[a-z-]+)"', path.read_text())
@@ -126,9 +129,9 @@ class Code:
 
     @cached_property
     def words(self) -> frozenset[str]:
-        """Names in the sources of the package: identifiers, and strings that could be such.
+        """Names in the sources of the package: identifiers, and strings that look like identifiers.
 
-        A comment or a docstring makes no name.
+        Comments and docstrings do not count.
         """
         found: set[str] = set()
         for folder in (PACKAGE, PATCH_FOLDER):
@@ -144,7 +147,7 @@ class Code:
 def _scripts() -> Iterator[Path]:
     for folder in ("benchmarks", "tools", "tests", "examples"):
         for path in (CHECKOUT / folder).rglob("*.py"):
-            if path.name != "test_documented_names.py":  # It makes names up.
+            if path.name != "test_documented_names.py":  # This file invents names.
                 yield path
 
 
@@ -172,7 +175,7 @@ CODE = Code()
 
 
 def unknown_names(page: Page, upstream: frozenset[str], code: Code = CODE) -> list[str]:
-    """What a page names and nothing has, one line each; in the order of the page."""
+    """The names of a page that do not exist, one per line, in the order of the page."""
     problems = [f"{each}: no such variable" for each in _unknown_variables(page.text, code)]
     problems += [f"{each}: no such metric" for each in _unknown_metrics(page.text, code)]
     named_ids = dict.fromkeys(re.findall(r"KVX-\d{3}", page.text))
@@ -197,7 +200,7 @@ def _unknown_variables(text: str, code: Code) -> Iterator[str]:
 
 
 def _unknown_metrics(text: str, code: Code) -> Iterator[str]:
-    """Metrics of this package, with the values of their labels; ``*`` stands for several."""
+    """Metrics of this package, with the values of their labels. ``*`` means several."""
     pattern = rf"{PREFIX}([a-z_]*)(\*?)(?:\{{(\w+)=\"?([\w|…]+)\"?)?"
     for stem, star, label, value in dict.fromkeys(re.findall(pattern, text)):
         name = f"{PREFIX}{stem}"
@@ -223,7 +226,7 @@ def _unknown_options(block: str, code: Code) -> Iterator[str]:
 
 
 def _unknown_commands(text: str, code: Code) -> Iterator[str]:
-    """Commands of ``python -m vllm_ascend_kvext`` and of ``make``, wherever they stand."""
+    """Commands of ``python -m vllm_ascend_kvext`` and of ``make``, in any place."""
     for name in re.findall(r"python -m vllm_ascend_kvext ([a-z][a-z-]*)", text):
         if name not in code.commands:
             yield f"python -m vllm_ascend_kvext {name}: no such command"
@@ -233,7 +236,7 @@ def _unknown_commands(text: str, code: Code) -> Iterator[str]:
 
 
 def _unknown_span(span: str, page: Page, upstream: frozenset[str], code: Code) -> str:
-    """Why a span of code names something that is not there; empty if it does not."""
+    """Why the name in a span of code does not exist. Empty if it exists."""
     first, _, rest = span.partition(" ")
     if first in code.commands:
         named = [word for word in rest.split() if re.fullmatch(r"--[a-z-]+", word)]
@@ -267,10 +270,10 @@ def _is_path(span: str) -> bool:
 
 
 def _path_exists(span: str, page: Page) -> bool:
-    """Relative to the project, to the page, or to a folder that pages take as known."""
+    """Whether a path exists in the project, beside the page, or in a folder that pages leave out."""
     folders = [CHECKOUT, PACKAGE, page.path.parent, CHECKOUT / "tests", CHECKOUT / "csrc"]
     folders += [PACKAGE / "connector", CHECKOUT / "tests" / "engine"]
     if any((folder / f"{span}{ending}").exists() for folder in folders for ending in ("", ".py")):
         return True
-    # Tests and sources are named by their files alone.
+    # Pages name tests and sources only by their file names.
     return any(any(CHECKOUT.glob(f"{folder}/**/{span}")) for folder in ("tests", "csrc"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installs features of this package in this process, inside a block."""
+"""Installs features of this package in this process, for the time of a block."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from vllm_ascend_kvext.settings import Mode, Settings
 
 @functools.cache
 def _plans() -> tuple[FeaturePlan, ...]:
-    """The plans of all features. They are made once, because the check of fingerprints is slow."""
+    """The plans of all features. They are made only once, because checking fingerprints is slow."""
     return survey(Settings(mode=Mode.STRICT)).plans
 
 
 def apply_feature(feature: str) -> tuple[str, ...]:
-    """Install a feature and what it requires; return the patches that were not in effect."""
+    """Install a feature and its requirements. Return the patches that were not in effect before."""
     needed = with_requirements([feature], FEATURES)
     plans = [plan for plan in _plans() if plan.feature in needed]
-    assert {plan.feature for plan in plans} == needed, "upstream is not supported"
+    assert {plan.feature for plan in plans} == needed, "this upstream is not supported"
     return tuple(id for plan in plans if plan.fits or plan.misfits for id in BOOK.apply(plan))
 
 
 def revert_feature(feature: str) -> None:
-    """Take back a feature and what it requires, last patch first."""
+    """Take back a feature and its requirements. The last patch goes first."""
     needed = with_requirements([feature], FEATURES)
     for name in reversed([each.name for each in FEATURES if each.name in needed]):
         BOOK.revert(name)
@@ -38,9 +38,9 @@ def revert_feature(feature: str) -> None:
 
 @contextmanager
 def installed(*features: str) -> Iterator[None]:
-    """Install these features and those that they require, inside the block.
+    """Install these features and their requirements, inside the block.
 
-    They are installed in the order in which a user gets them.
+    The order is that in which a user's process installs them.
     """
     ordered = [each.name for each in FEATURES if each.name in features]
     assert len(ordered) == len(features)
@@ -62,10 +62,10 @@ def repairs_installed() -> Iterator[None]:
 
 @contextmanager
 def retention_installed() -> Iterator[None]:
-    """Install retention and the repairs, as in an engine that asks for retention.
+    """Install retention and the repairs, like an engine that asks for retention.
 
-    The interval when a block manager is built decides whether anything is retained. Upstream finds
-    the interval's variable as in an engine, because vLLM-Ascend's coordinators read it.
+    Whether anything is retained depends on the interval at the time when a block manager is built.
+    Upstream also finds the interval's variable, because vLLM-Ascend's coordinators read it.
     """
     from vllm import envs
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs Mooncake Store's own servers from its wheel: a master, and a client with memory."""
+"""Runs the servers in Mooncake Store's wheel: a master, and a client with memory."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CLIENT_TTL_S = 4
 
 
 def require() -> Path:
-    """The folder of Mooncake's programs. If they or their libraries are missing, tests skip."""
+    """The folder of Mooncake's programs. If they or their libraries are missing, skip the test."""
     with contextlib.suppress(ImportError, OSError):
         # Another module may have the same name.
         from mooncake import store
 
         return Path(store.__file__).parent
     found = importlib.util.find_spec("mooncake")
-    pytest.skip(f"Mooncake's wheel is {'installed, but does not load' if found else 'not there'}")
+    pytest.skip(f"Mooncake's wheel is {'installed, but does not load' if found else 'not installed'}")
 
 
 class Servers:
@@ -67,7 +67,7 @@ class Servers:
         return self.owner
 
     def until_there_is_memory(self) -> None:
-        """Wait until the master knows exactly one segment, and none of an ended client."""
+        """Wait until the master knows exactly one segment, and none of a client that has ended."""
         deadline_s = time.monotonic() + _DEADLINE_S
         while len(self._ask("get_all_segments").split()) != 1:
             assert time.monotonic() < deadline_s, self.logs()
@@ -107,7 +107,7 @@ class Servers:
 
 
 def raw_client(servers: Servers) -> object:
-    """A client of Mooncake with which tests read and damage objects."""
+    """Mooncake's own client. Tests read and damage objects with it."""
     return MooncakeTier(servers.url, 0)._store
 
 

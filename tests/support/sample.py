@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides how many of the tests run.
 
-``make test`` runs half of the random cases. On other versions than the main one, it leaves out
-tests that say little about the version. ``make test-long`` runs everything. ``tools/run_tests.py``
+``make test`` runs half of the random cases. On versions other than the main one, it leaves out
+tests that show little about the version. ``make test-long`` runs everything. ``tools/run_tests.py``
 sets the variables.
 """
 
@@ -13,12 +13,12 @@ import os
 IS_LONG = os.environ.get("KVEXT_CASES") == "all"
 
 IS_SAMPLE = os.environ.get("KVEXT_TESTS") == "sample" and not IS_LONG
-"""Whether this is another version than the main one, on which not all tests run."""
+"""Whether this is not the main version. Then not all tests run."""
 
 LENGTH_STRIDE = 1 if IS_LONG else 3
 """The step between enumerated lengths. It is prime to block sizes, so every remainder occurs."""
 
 
 def sampled(number: int) -> int:
-    """The number of random cases to run, of a given number."""
+    """The number of random cases to run, out of a given number."""
     return number if IS_LONG else -(-number // 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries out the starts of `support.settings_starts`, on a CPU or on the emulated NPU."""
+"""Runs the starts of `support.settings_starts`, on a CPU or on the emulated NPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = list(starts(Path("/")))
 
 
 class Starts:
-    """The processes of all starts, each of which begins when it is asked for."""
+    """The processes of all starts. Each process begins when it is asked for."""
 
     def __init__(
         self, folders: pytest.TempPathFactory, model: Path, platform: Platform, **engine: Any
@@ -35,7 +35,7 @@ class Starts:
         self._reports = LazyReports(folders, processes, platform)
 
     def check(self, name: str, tolerance: float) -> None:
-        """Assert that each engine of a start has answered what vLLM answers alone."""
+        """Assert that each engine of a start gives the answers of vLLM alone."""
         (reference,) = self._starts[STOCK].engines
         for engine, options in self._starts[name].engines.items():
             found = self._reports[engine]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts of engines in which every documented variable and option is set, and is left unset.
+"""Starts of engines. Every documented variable and option is set in a start, and unset in one.
 
-`documented` reads the pages, `started` the table of starts; `tests/unit/test_settings_starts.py`
-compares them, and `test_settings_start.py` carries the starts out on every supported pair.
+`documented` reads the pages, and `started` reads the table of starts.
+`tests/unit/test_settings_starts.py` compares them. `test_settings_start.py` runs the starts on
+every supported pair.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ NUMBER = "N"
 """The word of the pages for any integer above 0."""
 
 OTHER = "not the default"
-"""Stands for some other value of a name whose values are not listed on the pages."""
+"""Means some other value of a name, if the pages do not list its values."""
 
 MAX_TOKEN_ID = 499
 """The largest token id of the prompts. Separators have larger ids."""
@@ -59,7 +60,7 @@ NOT_SHOWN = {
     "separator": "token ids; a text needs a tokenizer: test_segment_tokens.py",
     "sink": "token ids; a text needs a tokenizer: test_segment_tokens.py",
 }
-"""Values that these starts do not cover, as the pair lacks a requirement, by name."""
+"""Values that these starts do not cover, because the pair lacks a requirement, by name."""
 
 
 class Start(NamedTuple):
@@ -67,7 +68,7 @@ class Start(NamedTuple):
 
     Attributes:
         environ: The variables that are set.
-        engines: By name, the options of KvextConnector; None where there is no connector.
+        engines: By name: the options of KvextConnector. None if there is no connector.
     """
 
     environ: Mapping[str, str]
@@ -75,19 +76,18 @@ class Start(NamedTuple):
 
 
 STOCK = "off"
-"""The start whose answers are those of vLLM alone."""
+"""The start that has the answers of vLLM alone."""
 
 
 def starts(folder: Path) -> dict[str, Start]:
     """All starts, by name.
 
     Args:
-        folder: Where a shared tier may keep files.
+        folder: A folder in which a shared tier may keep files.
     """
     host_memory = {"host_memory_gib": 0.125}
     (retention,) = [feature for feature in FEATURES if feature.name == "retention"]
-    # The features that retention needs, and those that a connector needs with a hybrid model on
-    # vLLM 0.23.
+    # These features are needed by retention, and by a connector with a hybrid model on vLLM 0.23.
     needed = {*retention.requires, "connector", "failed-loads"}
     return {
         "nothing set": Start(
@@ -141,7 +141,7 @@ def starts(folder: Path) -> dict[str, Start]:
                 FAST_PREFIX_CACHE_VARIABLE: "1",
                 BUNDLE_VARIABLE: "0",
                 ASCEND_KERNEL_VARIABLE: "1",
-                "PYTHONHASHSEED": "0",  # A shared tier asks for one.
+                "PYTHONHASHSEED": "0",  # A shared tier requires a seed.
             },
             {
                 "heads": {
@@ -201,7 +201,7 @@ def documented(page: str) -> dict[str, set[str]]:
 
 
 def mentioned(pages: Iterable[str]) -> set[str]:
-    """Our variables, and keys of the connector's configuration, that pages mention."""
+    """Our variables and the keys of the connector's configuration that pages mention."""
     found: set[str] = set()
     for text in pages:
         found |= {*re.findall(r"\bVLLM_ASCEND_KVEXT_[A-Z_]*[A-Z]\b", text)}
@@ -212,11 +212,11 @@ def mentioned(pages: Iterable[str]) -> set[str]:
 
 
 def started(table: Iterable[Start]) -> dict[str, set[str]]:
-    """The names that starts set, each with its values, and with `UNSET` where one leaves it out."""
+    """The names that starts set, each with its values, and with `UNSET` if a start leaves it out."""
     found: defaultdict[str, set[str]] = defaultdict(set)
     for start in table:
         if start.environ.get(MODE_VARIABLE) == "off":
-            found[MODE_VARIABLE].add("off")  # In this mode no other variable is read.
+            found[MODE_VARIABLE].add("off")  # In this mode, no other variable is read.
             continue
         for name in VARIABLE_NAMES:
             found[name] |= {*start.environ.get(name, UNSET).split(",")}
@@ -237,7 +237,7 @@ def started(table: Iterable[Start]) -> dict[str, set[str]]:
 def _note_values(
     found: Mapping[str, set[str]], declared: Iterable[Declared], options: Mapping[str, Any]
 ) -> None:
-    """Add the value that options have for each declared key, or `UNSET`."""
+    """Add the value that the options have for each declared key, or `UNSET`."""
     for option in declared:
         value = options.get(option.key)
         if isinstance(value, bool):
@@ -251,7 +251,7 @@ def _note_values(
 def lacking(
     asked: Mapping[str, Iterable[str]], found: Callable[[str], Iterable[str]]
 ) -> list[tuple[str, str]]:
-    """The documented names and values that no start has and that are not left out for a reason."""
+    """The documented names and values that no start has, unless they are left out for a reason."""
     return [
         (name, value)
         for name, values in asked.items()

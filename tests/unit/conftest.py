@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstreams written to disk."""
+"""Fixtures that write small upstreams to disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vllm_ascend_kvext.patching.store import FingerprintStore
 
 @pytest.fixture
 def add_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AddPackage]:
-    """Writes modules below one folder of ``sys.path``; they are forgotten after the test.
+    """Write modules below one folder of ``sys.path``. They are forgotten after the test.
 
     ``add_package("pkg", {"mod": "source"})`` returns the folder that holds ``pkg``.
     """
@@ -36,7 +36,8 @@ def add_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Add
             if package in imported:
                 del sys.modules[name]
             else:
-                monkeypatch.delitem(sys.modules, name)  # a real one, back after the test
+                # This is a real module. It comes back after the test.
+                monkeypatch.delitem(sys.modules, name)
         forget_sources()
         imported.add(package)
         for name, source in {"__init__": "", **modules}.items():
@@ -57,20 +58,20 @@ def _modules_of(package: str) -> list[str]:
 
 @pytest.fixture
 def upstream_root(add_package: AddPackage) -> Path:
-    """The folder that holds the package ``fake_upstream``; nothing of it is imported."""
+    """The folder that holds the package ``fake_upstream``. Nothing of the package is imported."""
     return add_package(small_upstream.PACKAGE, {"pool": small_upstream.SOURCE})
 
 
 @pytest.fixture
 def plan_patches(upstream_root: Path) -> PlanPatches:
-    """Plans patches against the small upstream, of which every function is stored."""
+    """Plan patches against the small upstream. The fingerprints of its functions are stored."""
 
     def plan(*patches: Patch, upstream: Upstream = UPSTREAM, feature: str = FEATURE) -> FeaturePlan:
         fingerprints = {}
         for name in {name for patch in patches for name in patch.fingerprinted}:
             # An inherited method has the fingerprint of the class that defines it.
             defined = name.replace("SmallPool.inherited", "Base.inherited")
-            with contextlib.suppress(FingerprintError):  # what some tests are about
+            with contextlib.suppress(FingerprintError):  # Some tests test this error.
                 fingerprints[name] = fingerprint_source(upstream_root, defined)
         store = FingerprintStore({"vllm": {"0.23.0": fingerprints}})
         (plan,) = plan_features([feature], patches, upstream, store)
@@ -93,5 +94,5 @@ def world(add_package: AddPackage, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 @pytest.fixture(autouse=True)
 def _log_records_reach_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM, if a test of another folder has imported it, keeps its records from other loggers."""
+    """If a test of another folder has imported vLLM, vLLM hides its records from other loggers."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)

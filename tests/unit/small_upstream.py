@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small upstream that stands for vLLM where the patching machinery is tested alone."""
+"""A small upstream that replaces vLLM in tests of the patching machinery alone."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def touch(number, step=1):
 
 
 def record(calls: list[str], name: str = "ours") -> Callable[..., Any]:
-    """A wrapper that leaves a trace and calls on."""
+    """A wrapper that records its call, and calls the wrapped function."""
 
     def wrapper(wrapped: Any, instance: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(name)
@@ -76,7 +76,7 @@ def record(calls: list[str], name: str = "ours") -> Callable[..., Any]:
 
 
 def record_foreign(calls: list[str]) -> Callable[..., Any]:
-    """The same in wrapt's own form, for what other packages put around a function."""
+    """Such a wrapper in wrapt's own form. Other packages put wrappers like it around functions."""
 
     def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         calls.append("foreign")
@@ -86,7 +86,7 @@ def record_foreign(calls: list[str]) -> Callable[..., Any]:
 
 
 def declare(target: str, **fields: Any) -> Patch:
-    """A patch of the small upstream; what a test does not care about is filled in."""
+    """A patch of the small upstream. Fields that a test does not set have defaults."""
     defaults: dict[str, Any] = {
         "id": f"T-{target}",
         "kind": Kind.WRAP,

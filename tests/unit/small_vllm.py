@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A package named ``vllm`` with one function to patch, and the process it runs in."""
+"""A package named ``vllm`` with one function to patch, and the process in which it runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OLD_ENVS = "environment_variables = {}\nVLLM_CACHE_ROOT = ''\n"
 
 
 class World:
-    """A vLLM on disk, the variables of a process, and what was logged."""
+    """A vLLM on disk, the variables of a process, and the records of the log."""
 
     def __init__(self, add_package: AddPackage, monkeypatch: pytest.MonkeyPatch) -> None:
         self.add_package = add_package
@@ -81,5 +81,5 @@ class World:
 
     @property
     def is_untouched(self) -> bool:
-        """Nobody has even imported what a patch would be about."""
+        """Whether the module that a patch would change was not even imported."""
         return "vllm.engine" not in sys.modules

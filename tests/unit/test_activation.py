@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `register` does for each combination of wishes and upstreams, and what status says of it."""
+"""What `register` does for each combination of settings and upstreams, and what status shows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Frozen(type):
 
 {ENGINE.replace("Engine:", "Engine(metaclass=Frozen):")}"""
 REPAIR = "two-phase-allocation"
-"""On by default, under the name of a real one: the switch knows no other."""
+"""The repair is on by default. Its name is a real one, because the switch knows no others."""
 
 INTERVAL = {"interval": "0"}
 NOT_KNOWN = (f"{RETENTION_INTERVAL_VARIABLE}, which this vLLM does not know",)
@@ -45,12 +45,13 @@ NOT_KNOWN = (f"{RETENTION_INTERVAL_VARIABLE}, which this vLLM does not know",)
 
 @dataclass(frozen=True)
 class Case:
-    """What is set, what is installed, and what comes of it.
+    """What is set, what is installed, and the result.
 
     Attributes:
-        end: Of the engine's function: ``patched``, ``imported`` and not patched, or ``untouched``.
-        says: Parts of the only record of the log, or of the error; nothing is said if empty.
-        repair: Fields of the patch of a repair; there is none if None.
+        end: The state of the engine's function: ``patched``, ``imported`` and not patched, or
+            ``untouched``.
+        says: Parts of the only record of the log, or of the error. If empty, nothing is said.
+        repair: Fields of a repair's patch. None if there is no repair.
         is_required: Whether retention needs the repair.
     """
 
@@ -171,7 +172,7 @@ def arrange(world: World, case: Case) -> None:
 def test_what_comes_of_wishes_and_upstreams(world: World, case: Case) -> None:
     arrange(world, case)
     said = ""
-    for _ in range(2 if case.error is None else 1):  # One line per process.
+    for _ in range(2 if case.error is None else 1):  # A process logs only one line.
         if case.error is None:
             world.register()
         else:
@@ -201,7 +202,7 @@ def test_status_says_what_register_does(
     exit_status = main(["status", "--json"])
     report = json.loads(capsys.readouterr().out)
     is_degraded = bool(case.says) and case.level == logging.WARNING
-    is_degraded |= case.engine is DRIFTED and case.repair is None  # It plans everything.
+    is_degraded |= case.engine is DRIFTED and case.repair is None  # ``status`` plans every feature.
     assert exit_status == (2 if case.error else is_degraded), report
     assert report["verdict"] == ("ok", "degraded", "failed")[exit_status]
     assert bool(report["notes"]) == (exit_status == 1)

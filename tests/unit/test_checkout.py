@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package works from a checkout: there ``patches/`` lies beside it, and no compiled module.
+"""The package works in a checkout. There, ``patches/`` lies beside it, without a compiled module.
 
-vLLM inspects models with ``python -m``, which puts the working directory first on the path: started
-in a checkout, that process imports this package from there, whatever is installed.
+vLLM inspects models with ``python -m``, which puts the working directory first on the path. If
+vLLM is started in a checkout, this process imports the package from there, whatever is installed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ vllm_ascend_kvext.register()
 from vllm_ascend_kvext import activation
 assert activation.__file__.startswith(sys.path[0] or __import__("os").getcwd()), activation.__file__
 """
-# Installed, the patches lie within, and what lies beside the package is none of its own.
+# If installed, the package contains the patches. Modules beside it do not belong to it.
 INSTALLED = """
 import vllm_ascend_kvext
 from vllm_ascend_kvext.patches import PATCHES
@@ -83,7 +83,7 @@ def of_another_version(package: Path) -> None:
 
 
 def lacks_a_function(package: Path) -> None:
-    """The installed module may be older than the sources, and of the same version."""
+    """The installed module may be older than the sources, although it has the same version."""
     stub = package / "_native.pyi"
     stub.write_text(stub.read_text() + "\ndef added_since() -> None: ...\n")
 
@@ -129,7 +129,7 @@ def test_a_compiled_module_that_does_not_fit_is_refused(
     assert callable(spoil)
     spoil(checkout / "vllm_ascend_kvext")
     finished = run_in(checkout, code)
-    assert finished.stdout.startswith(str(checkout)), "only a transfer fails"
+    assert finished.stdout.startswith(str(checkout)), "without a compiled module, only transfers may fail"
     last = finished.stderr.splitlines()[-1]
     assert "CompiledModuleError: " in last
     assert all(text in last for text in texts), last

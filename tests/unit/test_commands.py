@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m vllm_ascend_kvext``, its output and its exit status."""
+"""``python -m vllm_ascend_kvext``: its output, and its exit status."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Status = Callable[..., tuple[int, dict[str, Any]]]
 
 @pytest.fixture
 def status(world: World, capsys: pytest.CaptureFixture[str]) -> Status:
-    """Exit status and report."""
+    """The exit status and the report."""
 
     def run(**variables: str) -> tuple[int, dict[str, Any]]:
         world.set(**variables)
@@ -116,7 +116,7 @@ class TestFingerprint:
     def arguments(
         self, upstream_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> list[str]:
-        """Those that read the small upstream into a store of the test's own."""
+        """Arguments that read the small upstream into a store of the test."""
         monkeypatch.setattr(fingerprint, "PATCHES", (declare("Pool.free"),))
         sources = ["--sources", str(upstream_root), "--distribution", "vllm", "--version", "0.23.0"]
         return ["fingerprint", "--store", str(tmp_path / "store.json"), *sources]
@@ -130,7 +130,7 @@ class TestFingerprint:
         assert main(arguments) == 0
         assert "As stored: vllm 0.23.0." in capsys.readouterr().out
         assert FingerprintStore.load(tmp_path / "store.json").expected("vllm", "0.23.0", self.NAME)
-        assert MODULE not in sys.modules, "sources are read and not imported"
+        assert MODULE not in sys.modules, "the command has imported the sources"
 
     def test_a_change_is_reported_and_a_missing_function_is_not_stored(
         self,
@@ -184,8 +184,8 @@ class TestFingerprint:
         assert again == listed.rstrip("\n")
         changed = [line for line in shown.splitlines() if line.startswith(("+", "-"))]
         assert ["prepend=False" in changed[2], "prepend=True" in changed[3]] == [True, True]
-        assert len(changed) == 4, "of the one function that differs"
-        assert main([*arguments, "--write"]) == 1, "nothing is stored that no patch counts on"
+        assert len(changed) == 4, "expected the changed lines of the one function that differs"
+        assert main([*arguments, "--write"]) == 1, "a fingerprint was stored that no patch needs"
         assert "no patch names it" in capsys.readouterr().out
         assert main(arguments) == 1
 

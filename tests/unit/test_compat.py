@@ -30,7 +30,7 @@ __version__ = version = '{}'
         ("0.24.0", None, False),
         ("0.20.2", None, False),
         ("0.32.0", None, False),
-        # A vLLM-Ascend of another release, or none that we know, spoils a supported vLLM.
+        # An unknown vLLM-Ascend, or one of another release, makes a supported vLLM unsupported.
         ("0.23.0", "0.22.1rc1", False),
         ("0.22.1", "0.23.0", False),
         ("0.23.0", "0.24.0", False),
@@ -49,7 +49,7 @@ def test_support(vllm: str | None, vllm_ascend: str | None, ok: bool) -> None:
 def test_version_is_that_of_the_package_an_import_would_get(add_package: AddPackage) -> None:
     add_package("vllm", {"_version": VERSION_FILE.format("0.23.0+cpu")})
     assert compat.detect({}).vllm == "0.23.0+cpu"
-    assert "vllm" not in sys.modules, "detecting imports nothing"
+    assert "vllm" not in sys.modules, "the detection has imported vLLM"
 
 
 def test_vllm_version_variable_counts_where_vllm_ascend_reads_it(add_package: AddPackage) -> None:
@@ -72,7 +72,7 @@ def test_a_version_is_that_of_metadata_where_no_file_tells_or_unknown(
     assert version is not None and version[0].isdigit()
     assert compat.installed_version("no_such_package", distributions=("packaging",)) is None
     (folder / "nameless" / "__init__.py").unlink()
-    assert compat.package_folder("nameless") is None, "a folder of that name is not the package"
+    assert compat.package_folder("nameless") is None, "a folder of this name was taken for the package"
 
 
 def test_torch_npu_made_by_hand_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is counted is reported once, and adds up again where it is read: all tables of metrics."""
+"""All tables of metrics: each count is reported once, and adds up where reports are read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TABLES = {
 
 
 def events_of(cls: type, path: tuple[str, ...] = ()) -> list[Event]:
-    """Each counts by one of the fields of a class, or of its parts; gauges, too."""
+    """Events. Each counts in one field of a class or of its parts. Gauges have events, too."""
 
     def owner_of(counters: Any) -> Any:
         for part in path:
@@ -91,7 +91,7 @@ def test_a_report_has_what_changed_since_the_last_and_all_gauges_and_reports_add
     steps = st.tuples(st.sampled_from(events_of(cls)), st.integers(-9, 999), st.booleans())
     counters = cls()
     reported, read = counters.totals(), {}
-    assert not any(reported.values()), "objects share what they count"
+    assert not any(reported.values()), "objects share their counters"
     for event, amount, is_reported in [*data.draw(st.lists(steps)), (None, 0, True)]:
         if event is not None:
             event(counters, amount)

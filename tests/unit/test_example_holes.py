@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `examples/holes.py` says of the steps that it observes. The engine is not started."""
+"""What `examples/holes.py` prints about the steps that it observes. No engine is started."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture
 def example() -> Iterator[ModuleType]:
-    """Modules of examples have names that benchmarks have, too."""
+    """The module of the example, which is then forgotten. A benchmark may have the same name."""
     with mock.patch.dict(sys.modules), mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
         for name in ("holes", "offload_hybrid", "retention", "engine_log"):
             sys.modules.pop(name, None)
@@ -28,7 +28,7 @@ def example() -> Iterator[ModuleType]:
 
 
 def a_step(row_id: str, first: int, end: int, is_new: bool = True, *loads: Any) -> SimpleNamespace:
-    """A scheduler's output with one row."""
+    """A scheduler's output, with one row."""
     row = SimpleNamespace(req_id=row_id, num_computed_tokens=first)
     cached = SimpleNamespace(
         req_ids=[row_id] * (not is_new), num_computed_tokens=[first] * (not is_new)
@@ -42,7 +42,7 @@ def a_step(row_id: str, first: int, end: int, is_new: bool = True, *loads: Any) 
 
 
 def test_picture_is_that_of_the_steps(example: ModuleType) -> None:
-    """64 tokens on the device, a hole, a load with another hole in it, and the end."""
+    """64 tokens are on the device. Then there are a hole, a load with another hole, and the end."""
     holes = TokenRange(64, 128), TokenRange(192, 256)
     load = SimpleNamespace(request_id="7", tokens=TokenRange(64, 320), holes=holes)
     steps = [
@@ -63,7 +63,7 @@ def test_picture_is_that_of_the_steps(example: ModuleType) -> None:
     assert signs == "." * 64 + "#" * 64 + "=" * 64 + "#" * 64 + "=" * 64 + "#" * 80
     assert example.draw(signs) == "..##==##==###"
     assert observer.take() == example.Spans()
-    # After a load that has failed: what was loaded and then computed counts as computed.
+    # A load has failed. Tokens that were loaded and then computed count as computed.
     assert example.Spans(computed=[(32, 64)], loaded=[(0, 64)]).signs(64) == "=" * 32 + "#" * 32
 
 

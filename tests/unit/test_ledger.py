@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger keeps the rules that the machinery cannot check while it runs."""
+"""The ledger follows the rules that the machinery cannot check while it runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_id_that_two_patches_have_or_that_is_retired_or_malformed_is_found() 
 
 
 def test_a_patch_that_is_deleted_leaves_its_id_among_the_retired() -> None:
-    """The changelog names the id of every patch, so that none is forgotten."""
+    """The changelog names the id of every patch, so no id is forgotten."""
     named = set(re.findall(r"KVX-[0-9]{3}", (CHECKOUT / "CHANGELOG.md").read_text()))
     ids = {patch.id for patch in PATCHES}
     assert ids - named == set(), "name new patches in the changelog, in the list of those added"
@@ -61,7 +61,7 @@ def test_what_a_feature_requires_requires_nothing_itself() -> None:
 
 
 def test_learning_is_held_before_steps_are_made_for_a_reset() -> None:
-    """Both wrap one function; the later one of a feature lies outside."""
+    """Both wrap one function. In a feature, the later wrapper is the outer one."""
     ids = [patch.id for patch in PATCHES if patch.feature == "connector"]
     drains, holds = (next(p for p in PATCHES if p.id == name) for name in ("KVX-403", "KVX-416"))
     assert drains.target == holds.target

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an import loads. Who imports whom, `make lint` checks: see ``[tool.importlinter]``."""
+"""What an import loads. `make lint` checks who imports whom: see ``[tool.importlinter]``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLLECT = "import pytest\nassert not pytest.main(['--collect-only', '-qq', '-p',
 
 
 def room(name: str) -> str:
-    """Imports of all modules of a room."""
+    """Code that imports all modules of a room."""
     root = Path(vllm_ascend_kvext.__file__).parent
     modules = [each.name for each in pkgutil.iter_modules([str(root / name)]) if not each.ispkg]
     names = [f"vllm_ascend_kvext.{name}", *(f"vllm_ascend_kvext.{name}.{each}" for each in modules)]
@@ -31,7 +31,7 @@ def room(name: str) -> str:
 @pytest.mark.parametrize(
     ("code", "not_loaded"),
     [
-        # vLLM turns a plugin that fails to import into a log line, and serves without it.
+        # If a plugin cannot be imported, vLLM only logs a line, and serves without the plugin.
         ("import vllm_ascend_kvext", TENSORS | {"numpy", "packaging", "wrapt"}),
         *((room(name), TENSORS) for name in ROOMS_WITHOUT_TENSORS),
         (f"{NATIVE}\nn.native()", TENSORS),

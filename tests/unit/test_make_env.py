@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the environments are made of, from archives that lie in a folder."""
+"""What environments consist of. The archives for these tests lie in a folder."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled module is found, needs nothing at run time but numpy, and moves bytes."""
+"""The compiled module is found, needs only numpy at run time, and moves bytes."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ import vllm_ascend_kvext.transfer.schema
     finished = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
-    assert finished.stderr.count("line 7, in <module>") == 1  # All before it went well.
+    assert finished.stderr.count("line 7, in <module>") == 1  # All lines before it succeeded.
     assert "import of numpy halted" in finished.stderr.splitlines()[-1]

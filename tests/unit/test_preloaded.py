@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tools/preloaded.py` runs a program as an interpreter of its own does."""
+"""`tools/preloaded.py` runs a program like a fresh interpreter does."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of a request's arguments is said once, also where it is answered several times."""
+"""A fault in a request's arguments is logged once, even if the request has several answers."""
 
 from __future__ import annotations
 

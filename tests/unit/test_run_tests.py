@@ -22,18 +22,18 @@ def run_tests(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def files_of(paths: tuple[str, ...]) -> list[Path]:
-    """The test files that pytest finds in some paths below tests/."""
+    """The test files that pytest finds for some paths below tests/."""
     found = []
     for path in paths:
         whole = TESTS / path.partition("::")[0]
-        assert whole.exists(), f"{path}: named in tools/run_tests.py, and not there"
+        assert whole.exists(), f"{path} is named in tools/run_tests.py, but does not exist"
         found += sorted(whole.rglob("test_*.py")) if whole.is_dir() else [whole]
     return found
 
 
 @pytest.fixture
 def with_ascend(run_tests: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The sources of vLLM-Ascend are there."""
+    """`tools/run_tests.py`, with the sources of vLLM-Ascend present."""
     monkeypatch.setattr(run_tests, "ascend_sources", lambda version: {"KVEXT_ASCEND_SOURCES": "x"})
     return run_tests
 
@@ -56,7 +56,7 @@ def test_every_test_file_runs_once_on_the_main_version(with_ascend: ModuleType) 
 def test_make_test_starts_all_settings_on_the_emulated_npu_of_every_release(
     run_tests: ModuleType,
 ) -> None:
-    """Of the others than the main one it runs nothing else there."""
+    """For other releases than the main one, nothing else runs on the emulated NPU."""
     files: dict[str, set[str]] = {}
     for suite in run_tests.emulated_npu_suites(UPSTREAMS, is_sample=True):
         assert suite.paths and suite.variables == run_tests.SAMPLE
@@ -107,7 +107,7 @@ def test_what_has_run_without_torch_does_not_run_again_with_it(run_tests: Module
 
 
 def test_the_checks_are_a_part_of_all_tests_on_the_main_version(run_tests: ModuleType) -> None:
-    """No two suites share a report."""
+    """No two suites write to the same report."""
     checks = list(run_tests.checks(UPSTREAMS))
     suites = [*run_tests.suites(UPSTREAMS, pythons=["3.12"]), *checks]
     assert len({suite.report for suite in suites}) == len(suites)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people set in the environment, and what becomes of it."""
+"""What users set in the environment, and the resulting settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from vllm_ascend_kvext.settings import (
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
-# By variable: field, default as it is shown, texts with what becomes of them, wrong texts.
+# By variable: the field, its default as shown, texts with their results, and wrong texts.
 TABLE: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
     MODE_VARIABLE: (
         "mode",
@@ -112,7 +112,7 @@ def test_a_wrong_text_is_refused_with_the_variable_and_what_was_found(name: str,
     with pytest.raises(SettingsError) as raised:
         read_settings({name: text})
     assert f"{name}={text!r}" in str(raised.value) and "expected " in str(raised.value)
-    assert text != "dense" or "Did you mean" not in str(raised.value), "like nothing"
+    assert text != "dense" or "Did you mean" not in str(raised.value), "the text resembles no value, but the message suggests one"
     assert isinstance(raised.value, KvextError) and isinstance(raised.value, ValueError)
 
 
@@ -184,7 +184,7 @@ def test_retention_brings_the_fast_prefix_cache_where_the_switch_leaves_it_open(
 
 
 def test_settings_name_features_that_exist() -> None:
-    """The settings know the names of what they ask for, and not what the names stand for."""
+    """The settings know the names of features. They do not know what the names stand for."""
     asked = read_settings({RETENTION_VARIABLE: "adaptive", FAST_PREFIX_CACHE_VARIABLE: "1"})
     implied = read_settings({RETENTION_VARIABLE: "adaptive"}).implied_features
     named = {*asked.requests, *implied, *HOW_TO_ASK}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every variable and option of the pages is in a start that is carried out on every pair."""
+"""Every variable and option of the pages is part of a start, and every pair runs this start."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_readme_and_pages_mention_nothing_that_is_in_no_start() -> None:
     ],
 )
 def test_what_is_added_to_the_page_is_lacking(text: str, expected: list[tuple[str, str]]) -> None:
-    """The control of the tests above."""
+    """This is the control of the tests above."""
     assert lacking(documented(text), found) == expected
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes a blended prompt in plain torch. The module knows nothing of vLLM and of the package.
+"""Computes a blended prompt in plain torch. The module knows neither vLLM nor the package.
 
-The models are those of transformers; only their attention is replaced, by one that keeps keys and
-values by position and masks them itself. A blended prompt takes three passes::
+The models are those of transformers. Only their attention is replaced: ours keeps keys and values
+by position, and does the masking itself. A blended prompt takes three passes::
 
     each segment behind   sink, segment     at positions 0, 1, ...; its keys and values are kept
     rotation              kept keys         turned back to position 0, and to where they are reused
@@ -29,8 +29,8 @@ _ATTENTION = "keys and values by position"
 class _Rows:
     """The rows of one layer, by position. The rows of some tokens are not known.
 
-    Rotated keys, and values: dtype: float64, shape: [key heads, tokens, head elements].
-    ``are_known``: shape: [tokens].
+    Shape of the rotated keys and of the values: [key heads, tokens, head elements]. dtype: float64.
+    Shape of ``are_known``: [tokens].
     """
 
     keys: torch.Tensor
@@ -41,7 +41,8 @@ class _Rows:
 class Reused(NamedTuple):
     """Tokens of a prompt whose keys and values come from a ``segment`` that was computed alone.
 
-    The segment has its first and end token in the prompt, and the number of segments before it.
+    The segment is given by its first and end token in the prompt. ``num_before`` segments precede
+    it.
     """
 
     first_tokens: int
@@ -58,11 +59,11 @@ class _Turns(NamedTuple):
 
 
 class Oracle:
-    """One model. Prompts with their replies have at most ``max_tokens``.
+    """One model. A prompt with its reply has at most ``max_tokens``.
 
-    ``sinks`` are pairs of a number of documents and tokens, ascending by the number. A segment is
+    ``sinks`` are pairs: a number of documents, and tokens. They ascend by the number. A segment is
     computed behind the first sink with at least as many documents as stand before the segment in
-    the prompt, or behind the last sink.
+    the prompt. If there is no such sink, it is computed behind the last one.
     """
 
     def __init__(
@@ -79,10 +80,11 @@ class Oracle:
     def log_probabilities(
         self, prompt: Sequence[int], reply: Sequence[int], reused: Sequence[Reused] = ()
     ) -> torch.Tensor:
-        """The log-probabilities of each token of a given reply, and of all others in its place.
+        """The log-probabilities of each token of a given reply, and of all other tokens in its
+        place.
 
-        The ``reused`` tokens are disjoint. All other tokens are computed, except the last one of
-        the reply.
+        The ``reused`` tokens are disjoint. All other tokens are computed, except for the last token
+        of the reply.
 
         Returns:
             dtype: float32, shape: [reply tokens, vocabulary].
@@ -93,7 +95,8 @@ class Oracle:
     def scores(
         self, prompt: Sequence[int], reused: Sequence[Reused], num_asked: int, layer: int
     ) -> torch.Tensor:
-        """How much the last tokens of a prompt attend to each token at a layer, over all heads.
+        """How much the last tokens of a prompt attend to each token at a layer, summed over all
+        heads.
 
         Returns:
             dtype: float64, shape: [prompt tokens].
@@ -126,7 +129,7 @@ class Oracle:
             of_prompt.are_known[new] = True
 
     def _compute_behind(self, sink_ids: Sequence[int], token_ids: Sequence[int]) -> list[_Rows]:
-        """A segment behind a sink, from position 0 on."""
+        """Compute a segment behind a sink, from position 0 on."""
         key = (*sink_ids, *token_ids)
         if key not in self._behind:
             rows = self._no_rows(len(key))
@@ -150,7 +153,10 @@ class Oracle:
     def _compute(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: Sequence[_Rows] | None
     ) -> torch.Tensor:
-        """Compute one pass. Keys and values go to `rows`; without them, no token sees another."""
+        """Compute one pass. Keys and values go to ``rows``.
+
+        Without ``rows``, no token sees another.
+        """
         for index, layer in enumerate(self._layers):
             layer.positions = positions
             layer.rows = None if rows is None else rows[index]
@@ -167,7 +173,7 @@ class Oracle:
         def keep(module: Any, args: Any, named: dict[str, Any]) -> None:
             cosines, sines = (each[0].double() for each in named["position_embeddings"])
             half = cosines.shape[-1] // 2
-            if torch.equal(cosines[:, :half], cosines[:, half:]):  # Once for each half of a head.
+            if torch.equal(cosines[:, :half], cosines[:, half:]):  # Cosines repeat for each half of a head.
                 cosines = cosines[:, :half]
                 sines = sines[:, :half]
             turns.append(_Turns(cosines, sines))
@@ -182,9 +188,9 @@ class Oracle:
 def _turned(
     keys: torch.Tensor, turns: _Turns, positions: torch.Tensor, is_back: bool = False
 ) -> torch.Tensor:
-    """Rotate keys by their positions, or back from there to position 0.
+    """Rotate keys by their positions, or rotate them back to position 0.
 
-    The halves of a head are pairs. A factor of the model on cosines and sines is kept.
+    The two halves of a head form pairs. If the model scales cosines and sines, the factor stays.
     """
     cosines = turns.cosines[positions]
     sines = turns.sines[positions]

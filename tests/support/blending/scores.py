@@ -28,10 +28,11 @@ def behind_heads(place: int, head_tokens: int) -> list[list[int]]:
 def score_errors(
     oracle: Oracle, probe: Mapping[str, Any], place: int, head_tokens: int, check_layer: int
 ) -> tuple[float, float]:
-    """The largest differences of a probe's scores from the oracle's, and from a control's.
+    """The largest differences of a probe's scores: from the oracle's, and from those of a control.
 
-    Heads are not computed, and the end of what is long behind them stands first; the question is
-    what stands behind the last segment, stored or not. In the control, segments are computed anew.
+    Heads are not computed. If the text behind the reused segments is long, only its end is
+    computed. The question is the text behind the last segment, stored or not. The control computes
+    segments anew.
     """
     asked = PROMPTS[place]
     reuse_ends = behind_heads(place, head_tokens)[-1][1]

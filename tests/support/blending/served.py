@@ -11,9 +11,9 @@ from support.scenarios.answers import Answer
 from support.scenarios.documents import STORED_LENGTHS
 
 MIN_TOKENS = 32
-"""The shortest reused part of a segment. Shorter parts are always computed."""
+"""The minimum length of a segment's reused part. Shorter parts are always computed."""
 MAX_TOKENS = 1200
-"""The most tokens of a prompt with its reply."""
+"""The maximum number of tokens of a prompt with its reply."""
 
 
 def expected_reuse(
@@ -22,9 +22,9 @@ def expected_reuse(
     window_tokens: int = 0,
     beginning: Sequence[int] | None = None,
 ) -> list[Reused]:
-    """The expected reuse behind the exact beginning. The missing document has its own length.
+    """The expected reuse behind the exact beginning. Only the missing document has its length.
 
-    A segment behind the ``beginning`` that it was computed behind has no head.
+    If a segment stands behind the ``beginning`` with which it was computed, it has no head.
     """
     found = []
     for num_before, (first, end) in enumerate(answer.segments):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers of the connector: small ones, slow ones, ones that fail."""
+"""Workers of the connector: small workers, slow workers, and workers that fail."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Mooncake connectors of vLLM-Ascend, without Mooncake's engine, which would send.
+"""The Mooncake connectors of vLLM-Ascend without Mooncake's engine, which would send KV.
 
     {"kv_connector": "MooncakeConnectorV1", "kv_connector_module_path": MODULE}
 
-They are the real ones: they exchange addresses, listen, and answer the scheduler. Mooncake's engine
-registers memory with a network that the emulated NPU does not have.
+They are the real connectors: they exchange addresses, listen, and answer the scheduler. Mooncake's
+engine is replaced, because it registers memory with a network that the emulated NPU does not have.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RPC_PORT = 4242
 
 
 class NoNetwork:
-    """The calls of Mooncake's engine that the connectors make before they send. Others raise."""
+    """The calls that the connectors make to Mooncake's engine before they send. Others raise."""
 
     def get_rpc_port(self) -> int:
         return RPC_PORT

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mounts broken file systems over a folder. That needs root, on Linux."""
+"""Mounts broken file systems over a folder. This needs root, on Linux."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOBODY = 65534
 
 
 def _mount(kind: str, folder: Path, options: str) -> None:
-    """Mount a file system. Raises OSError if the process may not."""
+    """Mount a file system. Raises OSError if the process is not allowed to."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"test", os.fsencode(folder), kind.encode(), 0, options.encode()):
         raise OSError(ctypes.get_errno(), f"{kind} cannot be mounted over {folder}")
@@ -56,7 +56,7 @@ def hanging(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def full(folder: Path, num_bytes: int) -> Iterator[None]:
-    """Mount an empty disk of a given size."""
+    """Mount an empty disk of this size."""
     _mount("tmpfs", folder, f"size={num_bytes},mode=700")
     try:
         yield

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The expected pages of a request that reuses segments in its prompt.
 
-A reused token has the digest that it had in its segment, and was moved. What is computed behind it
-depends on all that lies before, as it is: on the moved digests, and not on the tokens alone::
+A reused token has the digest that it had in its segment, and was moved. What is computed behind the
+token depends on all digests before, moved ones included, and not on the tokens alone::
 
     exact        digest = mix(digest before, token)
     reused       digest of the segment, moved by the shift; mixed into what follows
@@ -18,7 +18,7 @@ from support.scheduler.token_stream import TokenStream, mix
 
 
 class Moved(NamedTuple):
-    """The row of a reused token: its digest where it was computed, and its move in positions."""
+    """The row of a reused token: its digest from where it was computed, and its move in positions."""
 
     digest: int
     shift_tokens: int
@@ -28,7 +28,7 @@ class BlendedStream(TokenStream):
     """A stream in which some rows may be placed. All other rows are computed."""
 
     def __init__(self, prompt: Sequence[int], seed: str = "") -> None:
-        self._mixtures: list[int] = []  # By token: the mixture of everything up to it.
+        self._mixtures: list[int] = []  # By token: the mixture of everything up to the token.
         self.placed: Mapping[int, Moved] = {}
         super().__init__(prompt, seed)
 
@@ -38,7 +38,7 @@ class BlendedStream(TokenStream):
 
     @property
     def shifts(self) -> list[int]:
-        """By row: the number of positions by which it was moved."""
+        """By row: the number of positions by which the row was moved."""
         computed = Moved(0, 0)
         return [self.placed.get(index, computed).shift_tokens for index in range(len(self))]
 

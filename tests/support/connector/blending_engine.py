@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated engine that knows from reports which rows its blended requests have reused.
+"""A simulated engine that learns from reports which rows its blended requests have reused.
 
 When a request gets blocks for placed rows, its stream is updated from the request's own tokens, and
-not from stored rows. If the request begins again, or its load fails, all its rows are exact.
+not from stored rows. If the request begins again, or its load fails, all of its rows are exact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm_ascend_kvext.segments.token_rows import SegmentRows
 
 
 class Reused(NamedTuple):
-    """The rows of segments that a request has loaded behind its ``exact_tokens``, ascending."""
+    """The rows of segments that a request has loaded behind its ``exact_tokens``, in rising order."""
 
     exact_tokens: int
     placed: tuple[SegmentRows, ...]
@@ -40,8 +40,8 @@ class BlendingEngine(SimulatedEngine):
     """A `SimulatedEngine` that blends.
 
     Attributes:
-        reused: By request: its reused rows, as long as it has some.
-        own_plans: The requests of the engine itself, which learn ``own_segments``.
+        reused: By request: the request's reused rows, as long as it has some.
+        own_plans: The requests of the engine itself. They learn ``own_segments``.
     """
 
     def __init__(self, layout: PagedLayout, options: EngineOptions, script: TransferScript) -> None:
@@ -64,19 +64,19 @@ class BlendingEngine(SimulatedEngine):
 
     @property
     def segments(self) -> SegmentsSide:
-        """Of an engine that reuses some."""
+        """The segments of an engine that reuses some."""
         found = segments_of(self.side)
         assert found is not None
         return found
 
     @property
     def sink_ids(self) -> tuple[int, ...]:
-        """What segments are computed behind; nothing where none are."""
+        """The tokens that segments are computed behind. Empty if no segments are reused."""
         segments = segments_of(self.side)
         return () if segments is None else segments.store.contexts.sink_ids
 
     def choose(self, **options: int) -> None:
-        """Have other ``BlendOptions``, those included that users cannot choose."""
+        """Use other ``BlendOptions``, including options that users cannot choose."""
         blended = self.segments.blended
         blended.options = replace(blended.options, **options)
 
@@ -117,7 +117,7 @@ class BlendingEngine(SimulatedEngine):
     def _learn_admission(self, request: Request, block_ids: Any, num_tokens: int) -> None:
         self._allocated(request, block_ids, num_tokens)
         if not num_tokens and not request.num_computed_tokens:
-            self._place(request.request_id, None)  # Otherwise it goes on with its loaded rows.
+            self._place(request.request_id, None)  # Otherwise it keeps its loaded rows.
 
     def _learn_loads(self, *args: Any) -> ConnectorMetadata:
         jobs = self._plan_step(*args)
@@ -152,7 +152,7 @@ class BlendingEngine(SimulatedEngine):
             self._streams[request_id].place(placed)
 
     def _sink_of(self, request_id: str, rows: SegmentRows) -> tuple[int, ...]:
-        """What a segment was stored behind: a context, or nothing but the first tokens."""
+        """The tokens behind which a segment was stored: a context, or only the first tokens."""
         for segment, prefixes in self.segments.blended._states[request_id].known:
             for prefix in prefixes:
                 begins = rows.shift_tokens + prefix.sink_tokens == segment.first_tokens
@@ -163,7 +163,7 @@ class BlendingEngine(SimulatedEngine):
 
 
 def loaded_tokens(load: LoadJob) -> int:
-    """The tokens of a load, of the request's own prefix and of segments."""
+    """The number of tokens of a load, both of the request's own prefix and of segments."""
     left_out = {token for hole in load.holes for token in range(*hole)}
     own_tokens = len(set(range(*load.tokens)) - left_out)
     return own_tokens + sum(rows.num_tokens for rows in load.extras)

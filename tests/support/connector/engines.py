@@ -23,7 +23,7 @@ from support.scheduler.workload import RequestPlan
 def engine_of(
     layout: PagedLayout, script: TransferScript | None = None, **options: Any
 ) -> Iterator[SimulatedEngine]:
-    """An engine. By default it stores everything, evicts nothing, and hits only in host memory."""
+    """An engine. By default, it stores everything, evicts nothing, and hits only in host memory."""
     values: dict[str, Any] = {
         "num_blocks": 1200,
         "max_num_seqs": 8,
@@ -41,7 +41,7 @@ def engine_of(
 
 @contextmanager
 def zeroing() -> Iterator[None]:
-    """Engines that are made meanwhile zero new pages, as where caches differ in precision."""
+    """Let engines that are made in the block zero new pages, as if caches had different dtypes."""
     with mock.patch.object(KVCacheConfig, "needs_kv_cache_zeroing", True):
         yield
 
@@ -58,7 +58,7 @@ def plan_of(request_id: str, prompt: Iterable[int], max_tokens: int = 3) -> Requ
 
 
 def watch_computed(engine: SimulatedEngine) -> dict[str, list[tuple[int, int]]]:
-    """Record the tokens that steps compute from now on, by request or row."""
+    """Record the tokens that steps compute from now on, by request or by row of a hole."""
     computed: dict[str, list[tuple[int, int]]] = {}
     execute = engine.runner.execute
 
@@ -80,7 +80,7 @@ def watch_computed(engine: SimulatedEngine) -> dict[str, list[tuple[int, int]]]:
 
 
 def step_without_admissions(engine: SimulatedEngine, num_steps: int = 1) -> None:
-    """Let no request get blocks, as if other requests needed all free ones."""
+    """Let no request get blocks, as if other requests needed all free blocks."""
     manager = engine.scheduler.kv_cache_manager
     with mock.patch.object(manager, "allocate_slots", return_value=None):
         for _ in range(num_steps):
@@ -88,7 +88,7 @@ def step_without_admissions(engine: SimulatedEngine, num_steps: int = 1) -> None
 
 
 def fail_next(engine: Any, *numbers: int) -> None:
-    """Let some loads of each worker fail, by their numbers from now on."""
+    """Let some loads of each worker fail. Their numbers are counted from now on."""
     for worker in engine.workers:
         worker.transfers.counts.clear()
         worker.transfers._script = TransferScript(failing_load_numbers=frozenset(numbers))

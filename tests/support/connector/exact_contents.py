@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that engines keep the exact KV of tokens under the hash of these tokens.
+"""Checks that what an engine keeps under a hash of tokens is the exact KV of these tokens.
 
-Hashes and digests come from *shadows*: requests of the same tokens that no engine has seen. The
+Hashes and digests come from *shadows*: requests with the same tokens that no engine has seen. The
 checks cover the hashes of the engine's requests, every block of the local prefix cache, every
-event, and every entry of the host tier, also those of segments.
+event, and every entry of the host tier, including entries of segments.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vllm_ascend_kvext.transfer.schema import Direction
 
 
 class _Known(NamedTuple):
-    """Tokens that have a hash: the tokens of a stream up to an end."""
+    """Tokens that have a hash: those of a stream, up to an end."""
 
     stream: TokenStream
     end_tokens: int
@@ -48,7 +48,7 @@ class _Known(NamedTuple):
 
 
 class _Segment(NamedTuple):
-    """A segment that has a key. Its digests are those behind its sink."""
+    """A segment that has a key. Its digests are those of the segment behind its sink."""
 
     token_ids: tuple[int, ...]
     digests: list[int]
@@ -56,7 +56,7 @@ class _Segment(NamedTuple):
 
 
 class ExactContents:
-    """Checks one engine, in which the blocks of all groups are as long as the hashed blocks."""
+    """Checks one engine. In the engine, the blocks of all groups are as long as hashed blocks."""
 
     def __init__(self, engine: BlendingEngine, max_tokens: int) -> None:
         sizes = {group.block_tokens for group in engine.layout.groups}
@@ -94,7 +94,7 @@ class ExactContents:
         """Check everything.
 
         Args:
-            is_end: Whether to check again what was checked before.
+            is_end: Whether to check everything again that was checked before.
         """
         self._learn()
         self._check_hashes()
@@ -130,11 +130,11 @@ class ExactContents:
                 self._known_in_events[maybe_convert_block_hash(block_hash)] = known
 
     def _check_hashes(self) -> None:
-        """Requests have hashes of their tokens as far as they are exact, and then private ones."""
+        """Check that requests have hashes of their exact tokens, and private hashes behind them."""
         segments = segments_of(self._engine.side)
         for request_id, request in self._engine.scheduler.requests.items():
             if request.is_finished():
-                continue  # The load of an ended request is still under way.
+                continue  # The request has ended, but its load has not.
             hashes = self._shadows[request_id].block_hashes
             found = request.block_hashes
             assert len(found) == len(hashes), request_id
@@ -148,7 +148,7 @@ class ExactContents:
                 f"{[own == of_tokens for own, of_tokens in zip(found, hashes, strict=True)]}"
             )
             is_known = [block_hash in self._known for block_hash in found[num_exact:]]
-            assert not any(is_known), f"{request_id}: approximate, by a hash of tokens"
+            assert not any(is_known), f"{request_id}: approximate KV has a hash of tokens"
 
     def _check_cached_blocks(self) -> None:
         pool = self._engine.block_pool
@@ -160,15 +160,15 @@ class ExactContents:
             assert not block.is_null
             found = pool.cached_block_hash_to_block._cache.get(block.block_hash)
             is_found = found is block or (isinstance(found, dict) and block.block_id in found)
-            assert is_found, f"{block} has a hash by which the cache does not find it"
+            assert is_found, f"{block} has a hash, but the cache does not find it"
             known = self._known.get(get_block_hash(block.block_hash))
-            assert known is not None, f"{block} is cached by a hash that no tokens have"
+            assert known is not None, f"{block} is cached with a hash that no tokens have"
             group = get_group_id(block.block_hash)
             tables.setdefault(group, []).append(block.block_id)
             digests.setdefault(group, []).append(
                 known.digests(known.end_tokens - self._hash_block_size)
             )
-        # The blocks are checked as if one request had all of them, one behind the other.
+        # The blocks are checked as if one request had all of them, one after the other.
         for group, table in tables.items():
             of_group = np.concatenate(digests[group])
             for worker in self._engine.workers:
@@ -187,7 +187,7 @@ class ExactContents:
         """Check that an entry with hashes of prompts holds their exact KV."""
         end_tokens = entry.piece.end_tokens
         known = self._known.get(entry.keys[-1])
-        assert known is not None and known.end_tokens == end_tokens, f"{entry}: nobody's hash"
+        assert known is not None and known.end_tokens == end_tokens, f"{entry}: its hash belongs to no tokens"
         for scratch in self._scratch:
             scratch.check(entry, known.digests())
         self.counts[entry.piece.kind.name.lower()] += 1
@@ -196,7 +196,7 @@ class ExactContents:
         """Check that an entry of a segment holds the KV of the segment alone."""
         stored = entry.row_map
         segment = self._segments.get(entry.keys[-1])
-        assert segment is not None, f"{entry}: the key of no segment"
+        assert segment is not None, f"{entry}: its key belongs to no segment"
         first = entry.piece.first_tokens
         end = first + stored.num_rows
         assert stored.packed_ids == array("q", segment.token_ids[first:end]).tobytes()
@@ -210,14 +210,14 @@ class ExactContents:
             for offset, expected in zip(offsets, worker.contents.row_bytes(digests), strict=False):
                 place = entry.offset_bytes + offset
                 found = host[place : place + expected.size].reshape(expected.shape)
-                assert np.array_equal(found, expected), f"{entry}: not the rows of its segment"
+                assert np.array_equal(found, expected), f"{entry}: its rows are not those of its segment"
         self.counts["segments"] += 1
         has_context = segment.sink_tokens > len(self._engine.sink_ids)
         self.counts["segments behind a context"] += has_context
 
 
 class _Scratch:
-    """Separate pages, into which entries of a worker's host memory are loaded."""
+    """Separate pages. Entries of a worker's host memory are loaded into them."""
 
     def __init__(self, engine: BlendingEngine, worker: SimulatedWorker, max_tokens: int) -> None:
         groups = engine.layout.groups
@@ -237,7 +237,7 @@ class _Scratch:
         self._contents = PageContents(pages, worker.side._vllm_config.parallel_config.rank)
 
     def check(self, entry: Entry, digests: Any) -> None:
-        """Check that an entry holds rows of these digests, or the tails behind the last of them."""
+        """Check that an entry holds the rows of these digests, or the tails behind the last digest."""
         piece = entry.piece
         is_rows = piece.kind is Kind.ROWS
         groups = tuple(
@@ -248,7 +248,7 @@ class _Scratch:
         tokens = TokenRange(piece.first_tokens if is_rows else 0, piece.end_tokens)
         chunk = StoredChunk(entry.row_map, entry.offset_bytes)
         plan = self._planner.plan_load([chunk], tokens, self._parts, groups)
-        assert not plan.missing, f"{entry}: lacks {plan.missing}"
+        assert not plan.missing, f"{entry}: rows are missing: {plan.missing}"
         page_transfer(self._pools, self._host, plan.planes, plan.runs, Direction.HOST_TO_PAGES)
         for index in groups:
             group = self._layout.groups[index].kv_cache_group_id

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets work wait until a test releases it, and notes the order in which it is done."""
+"""Lets work wait until a test releases it, and records the order of the work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Gate:
-    """A gate that is open at first. Threads wait at it while it is closed."""
+    """A gate that is open at first. Threads wait at the gate while it is closed."""
 
     def __init__(self) -> None:
         self._is_open = threading.Event()
@@ -28,7 +28,7 @@ class Gate:
 
     def wait_for_arrival(self) -> None:
         """Wait until the next thread has come to the gate."""
-        assert self._arrivals.acquire(timeout=DEADLINE_S), "nothing came to the gate"
+        assert self._arrivals.acquire(timeout=DEADLINE_S), "no thread came to the gate"
 
     def pass_through(self) -> None:
         self._arrivals.release()
@@ -36,7 +36,7 @@ class Gate:
 
 
 def until(found: Callable[[], ResultT], what: str = "it") -> ResultT:
-    """Wait until ``found`` returns a true value, and return that."""
+    """Wait until ``found`` returns a true value, and return this value."""
     deadline_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline_s:
         if result := found():

@@ -11,7 +11,7 @@ from vllm_ascend_kvext.segments.scheduler.segments_side import segments_of
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a scheduler side holds; nothing by default.
+    """What a scheduler side holds. The defaults mean nothing.
 
     Attributes:
         request_ids: Requests that the side remembers.
@@ -21,11 +21,11 @@ class Held:
         loaded_hole_ids: Requests of ``hole_ids`` whose load has ended.
         num_planned_stores: Stores of the step that is being planned.
         num_stores: Stores that workers make.
-        num_referenced_blocks: Blocks that are kept from being reallocated. A block that is
+        num_referenced_blocks: Blocks that are protected from being reallocated. A block that is
             referenced twice counts twice.
         num_awaited_blocks: Blocks that stores of segments will reference.
         num_begun_segments: Segments that the engine's own requests compute, or that workers store
-            for them. Queued segments do not count.
+            for these requests. Queued segments do not count.
     """
 
     request_ids: frozenset[str] = frozenset()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine of the real scheduler that stores, learns and reuses segments, in real pages.
 
-Every step, all bytes that a request reads are compared.
+In every step, all bytes that a request reads are compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_TOKENS = 400
 
 
 class LearningEngine(BlendingEngine):
-    """Keeps its answers, and checks all its steps."""
+    """Keeps its answers, and checks all of its steps."""
 
     def __init__(self, layout: PagedLayout, options: EngineOptions, script: TransferScript) -> None:
         super().__init__(layout, options, script)
@@ -57,7 +57,10 @@ class LearningEngine(BlendingEngine):
         beginning: Sequence[int] | None = None,
         **more: Any,
     ) -> str:
-        """Send a request that names some documents behind a beginning, by default a new one."""
+        """Send a request that names some documents behind a beginning.
+
+        By default, it is a new one.
+        """
         if beginning is None:
             beginning = tokens(random.Random(self.num_asked), 5)
         prompt: list[int] = [*beginning]
@@ -70,23 +73,23 @@ class LearningEngine(BlendingEngine):
         return self.send(prompt, max_tokens, extra_args=tuple(args.items()), **more).request_id
 
     def answer(self, *documents: Sequence[int], **more: Any) -> None:
-        """Send a request that names some documents, and step until nothing is left to do."""
+        """Send a request that names some documents, and step until there is nothing left to do."""
         self.ask(*documents, **more)
         self.serve()
 
     def show_twice(self, *documents: Sequence[int], **more: Any) -> None:
-        """Send two requests with documents, one after the other."""
+        """Send two requests with these documents, one after the other."""
         for _ in range(2):
             self.ask(*documents, **more)
             self.step_until(lambda: len(self.answers) == self.num_asked)
 
     def store(self, document: Sequence[int], is_stored: Any = True, **more: Any) -> None:
-        """Store a document, as a client does."""
+        """Store a document like a client does."""
         plan = self.send(document, 1, extra_args=((STORE_KEY, is_stored),), **more)
         self.contents.expect_segment(document, plan)
 
     def queue(self, *documents: Sequence[int]) -> None:
-        """In the steps that follow, it computes some documents."""
+        """Let the engine compute some documents in the following steps."""
         self.segments.learning.is_held = True
         for document in (*documents, *documents):
             self.ask(document)
@@ -125,7 +128,7 @@ class LearningEngine(BlendingEngine):
             if has_come():
                 return
             self.step()
-        raise AssertionError("the engine stands still")
+        raise AssertionError("the engine makes no progress")
 
     @property
     def own_ids(self) -> list[str]:
@@ -135,7 +138,7 @@ class LearningEngine(BlendingEngine):
 
     @property
     def learned(self) -> list[tuple[int, ...]]:
-        """The segments that the engine's own requests have computed or are computing."""
+        """The segments that the engine's own requests have computed, or are computing."""
         return self.own_segments
 
     @property
@@ -155,7 +158,7 @@ def learning_engine(
     segments: dict[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[LearningEngine]:
-    """An engine whose keys are checked."""
+    """An engine that checks its keys."""
     found = {"sink": SINK, "learn": True, "head_tokens": HEAD_TOKENS, **(segments or {})}
     config = offloading(layout, segments=found, **(connector or {}))
     engine = LearningEngine(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the entries of host memory with rows of some tokens, for tests that remove them."""
+"""Finds entries of host memory that have rows of some tokens. Tests remove these entries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm_ascend_kvext.store.entries import Entry, Kind
 
 
 def holds_rows_of(entry: Entry, ranges: Iterable[Sequence[int]]) -> bool:
-    """Whether an entry has full-attention rows in one of some ranges of first and end tokens."""
+    """Whether an entry has full-attention rows in one of these ranges of first and end tokens."""
     piece = entry.piece
     return piece.kind is Kind.ROWS and any(
         piece.first_tokens < end and first < piece.end_tokens for first, end in ranges

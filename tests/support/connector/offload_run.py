@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs an `OffloadWorkload` to its end, and checks everything that could be left over."""
+"""Runs an `OffloadWorkload` to its end, and checks that nothing is left over."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ def run_offloading(workload: OffloadWorkload) -> Offloaded:
 
 
 def serve(engine: SimulatedEngine, *plans: RequestPlan) -> None:
-    """Serve requests that arrive together until their transfers have ended; check the outputs."""
+    """Serve requests that arrive together, until their transfers have ended.
+
+    Check their outputs.
+    """
     result = Offloaded()
     _serve(engine, plans, result, lambda: None)
     for plan in plans:
@@ -94,7 +97,7 @@ def _serve(
 
 
 def check_blocks(engine: SimulatedEngine) -> None:
-    """Check that every block is free, or is referenced as often as it is held."""
+    """Check that every block is free, or has as many references as holders."""
     pool = engine.block_pool
     held: Counter[int] = Counter()
     for manager in engine.managers:
@@ -107,14 +110,14 @@ def check_blocks(engine: SimulatedEngine) -> None:
             continue
         extra = block.ref_cnt - held[block.block_id]
         assert extra >= 0, f"{block} is held {held[block.block_id]} times by requests"
-        assert (block.block_id in free) == (block.ref_cnt == 0), f"{block} is lost, or free in use"
+        assert (block.block_id in free) == (block.ref_cnt == 0), f"{block} is lost, or is free while in use"
         num_extra += extra
     assert num_extra == engine.side.references.num_references
     assert pool.null_block.block_id not in free
 
 
 def check_nothing_is_left(engine: SimulatedEngine) -> None:
-    """Check that nothing is held, pinned or being stored without requests and transfers."""
+    """Check that nothing is held, pinned or being stored when no request or transfer is left."""
     side = engine.side
     tier = engine.tier
     pool = engine.block_pool
@@ -132,7 +135,7 @@ def check_nothing_is_left(engine: SimulatedEngine) -> None:
 
 
 def evict_one(engine: SimulatedEngine, rng: random.Random) -> None:
-    """Remove some entry that is not loaded from the tier, mostly rows with others behind them."""
+    """Remove an entry from the tier that is not loaded, usually rows with other rows behind them."""
     entries = [entry for entry in engine.entries if entry.is_evictable]
     if rng.random() < 0.9:
         entries = [entry for entry in entries if entry.piece.kind is Kind.ROWS]
@@ -163,7 +166,7 @@ def _reset(engine: SimulatedEngine, rng: random.Random, counts: Counter[str]) ->
 
 
 def _can_preempt_for_reset(engine: SimulatedEngine) -> bool:
-    """Whether upstream can reset: no request that does not run may hold blocks."""
+    """Whether upstream can reset. It cannot while a request holds blocks but does not run."""
     scheduler = engine.scheduler
     running = {request.request_id for request in scheduler.running}
     return all(manager.req_to_blocks.keys() <= running for manager in engine.managers)

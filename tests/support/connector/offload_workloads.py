@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random workloads for an engine that offloads, each determined by a layout and a seed.
+"""Random workloads for an engine that offloads. A layout and a seed determine each.
 
-Chats whose turns extend each other, prompts that share a beginning, that are edited in the middle
-or too short to be stored, in pools that are too small, with host memory that may be, too.
+The requests are chats whose turns extend each other, and prompts that share a beginning. Some are
+edited in the middle, or are too short to be stored. Pools and host memory may be too small.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class EngineKind(enum.Enum):
 
 
 class OffloadWorkload(NamedTuple):
-    """What determines a run. Before some shares of its steps, further events happen."""
+    """What determines a run. Further events happen before a share of its steps."""
 
     name: str
     layout: PagedLayout
@@ -43,7 +43,7 @@ class OffloadWorkload(NamedTuple):
     script: TransferScript
     requests: tuple[RequestPlan, ...]
     abort_share: float
-    """The share of steps before which a request is aborted, mostly one that loads."""
+    """The share of steps before which a request is aborted, usually a request that loads."""
     reset_share: float
     eviction_share: float
     """The share of steps before which an entry is removed from the tier."""
@@ -76,7 +76,7 @@ def random_offload(
 
 
 def chats(rng: random.Random, layout: Layout, num_requests: int) -> Iterator[RequestPlan]:
-    """The requests in order of arrival."""
+    """The requests, in the order in which they arrive."""
     max_prompt_tokens = max(_MAX_PROMPT_UNITS * layout.unit_tokens, 96)
     max_prompt_tokens = min(max_prompt_tokens, _MAX_PROMPT_TOKENS)
     lengths = range(max_prompt_tokens // 6, max_prompt_tokens // 2)
@@ -117,7 +117,7 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def offloading(layout: PagedLayout, **values: Any) -> dict[str, Any]:
-    """A ``kv_connector_extra_config``: everything is stored, and every hit is loaded."""
+    """A ``kv_connector_extra_config`` that stores everything, and loads every hit."""
     return {
         "host_memory_gib": layout.host_bytes[-1] / _GIB,
         "chunk_tokens": 2 * layout.unit_tokens,
@@ -139,7 +139,7 @@ def _options(
     held_tokens = tokens_in_flight(max_num_batched_tokens, is_async)
     num_blocks = blocks_for_longest(layout, requests, held_tokens)
     return EngineOptions(
-        # Requests that load hold their blocks while they wait for each other.
+        # Requests hold their blocks while they load and wait for each other.
         num_blocks=int(num_blocks * rng.choice((1, 1.2, 1.5, 3))) + 1,
         max_num_seqs=rng.choice((3, 8, 16)),
         max_num_batched_tokens=max_num_batched_tokens,
@@ -164,7 +164,7 @@ def _options(
 def blocks_for_longest(
     layout: Layout, requests: tuple[RequestPlan, ...], max_tokens_in_flight: int
 ) -> int:
-    """The blocks that the longest request needs when it runs alone."""
+    """The blocks that the longest request needs if it runs alone."""
     longest_tokens = max(len(plan.prompt) + plan.max_tokens for plan in requests)
     num_blocks = 0
     for group in layout.groups:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes to the pages of one worker like a model, and reads them like attention.
+"""Writes to the pages of one worker like a model, and reads them like attention does.
 
-The bytes of a row are a function of the digest of all tokens up to it, the tensor, the rank and the
-place in the row, and of how far the row was moved since it was computed. The
-module knows tensors and digests, but no connectors and no schedulers.
+The bytes of a row depend on the digest of all tokens up to the row, on the tensor, on the rank, on
+the place in the row, and on how far the row was moved since it was computed. The module knows
+tensors and digests, but neither connectors nor schedulers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 Digests = np.ndarray[Any, np.dtype[np.uint64]]
 Shifts = np.ndarray[Any, np.dtype[np.int64]]
-"""By token: the number of positions by which its row was moved."""
+"""By token: the number of positions by which the token's row was moved."""
 
 _SHIFT_BYTES = 251
 _OF_SOMEBODY_ELSE = 0xA7
 
 
 def token_axis_of(paged: PagedTensor) -> int:
-    """The axis that counts tokens. It follows pages, or heads in the one view of vLLM 0.30."""
+    """The axis that counts tokens. It follows pages, or the heads of vLLM 0.30's single view."""
     if paged.token_axis is not None:
         return paged.token_axis
     return 2 if HAS_ONE_VIEW and paged.tensor.ndim == 4 else 1
@@ -57,12 +57,12 @@ class PageContents:
     def write(
         self, tables: Sequence[Sequence[int]], digests: Digests, start: int, end: int
     ) -> None:
-        """Write the tokens from ``start`` to before ``end``, as a step does."""
+        """Write the tokens from ``start`` to before ``end``, like a step does."""
         for tensor in self._tensors:
             tensor.write(tables[tensor.group], digests, start, end)
 
     def check_states(self, tables: Sequence[Sequence[int]], digests: Digests, start: int) -> None:
-        """Check the state after ``start`` tokens, which recurrent layers read before they write."""
+        """Check the state after ``start`` tokens. Recurrent layers read it before they write."""
         for tensor in self._tensors:
             if tensor.is_state and start:
                 tensor.check(tables[tensor.group], digests, start - 1, start)
@@ -90,17 +90,17 @@ class PageContents:
                 tensor.check(table, digests, first, end)
 
     def overwrite(self, pages: Sequence[int]) -> None:
-        """Write other bytes to these pages."""
+        """Write wrong bytes to these pages."""
         for tensor in self._tensors:
             tensor.overwrite(pages)
 
     def row_bytes(self, digests: Digests) -> list[Any]:
-        """The rows of tokens that were not moved, by tensor. shape: [num_tokens, row_bytes]."""
+        """The rows of tokens that were not moved, per tensor. shape: [num_tokens, row_bytes]."""
         return [tensor.row_bytes(digests) for tensor in self._tensors]
 
 
 class _TensorContents:
-    """One registered tensor as slots. A slot has the entry of a fixed number of tokens."""
+    """One registered tensor as slots. A slot has an entry for a fixed number of tokens."""
 
     def __init__(self, paged: PagedTensor, salt: int) -> None:
         self.group = paged.group
@@ -172,7 +172,7 @@ class _TensorContents:
         return self._expected(entries, digests, len(digests)).reshape(len(entries), -1)
 
     def _entries(self, first: int, end: int) -> Any:
-        """The complete entries; for states, only the one at the end."""
+        """The complete entries. For states, only the entry at the end."""
         if self.is_state:
             return np.array([(end - 1) // self._tokens])
         return np.arange(first // self._tokens, end // self._tokens)

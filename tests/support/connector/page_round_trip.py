@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both sides of KvextConnector on one worker's pages: store, corrupt every page, load, compare.
 
-Block tables are made by hand: they have the pages that the definition of the group's attention
-reads. The expected rows are copied by the same definition, tensor by tensor. Then every byte of
-every storage is compared. So other pages, padding, and rows that no resume reads are checked, too.
+Block tables are made by hand. They have the pages that the definition of the group's attention
+reads. By the same definition, the expected rows are copied, tensor by tensor. Then every byte of
+every storage is compared. This includes other pages, padding, and rows that no resume reads.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _DEADLINE_S = 20.0
 
 BlockIds = list[list[int]]
 _Places = tuple[Sequence[PagedTensor], BlockIds]
-"""Tensors, and the block tables of a request in them."""
+"""Tensors, and the block tables of a request for them."""
 
 
 def paged_request(request_id: str, num_tokens: int, hash_block_size: int) -> Any:
-    """A request with a number of tokens. All requests begin with the same tokens."""
+    """A request with this number of tokens. All requests begin with the same tokens."""
     return SimpleNamespace(
         request_id=request_id,
         num_tokens=num_tokens,
@@ -66,7 +66,7 @@ def paged_request(request_id: str, num_tokens: int, hash_block_size: int) -> Any
 
 
 class _Contents:
-    """A copy of a worker's storages, with its tensors."""
+    """A copy of a worker's storages, and of the tensors in them."""
 
     def __init__(self, pages: LayoutFixture) -> None:
         found = pages.storages()
@@ -81,9 +81,9 @@ class _Contents:
 
 
 class PageRoundTrip:
-    """One worker, whose pages and host memory serve many round trips.
+    """One worker. Its pages and its host memory serve many round trips.
 
-    ``seed`` decides all bytes, and the order of the blocks.
+    ``seed`` decides all bytes and the order of the blocks.
     """
 
     def __init__(self, pages: LayoutFixture, seed: int) -> None:
@@ -91,10 +91,10 @@ class PageRoundTrip:
         self._random = random.Random(seed)
         pages.fill(seed)
         self._original = _Contents(pages)
-        """The pages that requests have computed."""
+        """The pages with the KV that requests have computed."""
         pages.fill(seed + 1)
         self._expected = _Contents(pages)
-        """The expected pages after a load."""
+        """The pages as expected after a load."""
         self._garbage = pages.copy_of_storages()
         layers = {name: AttentionLayer() for name in pages.kv_caches}
         self._worker = WorkerSide(
@@ -119,8 +119,8 @@ class PageRoundTrip:
         """Store some turns of a conversation, load the last one, and compare.
 
         Args:
-            turns: The number of tokens of each turn, the longest last.
-            local_tokens: The tokens of the loading request that are on the device already.
+            turns: The number of tokens of each turn. The longest turn is the last.
+            local_tokens: The tokens of the loading request that the device already has.
 
         Returns:
             The number of loaded tokens.
@@ -147,7 +147,7 @@ class PageRoundTrip:
         return num_tokens
 
     def _block_ids(self, num_tokens: int, boundaries: Sequence[int]) -> BlockIds:
-        """Distinct blocks, in random order, for pages that are read at any of the boundaries."""
+        """Distinct blocks in random order, for the pages that are read at any of the boundaries."""
         fresh = list(range(1, self.layout.num_pages))
         self._random.shuffle(fresh)
         ids: BlockIds = []
@@ -201,7 +201,7 @@ class _Sides:
         self.unit_tokens = self._side.tier.geometry.unit_tokens
 
     def store(self, request: Any, block_ids: BlockIds) -> None:
-        """Let a request compute all of its tokens, and end."""
+        """Let a request compute all of its tokens and end."""
         self._requests[request.request_id] = request
         for manager, ids in zip(self._managers, block_ids, strict=True):
             blocks = [self._pool.blocks[number] for number in ids]
@@ -216,7 +216,7 @@ class _Sides:
         self._step({})
 
     def load(self, request: Any, local_tokens: int, block_ids: BlockIds) -> int:
-        """Let a request match, load and end. Returns the number of loaded tokens."""
+        """Let a request match, load and end. Return the number of loaded tokens."""
         self._requests[request.request_id] = request
         num_tokens = self._side.get_num_new_matched_tokens(request, local_tokens)
         assert num_tokens is not None
@@ -249,7 +249,7 @@ class _Sides:
             self._worker.wait_for_end(_DEADLINE_S)
             ended = self._worker.end_step()
             results = ended.results
-            assert ended.loads or results.jobs_ended, "a transfer does not end"
+            assert ended.loads or results.jobs_ended, "a transfer has not ended"
             assert not results.failed_jobs and not results.failed_loads
             left -= len(results.jobs_ended) + len(ended.loads)
             self._side.update_connector_output(results, ended.loads)
@@ -257,7 +257,7 @@ class _Sides:
 
 
 def counts_around(layout: KVLayout, unit_tokens: int, max_tokens: int) -> list[int]:
-    """Token counts at every boundary of a layout up to a limit, and one before and after it."""
+    """Token counts: every boundary of a layout up to a limit, and its two neighbours."""
     marks = {unit_tokens, CHUNK_TOKENS}
     for group in layout.groups:
         marks |= {group.tokens_per_page, group.tokens_per_row, group.window_tokens}
@@ -267,7 +267,7 @@ def counts_around(layout: KVLayout, unit_tokens: int, max_tokens: int) -> list[i
 
 
 def _copy_needed(source: _Places, target: _Places, tokens: TokenRange) -> None:
-    """Copy the rows of a range that a resume at its end reads."""
+    """Copy the rows of a range that a resume at the end of the range reads."""
     for one, other in zip(source[0], target[0], strict=True):
         rows = rows_needed(one.reach, tokens.first_tokens, tokens.end_tokens)
         rows_per_page = one.reach.tokens_per_page // one.reach.tokens_per_row
@@ -287,7 +287,7 @@ def rows_needed(reach: Reach, first: int, end: int) -> list[int]:
 
 @functools.cache
 def pages_read(reach: Reach, boundary: int) -> set[int]:
-    """The pages with tokens that a resume at a boundary reads."""
+    """The pages with tokens that a resume at this boundary reads."""
     tokens = (token for token in range(boundary) if reach.reads(token, boundary))
     return {token // reach.tokens_per_page for token in tokens}
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts whose pages are real tensors, for vLLM's scheduler and the connector's workers alike.
+"""Layouts whose pages are real tensors, both for vLLM's scheduler and for connector workers.
 
-Small ones, made of the groups of `support.scheduler.layouts`. The groups share their storages, as
-vLLM has them share: a block that goes to another group is overwritten.
+They are small, and made of the groups of `support.scheduler.layouts`. The groups share storages
+like vLLM's groups: a block that goes to another group is overwritten.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ Make = Callable[[int], LayoutFixture]
 
 @dataclass(frozen=True, slots=True)
 class PagedLayout(Layout):
-    """A layout that has pages.
+    """A layout with pages.
 
     Attributes:
         make: Makes the config and tensors of one worker for a number of blocks.
-        host_bytes: Sizes of host memory: too little for anything, for most, and enough.
+        host_bytes: Three sizes of host memory: for nothing, for a part of the KV, and for all of
+        it.
     """
 
     make: Make
@@ -50,11 +51,11 @@ class PagedLayout(Layout):
 
 
 def paged(layout: Layout, addressing: RowAddressing | None = None) -> PagedLayout:
-    """A layout of the scheduler's harness with small pages.
+    """A layout of the scheduler's harness, with small pages.
 
     Args:
-        addressing: `TOKENS` for devices that address rows of a page, with tensors of vLLM-Ascend's
-            shapes. By default the CPU's: a page is one row.
+        addressing: `TOKENS` for devices that address single rows, with tensors of vLLM-Ascend's
+            shapes. The default is the CPU's: a page is one row.
     """
 
     def make(num_blocks: int) -> LayoutFixture:
@@ -93,7 +94,7 @@ def _small_pages(
 
 
 def _one_view_each(layout: Layout, specs: list[Any], num_blocks: int) -> LayoutFixture:
-    """The layout of vLLM 0.30 on a CPU for layers of one page size: one view each, one storage."""
+    """vLLM 0.30's layout on a CPU for layers of one page size: one storage, one view per layer."""
     groups = [
         KVCacheGroupSpec(_names(index), spec, is_eagle_group=group.is_eagle)
         for index, (group, spec) in enumerate(zip(layout.groups, specs, strict=True))
@@ -125,7 +126,7 @@ def _reach(group: Group, addressing: RowAddressing | None) -> Reach:
 def _tensors(
     group: Group, storage: torch.Tensor, num_blocks: int, page_bytes: int
 ) -> list[tuple[torch.Tensor, int | None]]:
-    """The tensors of one layer, each with its axis that counts tokens."""
+    """The tensors of one layer, each with the axis that counts its tokens."""
     parts: list[tuple[tuple[int, ...], torch.dtype, int | None]]
     if group.attention is Attention.MAMBA:
         parts = [(*state, None) for state in zip(_STATES["shapes"], _STATES["dtypes"], strict=True)]
@@ -149,7 +150,7 @@ def _tensors(
 
 
 def _deepseek_v4_layout() -> PagedLayout:
-    """The layout that vLLM plans, and the facts of it that the scheduler's harness reads."""
+    """The layout that vLLM plans, with the facts that the scheduler's harness reads."""
     make = partial(fixtures.deepseek_v4, "auto", 4)
     made = make(16)
     config: Any = made.scheduler_config

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of a small attention backend, which has its own order of elements in a page.
+"""Pages of a small attention backend. It has its own order of elements in a page.
 
-Keys are transposed, and the second half of a page's tokens comes first. Values lie as the shape
+Keys are transposed, and the second half of a page's tokens comes first. Values lie where the shape
 says.
 """
 
@@ -19,12 +19,12 @@ HEAD = 16
 
 
 def registered(num_pages: int = NUM_PAGES, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """shape: [num_pages, 2, heads, block, head_size]; page 0 is the null page."""
+    """shape: [num_pages, 2, heads, block, head_size]. Page 0 is the null page."""
     return torch.full((num_pages, 2, HEADS, BLOCK, HEAD), -7, dtype=dtype)
 
 
 class SmallBackend:
-    """A stand-in for `CpuBackend`."""
+    """Replaces `CpuBackend`."""
 
     name = "SMALL_ATTN"
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers that wait until a test releases them, and that fail where a test says so.
+"""Transfers that wait until a test releases them, and that fail if the test says so.
 
-With a script, the step in which a transfer ends does not depend on the speed of threads. Between
-two steps the transfer thread stands still.
+With a script, the speed of threads does not decide in which step a transfer ends. Between two
+steps, the transfer thread stands still.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ DEADLINE_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferScript:
-    """How the transfers of a worker go.
+    """How the transfers of a worker behave.
 
     Attributes:
-        seed: Decides which transfers fail, and how many end in a step.
+        seed: Decides which transfers fail, and how many of them end in a step.
         failing_stores: The share of stores that fail.
         failing_loads: The share of loads that fail.
-        failing_load_numbers: The numbers of loads that fail, from 1. If a load is made again part
-            by part, each part has a number of its own.
-        max_per_step: The most begun transfers that end in a step; None for all.
+        failing_load_numbers: The numbers of the loads that fail, counted from 1. If a load is
+        repeated
+            part by part, each part has its own number.
+        max_per_step: The most begun transfers that end in a step. None means all.
     """
 
     seed: int = 0
@@ -45,7 +46,7 @@ class TransferScript:
 
 
 class ScriptedTransfers:
-    """The ``move`` of one `WorkerSide`. Each rank has its own pace."""
+    """The ``move`` of one `WorkerSide`. Each rank has its own speed."""
 
     def __init__(self, script: TransferScript, rank: int = 0) -> None:
         self._script = script
@@ -66,7 +67,7 @@ class ScriptedTransfers:
         page_transfer(pools, host, planes, runs, direction, **how)
 
     def is_to_fail(self, direction: Direction) -> bool:
-        """Wait until a begun transfer is released. Returns whether it fails then, half done."""
+        """Wait until a begun transfer is released. Return whether it then fails, half done."""
         if threading.get_ident() != self._model_thread:
             self._wait()
         is_store = direction is Direction.PAGES_TO_HOST
@@ -80,7 +81,7 @@ class ScriptedTransfers:
         return False
 
     def end_some(self, side: WorkerSide) -> None:
-        """Let some begun transfers end, and return when the thread stands still again."""
+        """Let some begun transfers end. Return when the thread stands still again."""
         most = self._script.max_per_step
         if most is None:
             while self._stands(side):
@@ -93,7 +94,7 @@ class ScriptedTransfers:
         self._stands(side)
 
     def open(self) -> None:
-        """Release all transfers, also those to come."""
+        """Release all transfers, including those that come later."""
         with self._changed:
             self._num_passes = 1 << 60
             self._num_waiting = 0
@@ -103,7 +104,7 @@ class ScriptedTransfers:
         with self._changed:
             self._num_waiting += 1
             is_let_go = self._changed.wait_for(lambda: self._num_passes > 0, DEADLINE_S)
-            assert is_let_go, "a transfer was never let go"
+            assert is_let_go, "a transfer was never released"
             self._num_passes -= 1
 
     def _let_one_pass(self) -> None:
@@ -113,7 +114,7 @@ class ScriptedTransfers:
             self._changed.notify_all()
 
     def _stands(self, side: WorkerSide) -> bool:
-        """Whether a transfer waits. Returns as soon as one waits or none is under way."""
+        """Whether a transfer waits. Return as soon as one waits, or none is under way."""
         thread = side._thread
         deadline_s = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline_s:
@@ -124,4 +125,4 @@ class ScriptedTransfers:
                 if not (thread._loads or thread._stores or thread._num_running):
                     return False
             time.sleep(0)
-        raise AssertionError("the transfer thread neither waits nor ends")
+        raise AssertionError("the transfer thread neither waits nor ends in time")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and damages objects of a shared tier in a folder, for tests."""
+"""Reads and damages the objects of a shared tier in a folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def objects(folder: Path) -> list[Path]:
 
 
 def forge(folder: Path, path: Path, content: bytes) -> None:
-    """Give an object other bytes, with the right trailer for them."""
+    """Give an object other bytes, and the right seal for these bytes."""
     namespace = path.parts[-5]
     rank = int(path.parts[-4][1:])
     path.unlink()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both sides of KvextConnector on vLLM's real scheduler, with real pages and without a model.
+"""Both sides of KvextConnector on vLLM's real scheduler, with real pages, but no model.
 
-The scheduler, its patches, the connector's sides, threads and copies are those of an engine. The
-stand-in for the model writes bytes that depend on all tokens before them, and checks every byte
-that attention would read.
+The scheduler, its patches, and the connector's sides, threads and copies are those of an engine.
+The model is replaced: bytes are written that depend on all tokens before them, and every byte is
+checked that attention would read.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _PLAIN = TransferScript()
 
 
 class SimulatedWorker:
-    """Real pages and the connector's real worker side, which is called like by vLLM's runner.
+    """Real pages and the connector's real worker side. It is called like vLLM's runner calls it.
 
-    See ``v1/worker/gpu_model_runner.py`` and ``kv_connector_model_runner_mixin.py``. Messages to
-    and from it are pickled, as between processes.
+    See ``v1/worker/gpu_model_runner.py`` and ``kv_connector_model_runner_mixin.py``. Messages in
+    both directions are pickled, as between processes.
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class SimulatedWorker:
             extension=None if extension is None else extension.worker_side(vllm_config),
             secondary=self.shared,
         )
-        # The device would decide which rows can be addressed. Here it is a CPU for all layouts.
+        # A real device decides whether rows can be addressed. Here it is a CPU for all layouts.
         build = partial(build_layout, addressing=pages.addressing)
-        # Without a model there is nothing to say how keys are rotated.
+        # There is no model that could show how keys are rotated.
         segments = partial(SimulatedSegments, pages, self.transfers)
         with (
             mock.patch.object(worker_side, "build_layout", build),
             mock.patch.object(segments_worker, "WorkerSegments", segments),
         ):
             self._connector.register_kv_caches(pages.kv_caches)
-        # The model computes nothing. Its weights are those of the model's folder.
+        # The model computes nothing. It has the weights of the model's folder.
         self._model = torch.nn.Identity()
         loaded_models.remember(self._model)
         loaded_models.note_files(Path(vllm_config.model_config.model).glob("*.safetensors"))
@@ -95,7 +95,7 @@ class SimulatedWorker:
             return _sent(self._connector.get_handshake_metadata())
 
     def begin(self, scheduler_output: Any) -> None:
-        """Do the work of the worker before the forward."""
+        """Do the worker's part before the forward."""
         metadata = _sent(scheduler_output.kv_connector_metadata)
         self._connector.handle_preemptions(metadata)
         self._connector.bind_connector_metadata(metadata)
@@ -103,7 +103,7 @@ class SimulatedWorker:
             self._connector.start_load_kv(None)
 
     def end(self, scheduler_output: Any) -> KVConnectorOutput:
-        """Do the work of the worker after the forward, if there was one."""
+        """Do the worker's part after the forward, if there was a forward."""
         connector = self._connector
         if not _loads_before_forward(scheduler_output):
             connector.start_load_kv(None)
@@ -131,7 +131,7 @@ class SimulatedWorker:
 
 
 def _loads_before_forward(scheduler_output: Any) -> bool:
-    """Whether loads begin before the forward. Since vLLM 0.30 the step says so."""
+    """Whether loads begin before the forward. Since vLLM 0.30, the step has this fact."""
     return getattr(scheduler_output, "has_sync_kv_loads", True)
 
 
@@ -175,11 +175,11 @@ class PagedModelRunner(ModelRunner):
 
 
 class _Content(NamedTuple):
-    """What the pages of a row are to hold, by token.
+    """The expected contents of a row's pages, by token.
 
     Attributes:
-        digests: Of what was computed.
-        shifts: By how many positions it was moved since; None if nothing was.
+        digests: The digests of what was computed.
+        shifts: By how many positions it was moved since then. None if nothing was moved.
     """
 
     digests: Digests
@@ -192,14 +192,14 @@ def _content_of(row: _Row) -> _Content:
     if not isinstance(stream, BlendedStream):
         return _Content(digests, None)
     shifts = np.zeros(len(digests), np.int64)
-    shifts[: len(stream)] = stream.shifts  # The tokens behind them are drafts.
+    shifts[: len(stream)] = stream.shifts  # The tokens behind these are drafts.
     computed = range(row.start, row.end)
     assert not any(map(computed.__contains__, stream.placed)), f"{row.request_id}: {computed}"
     return _Content(digests, shifts)
 
 
 def _compute(worker: SimulatedWorker, rows: Sequence[_Row], expected: Sequence[_Content]) -> None:
-    """Write and check a step. Every layer writes before any layer reads, for all requests."""
+    """Write and check a step. For all requests, every layer writes before any layer reads."""
     contents = worker.contents
     row = None
     try:
@@ -218,10 +218,10 @@ def _compute(worker: SimulatedWorker, rows: Sequence[_Row], expected: Sequence[_
 
 
 class SimulatedEngine(SchedulerEngine):
-    """One scheduler and its workers.
+    """One scheduler, and its workers.
 
     Attributes:
-        clock: The clock of the scheduler side: seconds that only grow.
+        clock: The clock of the scheduler side, in seconds. It never goes back.
     """
 
     layout: PagedLayout
@@ -270,11 +270,11 @@ class SimulatedEngine(SchedulerEngine):
 
     @property
     def entries(self) -> list[Entry]:
-        """The entries of the tier, also those that are being stored, the oldest first."""
+        """The entries of the tier, the oldest first. Entries that are being stored are included."""
         return list(self.tier._entries.values())
 
     def reset(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Reset the prefix cache, as `EngineCore.reset_prefix_cache` does."""
+        """Reset the prefix cache like `EngineCore.reset_prefix_cache` does."""
         core = SimpleNamespace(
             scheduler=self.scheduler,
             step_fn=lambda: (self.step(), True),

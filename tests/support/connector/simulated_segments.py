@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of segments in the pages of a worker without a model.
+"""Tokens of segments in the pages of a worker that has no model.
 
-The module stands in for ``segments.worker.worker_segments``. The real `SegmentMover` still checks,
-cuts, stages and queues. There are no keys to rotate. Instead, a move adds a number to every byte;
-the number depends on the shift.
+The module replaces ``segments.worker.worker_segments``. The real `SegmentMover` still checks, cuts,
+stages and queues. There are no keys to rotate. Instead, a move adds a number to every byte. The
+number depends on the shift.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def plain_staging(num_bytes: int) -> HostBuffer:
 
 
 class SimulatedTokenPages:
-    """A `TokenPages` with the pages of a fixture, one row of a tensor per token."""
+    """A `TokenPages` with the pages of a fixture. Each token has one row of a tensor."""
 
     def __init__(self, pages: LayoutFixture) -> None:
         self._rows = [
@@ -67,7 +67,7 @@ class SimulatedTokenPages:
             of_tensor[pages, in_page] = place.reshape(len(pages), *of_tensor.shape[2:])
 
     def _places(self, slots: Slots, rows: HostRows) -> Any:
-        """For each plane: its index, its rows in host memory, and their places in pages."""
+        """For each plane: its index, its rows in host memory, and the places of the rows in pages."""
         memory = rows.memory.numpy()
         for index, (plane, group) in enumerate(zip(self.planes, self._groups, strict=True)):
             first = rows.plane_offsets_bytes[index] + rows.first_row * plane.row_bytes
@@ -127,9 +127,9 @@ class SimulatedMover(SegmentMover):
 
 
 class SimulatedSegments:
-    """A stand-in for `WorkerSegments`.
+    """Replaces `WorkerSegments`.
 
-    It takes the worker's pages and transfers first, and then the arguments of `WorkerSegments`.
+    It takes the worker's pages and transfers, and then the arguments of `WorkerSegments`.
     """
 
     def __init__(

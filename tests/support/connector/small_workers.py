@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers with a few small pages on the CPU, as different models have them.
+"""Workers with a few small pages on the CPU. The pages are like those of different models.
 
-On a CPU a page is one row. The expected bytes are found by torch indexing on the registered
-tensors, without the layout's code.
+On a CPU, a page is one row. The expected bytes come from the registered tensors by torch indexing,
+without the layout's code.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ _LATENT = {"num_kv_heads": 1, "dtype": torch.bfloat16}
 
 
 def _fixture(*groups: tuple[str, Any, tuple[int, ...], Reach]) -> LayoutFixture:
-    """Groups of two layers with the shape of a page, by the ends of their names."""
+    """A worker with groups of two layers.
+
+    Each group has the end of its layers' names, a spec, the shape of its pages, and its reach.
+    """
     kv_caches: dict[str, torch.Tensor] = {}
     described = []
     tensors = []
@@ -65,7 +68,7 @@ def single_group() -> LayoutFixture:
 
 
 def deepseek_v4_like() -> LayoutFixture:
-    """A worker as in vLLM-Ascend: latents of two ratios, a window, and states of a compressor."""
+    """A worker like vLLM-Ascend's: latents of two ratios, a window, and states of a compressor."""
     states = {"num_kv_heads": 1, "dtype": torch.float32}
     return _fixture(
         (
@@ -101,8 +104,8 @@ TOKENS = TokenRange(0, 128)
 class SmallWorker:
     """A worker side, its pages, its jobs and its reports. A report may not come twice.
 
-    ``job`` is a store of the first `TOKENS`, which are in the pages of ``tables``. ``arguments``
-    are those of `WorkerSide`.
+    ``job`` is a store of the tokens `TOKENS`. Their KV is in the pages of ``tables``.
+    ``arguments`` are those of `WorkerSide`.
     """
 
     def __init__(
@@ -130,14 +133,17 @@ class SmallWorker:
     def tables_of(self, tokens: TokenRange, first_page: int = 1) -> tuple[TablePart, ...]:
         """The part of a request's block tables that a transfer of these tokens needs.
 
-        The request has the pages from ``first_page`` on, in falling order.
+        The request has the pages from ``first_page`` on, in falling order of their numbers.
         """
         taken = [self._pages_used(group, tokens) for group in range(self.pages.num_groups)]
         free = iter(range(first_page + sum(map(len, taken)) - 1, 0, -1))
         return tuple(TablePart(pages[0], tuple(next(free) for _ in pages)) for pages in taken)
 
     def _pages_used(self, group: int, tokens: TokenRange) -> list[int]:
-        """The pages that a resume at the end of a range needs, counted from the request's first."""
+        """The pages that a resume at the end of a range needs.
+
+        The request's first page has number 0.
+        """
         return sorted(
             {
                 row * reach.tokens_per_row // reach.tokens_per_page
@@ -147,7 +153,7 @@ class SmallWorker:
         )
 
     def store(self, number: int, tokens: TokenRange, tables: Sequence[TablePart]) -> StoreJob:
-        """A store of one chunk, whose place follows those of earlier calls."""
+        """A store of one chunk. Its place in host memory follows the places of earlier calls."""
         chunk = PlacedChunk(tokens, self._host_end_bytes)
         self._host_end_bytes = self.planner.plan_store([chunk], tables).host_bytes
         return StoreJob(number, (chunk,), tuple(tables))
@@ -158,7 +164,7 @@ class SmallWorker:
         tables: Sequence[TablePart] | None = None,
         **changes: Any,
     ) -> LoadJob:
-        """A load of a stored chunk, by default of ``job`` into its own pages."""
+        """A load of a stored chunk. By default, it loads ``job`` into its own pages."""
         store = store or self.job
         row_maps = self.planner.plan_store(store.chunks, store.block_ids).row_maps
         places = [chunk.host_offset_bytes for chunk in store.chunks]
@@ -167,7 +173,7 @@ class SmallWorker:
         return replace(load, **changes)
 
     def page_bytes(self, tables: Sequence[TablePart] | None = None) -> list[torch.Tensor]:
-        """A copy of every page of some tables, group by group."""
+        """A copy of every page in some tables, group by group."""
         tables = tables or self.tables
         return [
             paged.by_row()[page].clone()
@@ -193,7 +199,7 @@ class SmallWorker:
         self.side.begin_step(ConnectorMetadata(stores=stores, loads=loads, has_forward=has_forward))
 
     def wait_for(self, *names: int | str) -> None:
-        """Take until these stores and loads have ended as well, and no others."""
+        """Take reports until these stores and loads have ended, too. No other job may end."""
         expected = {*names, *self.results.jobs_ended, *self.loads}
 
         def have_ended() -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV connectors that move nothing, for use beside a KvextConnector or in its place.
+"""KV connectors that move nothing. They are used beside a KvextConnector, or in its place.
 
 {"kv_connector": "NullConnector", "kv_connector_module_path": "support.connector.stand_ins"}
 """
@@ -46,7 +46,7 @@ class NullConnector(KVConnectorBase_V1, SupportsHMA):
 
 @dataclass
 class Address(KVConnectorHandshakeMetadata):
-    """The address of a worker, as in the handshake of Mooncake's connector."""
+    """The address of a worker, like in the handshake of Mooncake's connector."""
 
     local_ip: str
     handshake_port: int
@@ -55,7 +55,7 @@ class Address(KVConnectorHandshakeMetadata):
 class AddressedConnector(NullConnector):
     """A connector whose workers send their addresses, like Mooncake's connector.
 
-    Its scheduler side fails unless each of its workers has sent its address.
+    The scheduler side fails unless each of its workers has sent an address.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
@@ -72,5 +72,5 @@ class AddressedConnector(NullConnector):
         self._has_addresses = True
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        assert self._has_addresses, "no worker has said where it is"
+        assert self._has_addresses, "the scheduler side has no addresses of workers"
         return super().get_num_new_matched_tokens(request, num_computed_tokens)

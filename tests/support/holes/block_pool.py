@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small pool, and blocks of holes of a model with or without windows."""
+"""A small pool, and the blocks of holes. The model has windows, or has none."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts, real and made by hand, and their expected facts."""
+"""Real layouts, layouts made by hand, and their expected facts."""

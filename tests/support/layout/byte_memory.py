@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages and host memory as plain arrays, and a request in which every row has its own bytes."""
+"""Pages and host memory as plain arrays. A request has different bytes in every row."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_group(
     compress_ratio: int = 1,
     first_storage: int = 0,
 ) -> LayoutGroup:
-    """A group in which each plane has a storage, with padding before and after every page."""
+    """A group in which each plane has its own storage, with padding before and after every page."""
     rows = tokens_per_page // tokens_per_row
     planes = tuple(
         Plane(
@@ -88,7 +88,7 @@ def chunk_bytes(
 
 
 def dense_layout(layout: KVLayout) -> KVLayout:
-    """A layout with the same pages, in which every row of all groups is kept."""
+    """A layout with the same pages. It keeps every row of all groups."""
     groups = (
         replace(group, kind=GroupKind.FULL, window_tokens=0, restart_tokens=0, holds_states=False)
         for group in layout.groups
@@ -110,7 +110,7 @@ class PageMemory:
         return self.storages[plane.storage][start : start + plane.row_bytes]
 
     def fill_pages(self, block_ids: Sequence[Sequence[int]]) -> None:
-        """Give every row of a request's pages its own bytes, in all groups."""
+        """Give every row of a request's pages different bytes, in all groups."""
         for index, group in enumerate(self.layout.groups):
             for number, page in enumerate(block_ids[group.kv_cache_group_id]):
                 for row in range(group.rows_per_page) if page else ():
@@ -120,6 +120,6 @@ class PageMemory:
 
 
 def content(group: int, plane: Plane, row: int) -> Bytes:
-    """The byte of a request in this row. It is never `UNTOUCHED`."""
+    """The byte that a request has in this row. It is never `UNTOUCHED`."""
     first = 101 * plane.storage + 59 * group + 37 * row
     return (_STEPS[: plane.row_bytes] * (1 + row) + first) % UNTOUCHED

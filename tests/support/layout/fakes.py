@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Specs, configs and tensors with the attributes that the layout reads, and without memory.
+"""Specs, configs and tensors without memory. They have the attributes that the layout reads.
 
-Classes have vLLM's names, because the names of their bases identify specs.
+The classes have vLLM's names, because specs are identified by the names of their base classes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FakeStorage:
 
 @dataclass(frozen=True)
 class FakeTensor:
-    """A tensor without memory. Strides and offset count elements, as in torch."""
+    """A tensor without memory. Strides and the offset count elements, as in torch."""
 
     storage: FakeStorage
     shape: tuple[int, ...]
@@ -81,10 +81,10 @@ def tensor(
     offset: int = 0,
     device: str = "npu:0",
 ) -> FakeTensor:
-    """A tensor, dense unless told otherwise, by default in a storage of its own.
+    """A tensor. By default, it is dense and has its own storage.
 
-    ``page_stride``, that of axis 0, and ``offset`` count elements; ``order`` has the axes from the
-    outermost in memory to the innermost.
+    ``page_stride`` is the stride of axis 0. ``page_stride`` and ``offset`` count elements.
+    ``order`` lists the axes, from the outermost in memory to the innermost.
     """
     strides = [0] * len(shape)
     step = 1
@@ -122,7 +122,7 @@ class FullAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class MLAAttentionSpec(FullAttentionSpec):
-    """vLLM's spec: ``block_size`` counts tokens."""
+    """vLLM's spec. ``block_size`` counts tokens."""
 
     compress_ratio: int = 1
 
@@ -134,7 +134,7 @@ class MLAAttentionSpec(FullAttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class AscendMLAAttentionSpec(MLAAttentionSpec):
-    """vLLM-Ascend's spec: ``block_size`` counts rows, and ``real_page_size_bytes`` is inherited."""
+    """vLLM-Ascend's spec. ``block_size`` counts rows. ``real_page_size_bytes`` is inherited."""
 
     scale_dim: int = 0
     scale_dtype: FakeDtype = FLOAT16
@@ -149,7 +149,7 @@ class AscendMLAAttentionSpec(MLAAttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class DeclaredMLASpec(MLAAttentionSpec):
-    """The spec of vLLM and vLLM-Ascend 0.30: ``block_size`` counts tokens, and it has the rows."""
+    """The spec of vLLM and vLLM-Ascend 0.30. ``block_size`` counts tokens. It also has the rows."""
 
     compress_ratio: int | None = None
     tokens_per_state: object = 1
@@ -253,5 +253,5 @@ def config(num_blocks: int, *groups: tuple[object, ...] | dict[str, object]) -> 
 
 
 def cache_groups(kv_cache_config: Any) -> list[CacheGroup]:
-    """The facts of each group of a config, on the worker's or the scheduler's side."""
+    """The facts about each group of a config, of the worker's or the scheduler's side."""
     return [cache_group(specs) for specs in read_layer_specs(kv_cache_config) if specs]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts that the installed vLLM plans, allocates and shapes. Nothing is computed on them.
 
-Each function makes a new worker: config, tensors in memory of their own, and by hand what the
-tensors hold. Planning and shaping are vLLM's own functions; only the layers are made up.
+Each function makes a new worker: a config, tensors with their own memory, and the facts about the
+tensors, written by hand. vLLM's own functions plan and shape. Only the layers are invented.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from vllm_ascend_kvext.layout.model import RowAddressing
 
 
 class FlashInferHndBackend(AttentionBackend):
-    """A backend with the shape and order of FlashInfer, with heads outside tokens."""
+    """A backend with FlashInfer's shape and order. Heads come before tokens."""
 
     @staticmethod
     def get_kv_cache_shape(
@@ -89,9 +89,9 @@ def keys_and_values(
     blocks_per_page: int = 1,
     num_blocks: int = 300,
 ) -> LayoutFixture:
-    """Full attention and a sliding window, K and V as the backend shapes them.
+    """Full attention and a sliding window. The backend shapes K and V.
 
-    Layers of both groups share storages. ``token_axis`` None: a page is one row.
+    The layers of both groups share storages. If ``token_axis`` is None, a page is one row.
     """
     block = BLOCK * blocks_per_page
     config, scheduler_config = plan(_full_and_window(block), {"": backend}, num_blocks, block)
@@ -115,14 +115,14 @@ def keys_and_values(
     )
 
 
-# The tensor has all pages of K, and then all pages of V.
+# The tensor first has all pages of K, and then all pages of V.
 keys_then_values = partial(keys_and_values, RocmAttentionBackend, 2)
-# vLLM's CPU backend stores K transposed: a page is one row.
+# vLLM's CPU backend stores K transposed, so a page is one row.
 cpu_attention = partial(keys_and_values, CPUAttentionBackend, None, addressing=None)
 
 
 def latent_rows() -> LayoutFixture:
-    """MLA, before vLLM 0.30 with three dimensions."""
+    """MLA. Before vLLM 0.30, its tensors have three dimensions."""
     spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     backends = {"": MLACommonBackend}
     config, scheduler_config = plan({f"{layer}.attn": spec for layer in range(3)}, backends, 150)
@@ -136,7 +136,7 @@ def latent_rows() -> LayoutFixture:
 
 
 def attention_and_mamba() -> LayoutFixture:
-    """Two states per Mamba layer in padded pages; storages shared with attention."""
+    """Mamba layers with two states each in padded pages. They share storages with attention."""
     attention = FullAttentionSpec(
         block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16
     )
@@ -171,7 +171,7 @@ def attention_and_mamba() -> LayoutFixture:
 def deepseek_v4(cache_dtype: str, num_layers: int = 43, num_blocks: int = 64) -> LayoutFixture:
     """DeepSeek-V4 Flash as upstream vLLM lays it out.
 
-    Two layers are not compressed, then ratios are 4 and 128 in turn. ``cache_dtype`` is
+    Two layers are not compressed. Then the ratios are 4 and 128 in turn. ``cache_dtype`` is
     ``fp8_ds_mla`` (packed bytes in padded pages) or ``auto`` (bfloat16 rows).
     """
     from vllm.models.deepseek_v4.compressor import CompressorBackend
@@ -205,7 +205,7 @@ def deepseek_v4(cache_dtype: str, num_layers: int = 43, num_blocks: int = 64) ->
 
 
 def _deepseek_v4_reaches(has_latent_rows: bool, has_state_rows: bool) -> dict[str, Reach]:
-    """By the end of a layer's name; a page is one row where it has none of its own."""
+    """Reaches by the end of a layer's name. If a page has no rows of its own, it is one row."""
 
     def full(tokens_per_row: int) -> Reach:
         return Reach(GroupKind.FULL, 256, tokens_per_row if has_latent_rows else 256)
@@ -227,7 +227,7 @@ def _deepseek_v4_reaches(has_latent_rows: bool, has_state_rows: bool) -> dict[st
 
 
 def _deepseek_v4_specs(cache_dtype: str, num_layers: int) -> dict[str, KVCacheSpec]:
-    """One spec per cache that the model registers; names end in ratio and cache."""
+    """One spec for each cache that the model registers. Names end with the ratio and the cache."""
     is_packed = cache_dtype == "fp8_ds_mla"
     alignment = 576 if is_packed else None
     latent = {
@@ -276,14 +276,14 @@ def _state_spec(ratio: int, head_dim: int, alignment: int | None) -> SlidingWind
 
 
 _four_kernel_blocks = partial(keys_and_values, blocks_per_page=4, num_blocks=80)
-# Since vLLM 0.30 only backends whose pages are dense can have kernel blocks.
+# Since vLLM 0.30, only backends with dense pages can have kernel blocks.
 _dense_backend = FlexAttentionBackend if HAS_ONE_VIEW else RocmAttentionBackend
 FIXTURES: dict[str, Callable[[], LayoutFixture]] = {
     "keys then values": keys_then_values,
-    # K and V together in each page; in vLLM 0.23.0 together in each row.
+    # K and V are together in each page, or in vLLM 0.23.0 together in each row.
     "keys and values by page": partial(keys_and_values, FlexAttentionBackend, 2),
     "heads outside tokens": partial(keys_and_values, FlashInferHndBackend, 2),
-    # Rows are adjacent across kernel blocks; or each has its own K and V: a page is one row.
+    # Rows are adjacent across kernel blocks. If each block has its own K and V, a page is one row.
     "kernel blocks": partial(_four_kernel_blocks, _dense_backend, 2),
     "kernel blocks apart": partial(_four_kernel_blocks, FlashInferHndBackend, None),
     "CPU attention": cpu_attention,

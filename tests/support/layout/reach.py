@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts token by token what the token behind a boundary reads, which a chunk has to keep.
+"""Counts token by token which tokens the token behind a boundary reads. Chunks must keep them.
 
-The code is slow, and is plainly the definition of each attention. It knows nothing of the layout's
-planning.
+The code is slow, but plainly follows the definition of each attention. It does not know how the
+layout plans.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Reach:
         if self.kind is GroupKind.FULL:
             return True
         if self.kind is GroupKind.STATE:
-            return token == end - 1  # The page of the last token is the state at the end.
+            return token == end - 1  # The last token's page is the state at the end.
         if token <= end - self.window_tokens:
             return False
         return not self.restart_tokens or token // self.restart_tokens == end // self.restart_tokens
 
     def rows_read(self, first: int, end: int) -> list[int]:
-        """The rows that a store keeps: the whole rows of a chunk in pages that are read.
+        """The rows that a store keeps: whole rows of a chunk, in pages that are read.
 
         The boundary is the end of the last whole row.
         """
@@ -51,7 +51,10 @@ class Reach:
         return [row for row in rows if row // rows_per_page in pages]
 
     def rows_needed(self, first: int, end: int) -> list[int]:
-        """The rows that a load moves: rows in pages that are read, the last one perhaps in part."""
+        """The rows that a load moves: rows in pages that are read.
+
+        The last row may be incomplete.
+        """
         end -= end % self.compress_ratio
         pages = {token // self.tokens_per_page for token in range(end) if self.reads(token, end)}
         return sorted(

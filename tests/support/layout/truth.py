@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of layouts, whose tensors are read without the layout's code.
+"""Fixtures of layouts. Their tensors are read without the layout's code.
 
-A fixture states by hand which axis of each registered tensor counts pages and which counts tokens.
-Moved bytes are then compared with torch indexing on those tensors.
+By hand, a fixture states for each registered tensor which axis counts pages, and which axis counts
+tokens. Moved bytes are compared by torch indexing on these tensors.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PagedTensor:
-    """One registered tensor; ``token_axis`` is None where a page is taken whole.
+    """One registered tensor. ``token_axis`` is None if a page is taken whole.
 
-    ``page_axis`` counts kernel blocks, ``blocks_per_page`` of which are a page.
+    ``page_axis`` counts kernel blocks. A page consists of ``blocks_per_page`` of them.
     """
 
     group: int
@@ -38,7 +38,7 @@ class PagedTensor:
     blocks_per_page: int = 1
 
     def by_row(self) -> torch.Tensor:
-        """A view of shape ``[num_pages, rows_per_page, ...]`` of integers, which keep NaN bits."""
+        """A view of integers, which keep NaN bits. shape: ``[num_pages, rows_per_page, ...]``."""
         tensor = self.tensor.view(_AS_INTEGER[self.tensor.element_size()])
         if self.token_axis is None:
             blocks = tensor.movedim(self.page_axis, 0)
@@ -50,10 +50,10 @@ class PagedTensor:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LayoutFixture:
-    """What one worker registers, with the KV cache config of the worker and of the scheduler.
+    """What one worker registers, with the worker's and the scheduler's KV cache config.
 
-    ``tensors`` are the registered ones, with what is known of them; ``addressing`` and
-    ``nz_layers`` are as given to ``build_layout``.
+    ``tensors`` are the registered tensors and what is known about them. ``addressing`` and
+    ``nz_layers`` are arguments of ``build_layout``.
     """
 
     config: object
@@ -91,9 +91,10 @@ class LayoutFixture:
         return {paged.reach for paged in self.tensors if paged.group == group}
 
     def check_groups(self) -> None:
-        """Check that the groups on both sides are those stated by hand.
+        """Check that the groups on both sides are those that the fixture states.
 
-        The worker's config has bundles of specs, the scheduler's the first spec of each.
+        The worker's config has bundles of specs. The scheduler's config has the first spec of each
+        bundle.
         """
         groups = cache_groups(self.config)
         assert groups == cache_groups(self.scheduler_config)
@@ -114,10 +115,11 @@ def paged_tensors(
     describe: dict[str, Sequence[tuple[int | None, ...]]],
     reaches: dict[str, Reach],
 ) -> tuple[PagedTensor, ...]:
-    """The paged tensors of a config in which each layer is in one group.
+    """The paged tensors of a config. Each layer is in one group.
 
-    ``describe`` and ``reaches`` are by the end of a layer's name; the former has
-    ``(page_axis, token_axis, blocks_per_page)``, shortened from the right, for each tensor.
+    The keys of ``describe`` and ``reaches`` are ends of layers' names. For each tensor,
+    ``describe`` has ``(page_axis, token_axis, blocks_per_page)``. Values at the right may be left
+    out.
     """
     return tuple(
         PagedTensor(index, tensor, _of(reaches, name), *axes)

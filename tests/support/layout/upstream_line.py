@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hides how releases of vLLM differ in planning, allocating and shaping KV caches.
+"""Hides the differences of vLLM's releases in planning, allocating and shaping KV caches.
 
-Since 0.30 a backend says how many rows of which size a page has (``customize_spec``) and which
-orders of axes it reads; vLLM then makes one view ``[pages, heads, rows, content]`` per layer.
-Before, the backend says the shape. Planning and shaping are vLLM's own functions in both.
+Since 0.30, a backend states the number and the size of a page's rows (``customize_spec``), and
+which orders of axes it reads. Then vLLM makes one view ``[pages, heads, rows, content]`` per layer.
+Before, the backend states the shape. In both, vLLM's own functions plan and shape.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HAS_ONE_VIEW = "tokens_per_state" in _FIELDS
 """Whether this is vLLM 0.30 or later."""
 
 Backends = Mapping[str, type]
-"""Backends by the end of a layer's name."""
+"""Backends, by the end of a layer's name."""
 
 
 def compressed(tokens_per_row: int) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def compressed(tokens_per_row: int) -> dict[str, Any]:
 
 
 def packed(row_bytes: int) -> dict[str, Any]:
-    """The field of a spec whose rows are bytes of a size that ``head_size`` does not say."""
+    """The field of a spec whose rows are bytes. ``head_size`` does not show their size."""
     return {"state_content_bytes": row_bytes} if HAS_ONE_VIEW else {}
 
 
@@ -50,22 +50,22 @@ def page_axis_of(backend: Any) -> int:
 
 
 def token_axis_of(token_axis: int | None) -> int | None:
-    """The axis that counts tokens, given that axis of the backend's own shape.
+    """The axis that counts tokens. ``token_axis`` is this axis in the backend's own shape.
 
-    In the one view something stands before the rows, so that a page is one row.
+    In the single view, another axis stands before the rows, so a page is one row.
     """
     return None if HAS_ONE_VIEW else token_axis
 
 
 def views(number: int) -> int:
-    """The number of tensors that a layer registers, given its number before 0.30."""
+    """The number of tensors that a layer registers. ``number`` is that of releases before 0.30."""
     return 1 if HAS_ONE_VIEW else number
 
 
 def plan(
     specs: Mapping[str, KVCacheSpec], backends: Backends, num_blocks: int, block_size: int = 16
 ) -> tuple[KVCacheConfig, KVCacheConfig]:
-    """The config of a worker, and of the scheduler, as vLLM makes it."""
+    """The configs of a worker and of the scheduler, like vLLM makes them."""
     vllm_config = VllmConfig(
         cache_config=CacheConfig(block_size=block_size, num_gpu_blocks_override=num_blocks)
     )
@@ -84,7 +84,7 @@ def plan(
 def _resolved(
     vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], backends: Backends
 ) -> dict[str, KVCacheSpec]:
-    """The specs of the backends. The order of axes in ``vllm_config`` is set, too."""
+    """The specs that the backends state. The order of axes in ``vllm_config`` is set, too."""
     from vllm.v1.attention.backends import utils
 
     found = {
@@ -103,7 +103,10 @@ def _resolved(
 
 
 def config_by_layers(groups: list[KVCacheGroupSpec], num_blocks: int) -> KVCacheConfig:
-    """A config of vLLM 0.30: layers of one page size have their own pages; groups share them."""
+    """A config of vLLM 0.30. Layers of one page size have their own pages.
+
+    Groups share the pages.
+    """
     from vllm.v1.kv_cache_interface import KVCacheTensor
 
     page_bytes = groups[0].kv_cache_spec.page_size_bytes
@@ -131,9 +134,9 @@ def register(
     kernel_block_size: int | None = None,
     cache_dtype: str = "auto",
 ) -> dict[str, object]:
-    """The tensors of a config, as vLLM's model runner makes them.
+    """The tensors of a config, like vLLM's model runner makes them.
 
-    ``kernel_block_size`` is that of the attention kernels, where it is not the config's.
+    ``kernel_block_size`` is the block size of the attention kernels, if it is not the config's.
     """
     block_sizes = [
         kernel_block_size or group.kv_cache_spec.block_size for group in config.kv_cache_groups
@@ -166,7 +169,7 @@ def _shaped_by_backends(
         for index, group in enumerate(config.kv_cache_groups)
         for name in group.layer_names
     ]
-    # The attributes of a model runner that allocating and shaping KV caches read.
+    # The attributes of a model runner that are read to allocate and shape KV caches.
     runner = SimpleNamespace(
         device="cpu",
         runner_only_attn_layers=frozenset(),

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of retention's state against the block pool."""
+"""Comparisons of retention's state with the block pool."""

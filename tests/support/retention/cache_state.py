@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks retention's state against a pool of blocks. The module imports no vLLM."""
+"""Compares retention's state with a pool of blocks. The module does not import vLLM."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def num_checkpoints(cache_state: Any) -> int:
 def check_cache_state(
     retention: Any, blocks: Iterable[Any], free_blocks: Iterable[Any], is_exact: bool = True
 ) -> None:
-    """Check that structure, counts of needs and the order of free blocks agree with each other.
+    """Check that the structure, the counts of needs and the order of free blocks fit together.
 
     ``free_blocks`` are in the order in which they will be reallocated. If ``is_exact`` is false,
-    blocks were uncached that the checkpoints did not give up. The order is not checked then.
+    blocks were uncached that the checkpoints did not give up. Then the order is not checked.
     """
     cache_state = retention.cache_state
     nodes = inspection.describe(cache_state)
@@ -35,34 +35,34 @@ def check_cache_state(
         needs.update(inspection.held_blocks(request))
     for block in blocks:
         counted = inspection.num_needs(cache_state, block.block_id)
-        assert counted == needs[block.block_id], f"{block} is miscounted as needed {counted} times"
+        assert counted == needs[block.block_id], f"{block} is needed {needs[block.block_id]} times, but counted {counted} times"
     if not is_exact:
         return
     needed = None
     for block in free_blocks:
         if needs[block.block_id]:
             needed = block
-            assert block._block_hash is not None, f"{block} is needed and not cached"
+            assert block._block_hash is not None, f"{block} is needed, but not cached"
         else:
             assert needed is None, f"{block}, which nothing needs, waits behind {needed}"
 
 
 def check_structure(nodes: list[dict[str, Any]], block_tokens: list[int]) -> None:
-    """Check that parents and children agree, and that every boundary is needed."""
+    """Check that parents and children fit together, and that every boundary is needed."""
     by_key = {node["key"]: node for node in nodes}
     num_children = Counter(node["parent_key"] for node in nodes)
     for node in nodes:
         tokens = node["boundary_tokens"]
         parent_tokens = node["parent_tokens"]
         assert parent_tokens < tokens
-        assert node["is_in_order"] == bool(node["tail"]), f"{node} is never evicted"
+        assert node["is_in_order"] == bool(node["tail"]), f"{node} can never be evicted"
         assert len(set(node["tail"])) == len(node["tail"]), f"{node} has a block twice"
         if not block_tokens:
-            assert node["tail"], f"{node} is kept for nothing"
+            assert node["tail"], f"{node} is kept, although nothing needs it"
             continue
         parent_key = node["parent_key"]
         assert not parent_key or by_key[parent_key]["boundary_tokens"] == parent_tokens
         assert node["num_children"] == num_children[node["key"]]
-        assert node["tail"] or node["num_children"] > 1, f"{node} is kept for nothing"
+        assert node["tail"] or node["num_children"] > 1, f"{node} is kept, although nothing needs it"
         for run, of_group in zip(node["runs"], block_tokens, strict=True):
-            assert len(run) == (tokens - parent_tokens) // of_group, f"{node}: a wrong run"
+            assert len(run) == (tokens - parent_tokens) // of_group, f"{node}has a run of the wrong length"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adaptive retention in a test process, and checks of its state against the block pool.
+"""Adaptive retention in a test process. Its state is compared with the block pool.
 
-The state says which cached blocks are worth keeping. A block that it does not know would stay in
-the cache for ever, and a block that it knows twice would be given up twice.
+The state says which cached blocks are worth keeping. A cached block that the state does not know
+would stay for ever. A block that the state knows twice would be given up twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_ascend_kvext.settings import RETENTION_VARIABLE, Retention
 
 
 def adaptive_chosen() -> AbstractContextManager[Any]:
-    """The environment of a block manager with adaptive retention."""
+    """The environment in which a block manager gets adaptive retention."""
     return mock.patch.dict(os.environ, {RETENTION_VARIABLE: Retention.ADAPTIVE.value})
 
 
@@ -35,7 +35,7 @@ def adaptive_retention() -> Iterator[None]:
 
 
 def cache_state_of(block_manager: Any) -> Any:
-    """The `RetainedCache` of a ``KVCacheManager``; None where nothing is retained."""
+    """The `RetainedCache` of a ``KVCacheManager``. None if nothing is retained."""
     retention = retention_of(block_manager.coordinator)
     return None if retention is None else retention.cache_state
 
@@ -43,7 +43,7 @@ def cache_state_of(block_manager: Any) -> Any:
 class CheckpointsAccountForCache:
     """Check that every cached block without a request belongs to a checkpoint or is surplus.
 
-    A `support.scheduler.run.Check`; it looks closer whenever no request is left.
+    This is a `support.scheduler.run.Check`. When no request is left, it checks more.
     """
 
     def __init__(self) -> None:
@@ -57,4 +57,4 @@ class CheckpointsAccountForCache:
         check_cache_state(retention, pool.blocks, pool.free_block_queue.get_all_free_blocks())
         if not engine.scheduler.requests:
             self.counts["checkpoints when idle"] += num_checkpoints(retention.cache_state)
-            assert not retention._request_states, "remembers requests that are gone"
+            assert not retention._request_states, "retention remembers requests that are gone"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks into the compiled retention: ``tests/native/inspection``, compiled at the first look.
+"""Looks into the compiled retention. ``tests/native/inspection`` is compiled at the first use.
 
-It is compiled once for an interpreter and a state of the sources, into ``out/inspection``. It takes
-the package's own objects: both modules have to be compiled with the same nanobind.
+It is compiled once for each interpreter and each state of the sources, into ``out/inspection``. It
+accepts the package's own objects, so both modules must be compiled with the same nanobind.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def describe(cache_state: Any) -> list[dict[str, Any]]:
 
 
 def num_needs(cache_state: Any, block_id: int) -> int:
-    """How many runs and tails of checkpoints, and running requests, need a block.
+    """How often a block is needed: by runs and tails of checkpoints, and by running requests.
 
     Raises:
         IndexError: The pool has no such block.
@@ -45,17 +45,17 @@ def num_needs(cache_state: Any, block_id: int) -> int:
 
 
 def surplus(cache_state: Any) -> list[int]:
-    """Ids of the free blocks that nothing needs, in the order of their reallocation."""
+    """The ids of free blocks that nothing needs, in the order of their reallocation."""
     return _inspection().surplus(cache_state)
 
 
 def clock_pools(cache_state: Any) -> float:
-    """Pools that have been cached for checkpoints so far."""
+    """How many pools of blocks were cached for checkpoints so far."""
     return _inspection().clock_pools(cache_state)
 
 
 def held_blocks(request_state: Any) -> list[int]:
-    """Ids of blocks that have left a window and that a coming checkpoint of a request needs."""
+    """The ids of blocks that have left a window, but that a coming checkpoint of a request needs."""
     return _inspection().held_blocks(request_state)
 
 
@@ -65,7 +65,7 @@ def rates_of(cache_state: Any) -> Any:
 
 
 def new_rates() -> Any:
-    """`UseRates` of which nothing is known."""
+    """`UseRates` that have not counted anything."""
     return _inspection().UseRates()
 
 
@@ -81,7 +81,7 @@ def _inspection() -> ModuleType:
 
 
 def compiled() -> Path:
-    """The module's file; compiled if there is none of these sources."""
+    """The module's file. If there is none for these sources, it is compiled."""
     found = importlib.util.find_spec("nanobind")
     assert found is not None and found.origin is not None, (
         f"The inspection of retention needs nanobind: {sys.executable} -m pip install nanobind, "

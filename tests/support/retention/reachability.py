@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what a conversation can hit at each point of its life, and what keeping that costs.
+"""Measures what a conversation can hit at each point of its life, and the cost of keeping it.
 
-The layouts are those of either family of managers.
+The layouts are those of the chosen family of managers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from support.retention.started import retention_of
 from support.scheduler.block_manager import BlockManager
 
 Hits = dict[str, int]
-"""By the name of a point in the life of a request: the tokens that a lookup hits there."""
+"""The tokens that a lookup hits at each named point in the life of a request."""
 
 
 class UnderPressure(BlockManager):
@@ -40,11 +40,11 @@ def serve_conversation(
     unit_tokens: int,
     preempt_every: int = 1,
 ) -> Hits:
-    """Serve one request from its prompt to its end and record what can be hit.
+    """Serve one request from its prompt to its end. Record what can be hit.
 
-    The prompt is prefilled in chunks, once preempted after its first chunk; then tokens are
+    The prompt is prefilled in chunks, with a preemption after the first chunk. Then tokens are
     decoded across two boundaries, with a preemption and a resumption every few tokens. Lengths,
-    chunks and tokens depend on the arguments only.
+    chunks and tokens depend only on the arguments.
     """
     rng = random.Random(num_prompt_tokens)
     chunk_tokens = rng.choice((3, unit_tokens, 2 * unit_tokens + 1, 1 << 20))
@@ -77,7 +77,7 @@ def serve_conversation(
 
 
 def serve_prompt_only(world: BlockManager, num_prompt_tokens: int) -> Hits:
-    """Serve a request that ends with its first token, and then a request that extends it."""
+    """Serve a request that ends with its first token. Then serve a request that extends it."""
     rng = random.Random(num_prompt_tokens)
     prompt = [rng.randrange(1000) for _ in range(num_prompt_tokens)]
     request = world.request(prompt)
@@ -92,7 +92,7 @@ def serve_prompt_only(world: BlockManager, num_prompt_tokens: int) -> Hits:
 
 @dataclass
 class Difference:
-    """The number of differences between two caches, per point in the life of a request."""
+    """The number of differences between two caches, by point in the life of a request."""
 
     num_cases: int = 0
     num_different: int = 0

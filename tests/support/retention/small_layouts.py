@@ -36,9 +36,9 @@ LAYOUTS = _layouts()
 
 LIVES_OF = 4 if family.IS_ASCEND else 1
 """For each choice of groups that look ahead, one in so many lengths has a whole life."""
-
+"""For each choice of groups that look ahead, one length in ``LIVES_OF`` is given a whole life."""
 PREEMPT_EVERY = 9 if family.IS_ASCEND else 5
-"""The tokens that a whole life decodes between two preemptions."""
+"""The number of tokens between two preemptions in a whole life."""
 
 
 def tokens_per_block(spec: Any) -> int:
@@ -46,7 +46,7 @@ def tokens_per_block(spec: Any) -> int:
 
 
 def unit_of(specs: Specs) -> int:
-    """The unit of hits in tokens."""
+    """The unit of hits, in tokens."""
     return math.lcm(*map(tokens_per_block, specs))
 
 
@@ -62,7 +62,7 @@ def eagle_sets(specs: Specs) -> Iterator[frozenset[int]]:
 
 
 def some_eagle_sets(specs: Specs) -> list[frozenset[int]]:
-    """Choices of groups that look ahead; in layouts of many groups only none, one and all."""
+    """Choices of groups that look ahead. With many groups: none, one of them, and all."""
     chosen = list(eagle_sets(specs))
     if len(chosen) <= 16:
         return chosen

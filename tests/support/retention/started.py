@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decides which blocks of a coordinator are cached."""
+"""The object that decides which blocks of a coordinator are cached."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from vllm_ascend_kvext.upstream_state import CoordinatorState
 
 
 def retention_of(coordinator: Any) -> Any:
-    """Retention of a coordinator; None where upstream decides."""
+    """Retention of a coordinator. None if upstream decides."""
     return CoordinatorState.of(coordinator).retention

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answers of engines, and their differences from others."""
+"""The answers of engines, and their differences from other answers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 LOGPROB_TOLERANCE = 1e-4
-"""The tolerance in fp32. A prefill in other chunks differs by 0, and a wrong cached block by 2 to
-3."""
+"""The tolerance in fp32. Prefilling in other chunks changes nothing.
+
+A wrong block changes 2 to 3.
+"""
 
 
 @dataclass(frozen=True)
@@ -18,11 +20,11 @@ class Answer:
     """The result of one request. Values that an engine does not report are empty.
 
     Attributes:
-        hit_tokens: The tokens of the prompt that were not computed.
-        logprobs: By step of the reply: the five best tokens and the token of the reply.
+        hit_tokens: The prompt's tokens that were not computed.
+        logprobs: For each step of the reply: the five best tokens, and the token of the reply.
         segments: The first and end token of segments that the request named.
-        params: What the response says about segments; None for a plain request.
-        probe: The scores of its question.
+        params: What the response says about segments. None for a plain request.
+        probe: The scores of the request's question.
     """
 
     prompt_tokens: int
@@ -61,11 +63,11 @@ class Served:
         return [answer.hit_tokens for answer in self.answers(label)]
 
     def counted(self, label: str, name: str) -> int:
-        """The count of the engine while ``label`` was answered."""
+        """A counter of the engine: its increase while ``label`` was answered."""
         return int(self.report["asked"][label]["counted"].get(name, 0))
 
     def counted_in_all(self, name: str, labels: Iterable[str] | None = None) -> int:
-        """The sum of a count over several labels, or over all."""
+        """The sum of a counter over some labels, or over all labels."""
         return sum(self.counted(label, name) for label in labels or self.labels)
 
     def kept_blocks(self, label: str, kind: str) -> list[int]:
@@ -78,7 +80,7 @@ class Served:
         return max(self.logprob_errors(label, reference))
 
     def logprob_errors(self, label: str, reference: Served) -> list[float]:
-        """The largest difference of each answer."""
+        """The largest difference in each answer."""
         return errors(self.answers(label), reference.answers(label))
 
     def check_equal(
@@ -87,9 +89,10 @@ class Served:
         labels: Iterable[str],
         tolerance: float | Callable[[str], float] = LOGPROB_TOLERANCE,
     ) -> float:
-        """Assert that answers equal the reference's. Returns the largest difference.
+        """Assert that answers equal the reference's. Return the largest difference.
 
-        It is one of log-probabilities, as the tolerance, which may depend on the label.
+        Differences and tolerances are those of log-probabilities. The tolerance may depend on the
+        label.
         """
         error_of = {label: self.logprob_error(label, reference) for label in labels}
         for label, error in error_of.items():
@@ -104,7 +107,7 @@ class Served:
 
 
 def _largest(differences: Iterable[float]) -> float:
-    """The largest difference; infinity if one is NaN, which ``max`` would ignore."""
+    """The largest difference. It is infinite if one is NaN, because ``max`` would ignore NaN."""
     return max(math.inf if math.isnan(each) else each for each in differences)
 
 
@@ -126,7 +129,7 @@ def logprob_error(answer: Answer, reference: Answer) -> float:
 
 
 def oracle_error(log_probabilities: Any, answer: Answer) -> float:
-    """The largest difference from an oracle's log-probabilities. shape: [steps, tokens]."""
+    """The largest difference from the log-probabilities of an oracle. shape: [steps, tokens]."""
     return _largest(
         abs(float(of_token[int(token)]) - logprob)
         for of_token, step in zip(log_probabilities, answer.logprobs, strict=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blended prompts of documents, and prompts for a reference.
 
-Options of a plan: ``heads``, lengths that scenarios ask with; ``has_context``, whether documents
-are stored behind others; ``prompts``, by label lists of token ids and how many tokens their replies
-have.
+Options of a plan: ``heads`` has the lengths of heads that scenarios try. With ``has_context``,
+documents are also stored behind others. ``prompts`` has, by label, lists of token ids and the
+number of tokens of their replies.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ CROWD_REPLY_TOKENS = 100
 ALONE_REPLY_TOKENS = 24
 CROWD_POOL_TOKENS = 2400
 CROWD = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
-"""Engine options with small steps and a pool that is too small for all requests."""
+"""Engine options with small steps, and with a pool that is too small for all requests."""
 
 INSTRUCTIONS_TOKENS = 140
 SHORT_TOKENS = 48
 
 
 class Engine(scenarios_engine.Engine):
-    """An engine that blends, or a reference for blended answers."""
+    """An engine that reuses segments, or a reference for its answers."""
 
     reply_tokens = REPLY_TOKENS
     defaults = {"max_num_batched_tokens": 256}  # noqa: RUF012 (nobody changes it)
@@ -70,9 +70,9 @@ class Engine(scenarios_engine.Engine):
             self.segments = segments_of(self.side)
 
     def store_segments(self, documents: Sequence[Tokens]) -> None:
-        """Store each document as a segment; behind others, too, if the plan has a context.
+        """Store each document as a segment. If the plan has a context, store it behind others, too.
 
-        That begins with `instructions`.
+        The context begins with `instructions`.
         """
         from vllm_ascend_kvext.segments.scheduler.segment_contexts import NUM_DOCUMENTS, NUM_PROMPTS
 
@@ -88,10 +88,10 @@ class Engine(scenarios_engine.Engine):
         self.note_sinks()
 
     def learn(self, rng: random.Random) -> None:
-        """Have all computed that the engine is to learn."""
+        """Let the engine compute everything that it has to learn."""
         learning = self.segments.learning
         while learning is not None and (learning.has_queue or learning.request_ids):
-            # The engine learns in steps beside other requests, if no request waits.
+            # If no request waits, the engine learns in steps beside other requests.
             self.llm.generate([Prompt(random_tokens(rng, 5)).inputs], sampling_of(4))
             self.finish()
 
@@ -108,12 +108,12 @@ class Engine(scenarios_engine.Engine):
 
     @property
     def sink_ids(self) -> tuple[int, ...]:
-        """What a document is stored behind if it comes first."""
+        """The tokens behind which a document is stored if it comes first."""
         return self.segments.store.contexts.sink_ids
 
     @contextmanager
     def with_heads(self, head_tokens: int) -> Iterator[None]:
-        """As an engine with another ``head_tokens``."""
+        """Let the engine work with another ``head_tokens``."""
         blended = self.segments.blended
         options = blended.options
         blended.options = dataclasses.replace(options, head_tokens=head_tokens)
@@ -132,7 +132,7 @@ class Engine(scenarios_engine.Engine):
 
     @contextmanager
     def unprotected(self) -> Iterator[None]:
-        """Let approximate KV into the prefix cache, by the hashes of its tokens."""
+        """Let approximate KV get into the prefix cache, by the hashes of its tokens."""
         from vllm_ascend_kvext.segments.scheduler import blended_requests
 
         coordinator = self.scheduler.kv_cache_manager.coordinator
@@ -145,7 +145,7 @@ class Engine(scenarios_engine.Engine):
         blended_requests.PrivateHashes = private_hashes
 
     def swapping(self, one: Tokens, other: Tokens) -> AbstractContextManager[None]:
-        """Let the bytes of two documents change places in host memory."""
+        """Exchange the bytes of two documents in host memory."""
         both = [list(map(self.host_bytes, self._entries(each))) for each in (one, other)]
         return wrong_bytes(*both)
 
@@ -177,7 +177,7 @@ class Engine(scenarios_engine.Engine):
 def orders(engine: Engine) -> None:
     """Documents in several orders, with heads of several lengths.
 
-    The beginnings are new; with a context, every other one is that of all prompts.
+    Beginnings are new. With a context, every other prompt begins with the instructions.
     """
     rng = random.Random(1)
     texts = documents(rng)
@@ -209,7 +209,7 @@ def exact(engine: Engine) -> None:
 
 @scenario
 def controls(engine: Engine) -> None:
-    """Loads with wrong bytes; then right loads behind cached tokens; then a plain request."""
+    """Loads with wrong bytes, then right loads behind cached tokens, and then a plain request."""
     rng = random.Random(1)
     texts = documents(rng)
     instructions = random_tokens(rng, INSTRUCTIONS_TOKENS)
@@ -235,7 +235,7 @@ def controls(engine: Engine) -> None:
 
 @scenario
 def crowd(engine: Engine) -> None:
-    """Blended and plain requests at once, in a pool too small for them; the blended ones alone."""
+    """Blended requests alone. Then blended and plain ones at once, in a pool too small for them."""
     rng = random.Random(2)
     texts = documents(rng)
     engine.store_segments(texts[:MISSING])
@@ -267,7 +267,7 @@ def short(engine: Engine) -> None:
 
 @scenario
 def short_with_wrong_keys(engine: Engine) -> None:
-    """Documents of a model whose keys rotate differently than its rotary module says."""
+    """Documents of a model that rotates keys in another way than its rotary module says."""
     turn = key_check.turn
     turning = mock.patch.object(
         key_check, "turn", lambda keys, signature, shifts: turn(keys, signature, 2 * shifts)
@@ -278,14 +278,14 @@ def short_with_wrong_keys(engine: Engine) -> None:
 
 @scenario
 def plain(engine: Engine) -> None:
-    """Prompts, one after the other, without a prefix cache."""
+    """Prompts, one after the other. There is no prefix cache."""
     for label, (prompts, reply_tokens) in engine.plan["prompts"].items():
         engine.ask(label, prompts, reply_tokens)
 
 
 @cache
 def let_sinks_be_float32() -> None:
-    """Round the sinks of heads, which the CPU's attention reads as bfloat16 only."""
+    """Round the sinks of heads. The CPU's attention reads only bfloat16 ones."""
     from vllm.v1.attention.backends.cpu_attn import ops
 
     attend = ops.cpu_attention_with_kv_cache

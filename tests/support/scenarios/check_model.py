@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of ``check-model`` with faults. The ``arguments`` of a plan are those of the command."""
+"""Runs of ``check-model`` with faults. ``arguments`` of a plan are those of the command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _rows_to_load, _add_rows, _turn = blended_loads.rows_to_load, hole_steps.add_row
 
 
 class Engine:
-    """The command, which makes an engine itself."""
+    """The command, which makes an engine by itself."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self._arguments = ["check-model", plan["model"], *plan["arguments"]]
@@ -37,7 +37,7 @@ class Engine:
             return self._engines[-1]
 
         with (
-            tempfile.TemporaryFile("w+") as printed,  # vLLM asks for the number of the file.
+            tempfile.TemporaryFile("w+") as printed,  # vLLM asks for the file's number.
             mock.patch.object(check_model, "_engine", make_and_keep),
         ):
             with redirect_stdout(printed):
@@ -54,7 +54,7 @@ class Engine:
 
 
 def _run_with(owner: Any, name: str, wrong: Callable[..., Any]) -> Callable[[Engine], None]:
-    """Run the command while a function does something else."""
+    """Run the command while a function does something wrong."""
 
     @scenario
     def run(engine: Engine) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V4, which vllm-ascend serves on the emulated NPU: alone, and with KvextConnector."""
+"""DeepSeek-V4 on vLLM-Ascend on the emulated NPU: without and with KvextConnector."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONG_CHUNK_TOKENS = 1024
 
 @scenario
 def answers(engine: Engine) -> None:
-    """Prompts in several steps. Windows of 128 tokens and pages end in prompts and in replies."""
+    """Prompts in several steps. Windows of 128 tokens and pages end in prompts, and in replies."""
     rng = random.Random(0)
     for length in (120, 700, 2400):
         prompt = random_tokens(rng, length)
@@ -40,7 +40,7 @@ def turns(engine: Engine) -> None:
 
 @scenario
 def holes(engine: Engine) -> None:
-    """A prompt whose middle host memory has lost."""
+    """A prompt of which host memory has lost the middle."""
     rng = random.Random(2)
     prompt = random_tokens(rng, 1500)
     for label in ("hole", "hole left out"):
@@ -56,7 +56,7 @@ def holes(engine: Engine) -> None:
 
 @scenario
 def device_hit(engine: Engine) -> None:
-    """A prompt that is longer than the unit of vllm-ascend's own prefix cache, asked again."""
+    """A prompt longer than the unit of vLLM-Ascend's own prefix cache, sent twice."""
     rng = random.Random(3)
     prompt = random_tokens(rng, 4200)
     engine.ask("long", [prompt], reply_tokens=8)
@@ -67,7 +67,7 @@ def device_hit(engine: Engine) -> None:
 
 @scenario
 def host_bytes(engine: Engine) -> None:
-    """The host memory of 1,024 tokens and of the boundary behind them."""
+    """The host memory that 1,024 tokens and the boundary behind them take."""
     from support.layout.byte_memory import chunk_bytes, dense_layout
     from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk
     from vllm_ascend_kvext.token_range import TokenRange
@@ -86,7 +86,7 @@ def host_bytes(engine: Engine) -> None:
 
 
 def spoil_cached_blocks(engine: Engine) -> None:
-    """Let the blocks of the prefix cache hold wrong bytes. They are still found."""
+    """Write wrong bytes to the blocks of the prefix cache. Lookups still find the blocks."""
     executor = engine.core.model_executor
     for caches in executor.driver_worker.worker.model_runner.kv_caches:
         for tensor in caches if isinstance(caches, list | tuple) else [caches]:

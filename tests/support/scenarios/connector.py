@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with and without a KvextConnector: what is stored, loaded, lost, and wrong on purpose.
+"""Prompts with and without a KvextConnector. KV is stored, loaded, lost, and made wrong.
 
-A scenario sends the same prompts to every engine. Steps that need a connector are left out without
-one.
+A scenario sends the same prompts to every engine. Without a connector, it leaves out the steps that
+need one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPT_LENGTHS = (300, 777, 64, 65, 16, 17)
 DOCUMENT_TOKENS = 333
 DAMAGED_TOKENS = 400
 DAMAGED_BOUNDARIES_TOKENS = {"rows": CHUNK_TOKENS, "tails": 384}
-"""The boundaries of damaged entries: the first chunk, and where the prompt resumes."""
+"""The boundaries of damaged entries: the first chunk's end, and where the prompt resumes."""
 
 HOLES_TOKENS = {
     "at the beginning": [(0, CHUNK_TOKENS)],
@@ -41,7 +41,7 @@ HOLES_TOKENS = {
 """The tokens whose rows host memory loses."""
 
 LONE_TURNS_TOKENS = (977, 1105, 1122)
-"""The lengths of a conversation's prompts. They end inside chunks, the last two one block apart."""
+"""The lengths of a conversation's prompts. All end inside chunks, the last two one block apart."""
 LONE_REPLY_TOKENS = 8
 LONE_HOLES_TOKENS = {
     "intact": (0, []),
@@ -59,7 +59,7 @@ LONE_HOLES_TOKENS = {
 NUM_EVICTED_PROMPTS = 8
 STORM_REPLY_TOKENS = 250
 SMALL_POOL_TOKENS = 5600
-"""The size of the pool for all groups together, which is too small for the storm."""
+"""The size of the pool for all groups together. The pool is too small for the storm."""
 
 
 class Engine(scenarios_engine.Engine):
@@ -79,7 +79,7 @@ class Engine(scenarios_engine.Engine):
         self._count_what_the_scheduler_counts()
 
     def entries(self, kind: str, end_tokens: int) -> list[Any]:
-        """The entries of one kind, ``rows`` or ``tails``, that end at a token.
+        """The entries of one kind, ``rows`` or ``tails``, that end at this token.
 
         They are in the order of their stores.
         """
@@ -91,7 +91,7 @@ class Engine(scenarios_engine.Engine):
         return sorted(found, key=lambda entry: entry.number)
 
     def lose_rows(self, lost: Sequence[Sequence[int]], prompt: Tokens | None = None) -> None:
-        """Evict the entries of these tokens, of any prompt or of a given one."""
+        """Evict the entries with these tokens, of any prompt or of a given one."""
         if not self.has_connector:
             return
         from support.connector.lost_rows import holds_rows_of
@@ -103,7 +103,7 @@ class Engine(scenarios_engine.Engine):
         """All entries of host memory, or those with rows of a given prompt."""
         if prompt is None:
             return list(self.side.tier._entries.values())
-        # The last token is always computed, so a block that it fills is of no use.
+        # The last token is always computed, so a block that ends with it is of no use.
         full_tokens = (len(prompt) - 1) // self.block_tokens * self.block_tokens
         runs = self.side.tier.lookup(self.prefixes[tuple(prompt)]).find_runs(full_tokens, 0)
         return [entry for run in runs for entry in run.entries]
@@ -127,7 +127,7 @@ class Engine(scenarios_engine.Engine):
         del side.take_hole_rows
 
     def take_computed_in_holes(self) -> int:
-        """Tokens since the last call."""
+        """The number of tokens since the last call."""
         if not self.has_connector:
             return 0
         before = self._hole_tokens
@@ -135,7 +135,7 @@ class Engine(scenarios_engine.Engine):
         return int(self._hole_tokens - before)
 
     def _count_what_the_scheduler_counts(self) -> None:
-        """Collect statistics. In this process, vLLM drops those of steps without answers."""
+        """Count what the scheduler's statistics have. vLLM drops those of steps without answers here."""
         scheduler = self.scheduler
         counted = self.counted
 
@@ -155,7 +155,7 @@ class Engine(scenarios_engine.Engine):
             counted["accepted draft tokens"] += num_accepted_tokens
 
         def note_step(_: Any, output: Any, *__: Any) -> None:
-            counted["computed tokens"] += output.total_num_scheduled_tokens  # With rows of holes.
+            counted["computed tokens"] += output.total_num_scheduled_tokens  # Rows of holes are included.
             counted["steps"] += 1
             counted["steps before another schedule"] += "schedule" in vars(scheduler)
 
@@ -165,7 +165,7 @@ class Engine(scenarios_engine.Engine):
         watch(scheduler, "update_from_output", note_step)
 
     def _count_what_becomes_of_holes(self) -> None:
-        """And remember by which hashes prompts are stored."""
+        """Count the tokens of holes, and remember the hashes under which prompts are stored."""
         side = self.side
         counted = self.counted
         end = side._loads.end
@@ -191,7 +191,7 @@ class Engine(scenarios_engine.Engine):
 
 @scenario
 def turns(engine: Engine) -> None:
-    """Prompts that end at many places of a block: new, sent again, and their next turns."""
+    """Prompts that end at many places of a block: new ones, the same again, and their next turns."""
     rng = random.Random(1)
     prompts = [random_tokens(rng, length) for length in PROMPT_LENGTHS]
     replies = engine.ask("cold", prompts)
@@ -208,7 +208,7 @@ def turns(engine: Engine) -> None:
 
 @scenario
 def document(engine: Engine) -> None:
-    """Questions about one document, and finally four at the same time."""
+    """Questions about one document. The last four come at the same time."""
     rng = random.Random(2)
     document = random_tokens(rng, DOCUMENT_TOKENS)
     questions = [random_tokens(rng, 90 + 7 * number) for number in range(6)]
@@ -222,7 +222,7 @@ def document(engine: Engine) -> None:
 
 @scenario
 def salts(engine: Engine) -> None:
-    """One prompt with two salts and without."""
+    """One prompt with each of two salts, and without a salt."""
     prompt = random_tokens(random.Random(3), 200)
     engine.ask("salted", [Prompt(prompt, cache_salt="mine")])
     for label, salt in (("other salt", "yours"), ("no salt", None), ("same salt", "mine")):
@@ -233,9 +233,10 @@ def salts(engine: Engine) -> None:
 
 @scenario
 def damage(engine: Engine) -> None:
-    """A prompt whose bytes in host memory are intact, zeroed, or another prompt's.
+    """A prompt whose bytes in host memory are intact, zeroed, or those of another prompt.
 
-    Rows of one prompt may change places: keys are rotated already, and attention sees a set.
+    Rows of one prompt may change places, because keys are already rotated, and attention reads a
+    set.
     """
     rng = random.Random(4)
     prompt, other = (random_tokens(rng, DAMAGED_TOKENS) for _ in range(2))
@@ -256,14 +257,14 @@ def damage(engine: Engine) -> None:
 
 @scenario
 def failures(engine: Engine) -> None:
-    """Transfers that fail, and what comes after them."""
+    """Transfers that fail, and the requests after them."""
     rng = random.Random(5)
     prompts = [random_tokens(rng, 130 + 40 * number) for number in range(4)]
     with engine.failing("store"):
         engine.ask("failing stores", prompts)
         engine.reset()
     engine.ask("after failed stores", prompts)
-    engine.spoil_pages()  # Rows that are not loaded are wrong.
+    engine.spoil_pages()  # Rows that are not loaded would be wrong.
     with engine.failing("load"):
         engine.ask("failing loads", prompts)
         engine.spoil_pages()
@@ -274,7 +275,7 @@ def failures(engine: Engine) -> None:
     prompt = random_tokens(rng, max(250, 4 * engine.block_tokens - 20))
     engine.ask("before one part fails", [prompt])
     engine.spoil_pages()
-    # The load of all parts fails, and then that of the first chunk alone.
+    # The load of all parts fails, and then the load of the first chunk alone.
     with engine.failing("load", numbers=(1, 2)):
         engine.ask("one part fails", [prompt])
     engine.reset(is_host_too=True)
@@ -282,7 +283,7 @@ def failures(engine: Engine) -> None:
 
 @scenario
 def storm(engine: Engine) -> None:
-    """Requests that outgrow the pool together, so that some are preempted; then each goes on."""
+    """Requests that together outgrow the pool, so some are preempted. Then each continues."""
     _crowd(engine, "storm", [180 + 7 * number for number in range(10)], STORM_REPLY_TOKENS)
 
 
@@ -304,7 +305,7 @@ def _crowd(engine: Engine, label: str, lengths: Sequence[int], reply_tokens: int
 
 @scenario
 def eviction(engine: Engine) -> None:
-    """More prompts than a small host memory holds, three times."""
+    """More prompts than a small host memory can hold, sent three times."""
     rng = random.Random(7)
     prompts = [random_tokens(rng, 200 + 9 * number) for number in range(NUM_EVICTED_PROMPTS)]
     for number in (1, 2, 3):
@@ -315,7 +316,7 @@ def eviction(engine: Engine) -> None:
 
 @scenario
 def holes(engine: Engine) -> None:
-    """Prompts of which host memory has lost chunks, while all pages hold wrong bytes."""
+    """Prompts of which host memory has lost chunks. All pages of the device have wrong bytes."""
     rng = random.Random(9)
     shared = random_tokens(rng, 6 * CHUNK_TOKENS)
     prompts = [shared + random_tokens(rng, length) for length in (1, 130, 200)]
@@ -332,7 +333,7 @@ def holes(engine: Engine) -> None:
 
 @scenario
 def lone_holes(engine: Engine) -> None:
-    """The turns of a conversation, one at a time, so that all computed tokens are their own."""
+    """The turns of a conversation, one at a time. So all computed tokens belong to the turn."""
     rng = random.Random(10)
     for name, (device_tokens, lost) in LONE_HOLES_TOKENS.items():
         prompt = random_tokens(rng, LONE_TURNS_TOKENS[-1])
@@ -352,7 +353,7 @@ SHARED_TOKENS = 500
 
 @scenario
 def shared(engine: Engine) -> None:
-    """Prompts that other engines may have put into a shared tier. This engine puts them, too."""
+    """Prompts that other engines may have put into a shared tier. This engine also puts them."""
     rng = random.Random("shared")
     prompts = [random_tokens(rng, length) for length in SHARED_LENGTHS]
     engine.ask("shared", prompts)
@@ -368,7 +369,7 @@ def shared(engine: Engine) -> None:
 
 @scenario
 def shared_for_long(engine: Engine) -> None:
-    """Prompts for a shared tier, and then more and more, until the process is killed."""
+    """Prompts for a shared tier, and then more prompts until the process is killed."""
     shared(engine)
     rng = random.Random("for long")
     while True:
@@ -377,7 +378,7 @@ def shared_for_long(engine: Engine) -> None:
 
 @cache
 def let_layers_have_windows() -> None:
-    """Gemma 3 has one window for all layers; a config with ``windows_tokens`` has one for each."""
+    """Give each layer of Gemma 3 its own window, if the config has ``windows_tokens``."""
     import copy
 
     from vllm.model_executor.models.gemma3 import Gemma3Attention

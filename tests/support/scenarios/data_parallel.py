@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data-parallel ranks. Each is an engine in its own process.
+"""Data-parallel ranks. Each rank is an engine in its own process.
 
-A scenario sends its prompts to the ranks in turns. A single rank gets all of them.
+A scenario sends its prompts to the ranks in turns. If there is one rank, it gets all of them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from support.scenarios.engine import (
 turns = connector.turns
 holes = connector.holes
 MAX_REQUESTS = 4
-"""The most requests that run on a rank at the same time."""
+"""The most requests that run on one rank at the same time."""
 RANK = "support.scenarios.data_parallel_rank"
 
 
 class Asked(NamedTuple):
-    """A prompt and its rank, modulo the number of ranks.
+    """A prompt and its rank. The rank is taken modulo the number of ranks.
 
-    If it is late, it waits until another rank runs as many requests as it can.
+    A late prompt waits until another rank runs as many requests as it can.
     """
 
     prompt: Tokens
@@ -61,8 +61,8 @@ class Engine:
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
         config = AsyncEngineArgs(plan["model"], **COMMON | arguments).create_engine_config()
-        # After vLLM-Ascend has patched vLLM. Processes that are forked have it from here; those
-        # that are spawned, from the worker extension.
+        # By now, vLLM-Ascend has patched vLLM. Forked processes get the module from here. Spawned
+        # processes get it through the worker extension.
         importlib.import_module(RANK)
         self._llm = AsyncLLM.from_vllm_config(config)
         self._client: Any = self._llm.engine_core
@@ -74,12 +74,12 @@ class Engine:
     def ask(
         self, label: str, prompts: Sequence[Tokens], reply_tokens: int = REPLY_TOKENS
     ) -> list[Tokens]:
-        """Send all prompts at once, in turns to the ranks; see `engine.Engine`."""
+        """Send all prompts at once, to the ranks in turns; see `engine.Engine`."""
         asked = [Asked(prompt, rank, reply_tokens) for rank, prompt in enumerate(prompts)]
         return self.ask_ranks(label, asked)
 
     def ask_ranks(self, label: str, asked: Sequence[Asked]) -> list[Tokens]:
-        """Send each prompt to its rank, modulo their number; report the answers under ``label``."""
+        """Send each prompt to its rank, modulo their number. Report the answers under ``label``."""
 
         async def answers() -> list[dict[str, Any]]:
             return await asyncio.gather(*map(self._answer, asked))
@@ -111,7 +111,7 @@ class Engine:
         return answer_of(Prompt(asked.prompt), output)
 
     def reset(self, is_host_too: bool = False) -> None:
-        """Empty the prefix caches of all devices, and the host tiers if asked."""
+        """Empty the prefix caches of all devices, and also the host tiers if asked."""
         self._steer("reset", is_host_too)
 
     def spoil_pages(self) -> None:
@@ -122,21 +122,21 @@ class Engine:
 
     @contextmanager
     def leaving_out_holes(self, is_left_out: bool) -> Iterator[None]:
-        """Let holes count as computed that are not."""
+        """Let holes that are not computed count as computed."""
         self._steer("leave_out_holes", is_left_out)
         yield
         self._steer("leave_out_holes", False)
 
     @contextmanager
     def failing_loads(self, rank: int) -> Iterator[None]:
-        """Let every second load of one rank fail. The workers have to be in the engines."""
+        """Let every second load of one rank fail. The workers must be in the engines' processes."""
         self._steer("fail_loads", rank)
         yield
         self._steer("fail_loads", None)
 
     @contextmanager
     def skipping_loads(self) -> Iterator[None]:
-        """Let loads end without having copied anything."""
+        """Let loads end without copying anything."""
         self._loop.run_until_complete(self._llm.collective_rpc("skip_loads", args=(True,)))
         yield
         self._loop.run_until_complete(self._llm.collective_rpc("skip_loads", args=(False,)))
@@ -145,7 +145,7 @@ class Engine:
         return self._steer("take_computed_in_holes")
 
     def note(self, label: str, fact: Any) -> None:
-        """Report a fact about what was asked."""
+        """Report a fact about the requests."""
         self._asked[label]["fact"] = fact
 
     def report(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class Engine:
         return self._loop.run_until_complete(self._call_all(method, *arguments))
 
     async def _call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """The results of a method of `data_parallel_rank.Rank`, by rank."""
+        """Call a method of `data_parallel_rank.Rank` on all ranks. Return the results by rank."""
         return await asyncio.gather(
             *(
                 self._client._call_utility_async("steer", method, arguments, engine=engine)
@@ -170,9 +170,9 @@ class Engine:
 
 @scenario
 def crowd(ranks: Engine) -> None:
-    """More requests on one rank than can run, and meanwhile two on the other.
+    """One rank gets more requests than it can run. Meanwhile the other rank gets two.
 
-    They are sent twice, and then with changed ranks, whose host memories have none of them.
+    They are sent twice. Then their ranks are swapped, so the host memories have none of their KV.
     """
     rng = random.Random(21)
     prompts = [
@@ -192,7 +192,7 @@ def crowd(ranks: Engine) -> None:
 
 @scenario
 def failures(ranks: Engine) -> None:
-    """Loads fail on one rank, and not on the other."""
+    """Loads fail on one rank, but not on the other."""
     rng = random.Random(22)
     prompts = [random_tokens(rng, 2 * CHUNK_TOKENS + 9 * number) for number in range(6)]
     ranks.ask("before failing loads", prompts)
@@ -206,7 +206,7 @@ def failures(ranks: Engine) -> None:
 
 @scenario
 def skipped(ranks: Engine) -> None:
-    """Loads that copy nothing. A comparison must notice that."""
+    """Loads that copy nothing. A comparison must notice this."""
     rng = random.Random(23)
     prompts = [random_tokens(rng, 3 * CHUNK_TOKENS + 9 * number) for number in range(2)]
     ranks.ask("before skipped loads", prompts)

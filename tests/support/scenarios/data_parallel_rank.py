@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Controls and counters of a test inside the process of an engine, one of several ranks.
+"""Controls and counters of a test, inside the process of one rank's engine.
 
-vLLM imports this module there, because a worker extension is in it. From then on its engines have a
-method ``steer``, which a client calls as any other.
+vLLM imports this module there, because it has a worker extension. From then on, vLLM's engines have
+a method ``steer``. A client calls it like any other method.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from support.scenarios import connector
 
 
 class WorkerExtension:
-    """Methods that the workers get, in any process."""
+    """Methods that all workers get, in any process."""
 
     def skip_loads(self, is_skipping: bool) -> None:
         """Let copies to the device copy nothing from now on."""
@@ -46,13 +46,13 @@ class Rank(connector.Engine):
         self._leaving_out.enter_context(self.leaving_out_holes(is_left_out))
 
     def fail_loads(self, rank: int | None) -> None:
-        """Let every second load fail from now on, if this is the rank."""
+        """From now on, let every second load fail if this is the given rank."""
         self._failing.close()
         if rank == self._rank:
             self._failing.enter_context(self.failing("load"))
 
     def is_full(self) -> bool:
-        """Whether no further request can run."""
+        """Whether no more requests can run."""
         return len(self.scheduler.running) == self.scheduler.max_num_running_reqs
 
     def take_counted(self) -> dict[str, int]:
@@ -70,7 +70,7 @@ class Rank(connector.Engine):
         }
 
     def _count_what_is_balanced(self) -> None:
-        """Count steps that know of requests on other ranks, and steps that admit none for them."""
+        """Count steps that know of other ranks' requests, and steps that admit none because of them."""
         scheduler = self.scheduler
         balanced = self._balanced
         queue = getattr(scheduler, "balance_queue", None)
@@ -93,7 +93,7 @@ class Rank(connector.Engine):
 
 
 def steer(core: Any, method: str, arguments: list[Any]) -> Any:
-    """Call a method of `Rank`, whose object lives as long as the engine."""
+    """Call a method of `Rank`. Its object lives as long as the engine."""
     if not hasattr(core, "steered"):
         core.steered = Rank(core)
     return getattr(core.steered, method)(*arguments)

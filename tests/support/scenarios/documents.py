@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts made of documents in some order, from random tokens."""
+"""Prompts of documents in some order, made of random tokens."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from support.scenarios.engine import VOCABULARY_TOKENS, Prompt, Tokens
 
 SEPARATOR = [3, 2]
-"""Token ids that occur nowhere else, because random tokens are larger."""
+"""Token ids that occur nowhere else. Random tokens are larger."""
 
 STORED_LENGTHS = (137, 203, 90, 300, 171, 171)
-"""The lengths of documents. They end inside blocks and chunks; the last two have equal lengths."""
+"""The lengths of documents. All end inside blocks and chunks. The last two are equal."""
 MISSING = len(STORED_LENGTHS)
-"""The document that is not stored."""
+"""The number of the document that is not stored."""
 
 
 def random_tokens(rng: random.Random, num_tokens: int) -> Tokens:

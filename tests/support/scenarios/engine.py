@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that scenarios ask, in this process."""
+"""An engine in this process, which scenarios ask."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ VOCABULARY_TOKENS = 512
 CHUNK_TOKENS = 128
 REPLY_TOKENS = 24
 POOL_BLOCKS = 700
-"""The size of the pool. Half of it, which stores may hold, has room for all turns of a
-conversation."""
+"""The size of the pool. Stores may hold half of it, which is enough for a conversation's turns."""
 
 Tokens = list[int]
 Segments = list[list[int]]
@@ -36,7 +35,7 @@ COMMON = {
 
 
 class Prompt(NamedTuple):
-    """A request: its tokens, and the first and end token of its documents, named or not."""
+    """A request: its tokens, and its documents by first and end token, named or not."""
 
     token_ids: Tokens
     segments: Segments = []  # noqa: RUF012 (nobody changes it)
@@ -67,7 +66,7 @@ def sampling_of(reply_tokens: int, arguments: Mapping[str, Any] | None = None, *
 
 
 def answer_of(prompt: Prompt, output: Any, **more: Any) -> dict[str, Any]:
-    """The result of a request, see `answers.Answer`."""
+    """The result of a request, in the form of `answers.Answer`."""
     (reply,) = output.outputs
     return {
         "prompt_tokens": len(prompt.token_ids),
@@ -88,7 +87,7 @@ def random_tokens(rng: random.Random, num_tokens: int) -> Tokens:
 
 
 def watch(owner: Any, name: str, note: Callable[..., None]) -> None:
-    """Call a function with the result and the arguments of each call of a method."""
+    """After each call of a method, call a function with its result and its arguments."""
     method = getattr(owner, name)
 
     def call_and_note(*args: Any, **more: Any) -> Any:
@@ -100,7 +99,7 @@ def watch(owner: Any, name: str, note: Callable[..., None]) -> None:
 
 
 def _allow_compilation() -> None:
-    """Allow compilation, which `processes.ENGINE_ENVIRON` turns off for all processes."""
+    """Allow compilation. `processes.ENGINE_ENVIRON` turns it off for all processes."""
     import torch._dynamo
 
     os.environ |= {"TORCHDYNAMO_DISABLE": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"}
@@ -108,11 +107,11 @@ def _allow_compilation() -> None:
 
 
 class Engine:
-    """An engine, its host memory, and a report that grows with everything asked of it."""
+    """An engine, its host memory, and a report that grows with each request."""
 
     reply_tokens = REPLY_TOKENS
     defaults: Mapping[str, Any] = {}
-    """The arguments of ``LLM`` of a module, in addition to the common ones."""
+    """The ``LLM`` arguments of a module, in addition to the common ones."""
 
     def __init__(self, plan: Mapping[str, Any]) -> None:
         from vllm import LLM
@@ -128,7 +127,7 @@ class Engine:
     def take_up(self, core: Any) -> None:
         """Report on this engine from now on.
 
-        The core is None if it is in another process: nothing but requests can reach it.
+        The core is None if it is in another process. Then only requests can reach it.
         """
         self.core = core
         self.asked: dict[str, dict[str, Any]] = {}
@@ -167,7 +166,7 @@ class Engine:
     ) -> list[Tokens]:
         """Send all prompts at once, report the answers under ``label``, and return the replies.
 
-        Arguments of the requests take the place of what the prompts say.
+        ``arguments`` replace those of the prompts.
         """
         asked = [each if isinstance(each, Prompt) else Prompt(each) for each in prompts]
         before = self.counted.copy()
@@ -188,7 +187,7 @@ class Engine:
     def note_answers(
         self, label: str, answers: Iterable[dict[str, Any]], counted: Counter[str]
     ) -> None:
-        """Report answers, beside those that have the same label."""
+        """Report answers, in addition to earlier ones with the same label."""
         asked = self.asked.setdefault(label, {"answers": [], "counted": {}})
         asked["answers"] += answers
         asked["counted"] = counted + Counter(asked["counted"])
@@ -211,7 +210,7 @@ class Engine:
             self.llm.llm_engine.step()
 
     def reset(self, is_host_too: bool = False) -> None:
-        """Empty the local prefix cache, and the host tier if asked."""
+        """Empty the local prefix cache, and also the host tier if asked."""
         if not self.llm.reset_prefix_cache(reset_connector=is_host_too and self.has_connector):
             raise RuntimeError("the prefix cache was not reset")
 
@@ -222,15 +221,16 @@ class Engine:
         self.reset()
         if self.worker_side is not None:
             for tensor in self.worker_side._runner.pools.tensors:
-                tensor.fill_(0x44)  # 785.07 in float32
+                tensor.fill_(0x44)  # This is 785.07 in float32.
 
     def host_bytes(self, entry: Any) -> Any:
-        """The bytes of an entry in host memory, to read and to write."""
+        """The bytes of an entry in host memory. They can be read and written."""
         return self.worker_side._host.tensor[entry.offset_bytes :][: entry.num_bytes]
 
     @contextmanager
     def failing(self, direction: str, numbers: Sequence[int] = ()) -> Iterator[None]:
-        """Let every second transfer in one direction fail, or the numbered ones, counted from 1.
+        """Let transfers of one direction fail: every second one, or those with the numbers from 1
+        on.
 
         A transfer that fails moves nothing.
         """
@@ -259,7 +259,7 @@ class Engine:
 
     @contextmanager
     def _moving_by(self, instead: Callable[[str, Callable[[], None]], None]) -> Iterator[None]:
-        """Call a function, with the direction and the transfer, in place of each transfer."""
+        """In place of each transfer, call a function with the direction and the transfer."""
         if self.worker_side is None:
             yield
             return
@@ -297,7 +297,7 @@ class Engine:
 
     @property
     def batched_copies(self) -> Counter[str]:
-        """The counted calls of the emulated NPU; empty on other devices."""
+        """The counted calls of the emulated NPU. Empty on other devices."""
         copies = sys.modules.get("torch_npu.operators.block_copies")
         return copies.counts if copies else Counter()
 
@@ -317,7 +317,7 @@ class Engine:
 
 @contextmanager
 def wrong_bytes(sections: Sequence[Any], others: Sequence[Any] = ()) -> Iterator[None]:
-    """Fill tensors with zeros inside the block, or exchange them with others of their sizes."""
+    """Inside the block, fill tensors with zeros, or exchange them with others of equal sizes."""
     kept = [section.clone() for section in (*sections, *others)]
     for section in sections:
         section.zero_()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's V2 model runner on a CPU: Triton's interpreter runs its kernels (``TRITON_INTERPRET=1``).
 
-vLLM takes Triton for missing where no driver of Triton is active.
+If no driver of Triton is active, vLLM behaves as if Triton is missing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def have_triton() -> None:
     from triton.backends import backends
 
     found = mock.patch.dict(backends, {"cpu": SimpleNamespace(driver=None)})
-    # Only a distribution of vLLM for CPUs may have this driver.
+    # Only if it is a distribution for CPUs, vLLM accepts this driver.
     with found, mock.patch("importlib.metadata.version", return_value="0+cpu"):
         from vllm import triton_utils
     if not triton_utils.HAS_TRITON:

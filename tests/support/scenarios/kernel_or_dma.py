@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts whose pages move by the AscendC kernel and by batched DMA, on the emulated NPU.
+"""Prompts on the emulated NPU. The AscendC kernel or batched DMA moves their pages.
 
 Options of a plan:
 
-- ``libraries`` is the folder of the launcher, if there is to be one;
-- ``turns_of`` says which transfers go by what: ``store`` and ``load`` each have a list of
-  ``kernel`` and ``dma``, of which one transfer after the other takes the next. Without it the size
-  of their runs decides;
-- ``without`` names a protection that is taken away (`late_protections.PROTECTIONS`);
-- with ``skips_loads`` kernels that load copy nothing.
+- ``libraries`` is the folder of the launcher, if the engine is to have one.
+- ``turns_of`` decides how transfers move: ``store`` and ``load`` each have a list of ``kernel`` and
+  ``dma``. The transfers take its items in turns. Without it, the size of the runs decides.
+- ``without`` names a protection that is taken away (`late_protections.PROTECTIONS`).
+- With ``skips_loads``, kernels that load copy nothing.
 
-Seeds of late streams are set by scenarios here: the same engine is on time for the others.
+Here, scenarios set the seeds of late streams, because the same engine must be on time in others.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ SKIPPED_TOKENS = 150
 """A prompt with one chunk."""
 
 EVERY_WAY = {"kernel": 1 << 62, "dma": 0}
-"""The sizes of runs from which on DMA is chosen. These two values force one way for all sizes."""
+"""Runs from these sizes on go by DMA. These two values force one way for all sizes."""
 
 
 class Ways:
-    """Counts the ways of transfers, and selects a way if asked.
+    """Counts the ways of transfers, and chooses a way if asked.
 
     Args:
-        turns_of: See above; empty if the size of the runs decides.
+        turns_of: See above. Empty if the size of the runs decides.
     """
 
     def __init__(self, turns_of: dict[str, list[str]]) -> None:
@@ -86,7 +85,7 @@ class Ways:
         return run_and_count
 
     def force(self, way: str) -> None:
-        """Let all transfers go one way; with an empty name, as before."""
+        """Let all transfers go one way. With an empty name, the way is not forced any more."""
         self._forced = way
 
     def report(self) -> dict[str, Any]:
@@ -99,7 +98,7 @@ def _name(transfer: Any) -> str:
 
 
 class Moving:
-    """A mixin for engines, in which kernels and DMA move pages as the plan says."""
+    """A mixin for engines. Kernels and DMA move pages as the plan says."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         import torch_npu  # noqa: F401 (kernels are linked with it)
@@ -131,7 +130,7 @@ class Engine(Moving, connector.Engine):
 
 @scenario
 def late(engine: Engine) -> None:
-    """Prompts that are stored, and then loaded into pages that hold wrong bytes, by seeds."""
+    """Prompts that are stored, and then loaded over wrong bytes, once for each seed."""
     from torch_npu import emulation
 
     for seed in SEEDS:
@@ -149,7 +148,7 @@ def late(engine: Engine) -> None:
 
 @scenario
 def skipped(engine: Engine) -> None:
-    """A prompt that is loaded by kernels which copy, and then by kernels which copy nothing."""
+    """A prompt that kernels load with copies, and then without any copy."""
     prompt = random_tokens(random.Random("skipped"), SKIPPED_TOKENS)
     ways = engine.ways
     ways.force("kernel")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blended prompts whose pages move by the AscendC kernel and by DMA; see `kernel_or_dma`."""
+"""Blended prompts. The AscendC kernel or DMA moves their pages; see `kernel_or_dma`."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ controls = blending.controls
 
 
 class Engine(kernel_or_dma.Moving, blending.Engine):
-    """An engine that blends."""
+    """An engine that reuses segments."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with LMCacheMPConnector, and faults of a server that one engine has for itself.
+"""Prompts with LMCacheMPConnector, and faults of a server that only one engine uses.
 
-Options of a plan: ``seeds`` of the prompts; ``own_port``, where the engine is to have a server.
+Options of a plan: ``seeds`` of the prompts. ``own_port`` is set if the engine is to have a server.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_WAIT_S = 60
 
 
 class Engine(scenarios_engine.Engine):
-    """An engine that may have a server for itself, which a scenario kills."""
+    """An engine that may have its own server. A scenario kills the server."""
 
     reply_tokens = 8
     defaults = {  # noqa: RUF012 (nobody changes it)
@@ -46,14 +46,14 @@ class Engine(scenarios_engine.Engine):
         super().__init__(plan)
 
     def ask_seeds(self, *seeds: int) -> None:
-        """The prompt of a seed has the same tokens in every process."""
+        """Ask the prompts of these seeds. In every process, a seed has the same tokens."""
         for seed in seeds:
             time.sleep(_READABLE_S)
             self.ask("prompts", [random_tokens(random.Random(seed), PROMPT_TOKENS)])
             self.finish()
 
     def finish(self) -> None:
-        """Wait until stores have ended. The blocks of a request are held until then."""
+        """Wait until stores have ended. Until then, the blocks of requests are held."""
         end_s = time.monotonic() + _MAX_WAIT_S
         while self.scheduler.has_requests() and time.monotonic() < end_s:
             self.llm.llm_engine.step()
@@ -76,7 +76,7 @@ def prompts(engine: Engine) -> None:
 
 @scenario
 def killed_in_a_load(engine: Engine) -> None:
-    """Kill the server when the first load is about to begin."""
+    """Kill the server right before the first load begins."""
     from vllm.distributed import kv_transfer
 
     adapter = kv_transfer.get_kv_transfer_group().worker_adapter

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chats with a scheduler whose counts are known, and the resulting metrics."""
+"""Chats with a scheduler whose counts are known, and the metrics that result."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from vllm_ascend_kvext.retention.stats import LossCause, RetentionStats
 
 chat = retention.chat
 
-# The counts of the compiled module are left out, so that only the counts added below remain.
+# The counts of the compiled module are left out. So only the counts added below remain.
 CheckpointRetention.stats = property(lambda retention: retention._stats)  # type: ignore[method-assign, assignment]
 
 
 class Engine(retention.Engine):
-    """An engine that counts another amount for each counter of retention in every step."""
+    """An engine that adds another amount to each counter of retention in every step."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         super().__init__(plan)
@@ -27,7 +27,7 @@ class Engine(retention.Engine):
         watch(self.scheduler, "schedule", self._count)
 
     def _count(self, output: Any, *_: Any, **__: Any) -> None:
-        # The step after the last has nothing to do, and its statistics are not read.
+        # The step behind the last one has nothing to do, and its statistics are not read.
         if output.total_num_scheduled_tokens:
             add_to_each(self.stats)
             self.totals = self.stats.totals()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that are answered three times; the last time the values of a layer are lost.
+"""Prompts that are answered three times. Before the last time, the values of a layer are lost.
 
-The first answers are greedy; those after it are by ``top_k``, which takes the path of a sampled
-token.
+The first answers are greedy. The answers after them use ``top_k``, which takes the path of sampled
+tokens.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def three_times(engine: Engine) -> None:
 
 @scenario
 def longer_than_a_step(engine: Engine) -> None:
-    """Prompts, one at a time, that are sent again, continue, or share a beginning."""
+    """Prompts, one at a time: new, sent again, continued, and with a shared beginning."""
     rng = random.Random(3)
     prompts = [random_tokens(rng, length) for length in LONGER_THAN_A_STEP_TOKENS]
     more = [random_tokens(rng, 150) for _ in prompts]
@@ -67,7 +67,7 @@ def longer_than_a_step(engine: Engine) -> None:
 
 @scenario
 def window_blocks(engine: Engine) -> None:
-    """The blocks that stay cached of a long prompt, which is scheduled and not computed."""
+    """The blocks of a long prompt that stay cached. The prompt is scheduled, but not computed."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import get_group_id
     from vllm.v1.request import Request
@@ -108,8 +108,8 @@ def window_blocks(engine: Engine) -> None:
 def forget_values(cached: Any) -> None:
     """Set the cached values of a layer to zero.
 
-    Latent attention has its latents first, which hold the values; others have them last. Linear
-    attention has the tokens of its convolution first, and its states last.
+    Latent attention has its latents first, and they hold the values. Other attention has its values
+    last. Linear attention has the tokens of its convolution first, and its states last.
     """
     is_latent = cached[0].dim() == 4 and cached[0].shape[-1] != cached[1].shape[-1]
     cached[0 if is_latent else 1].zero_()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A foreign KV connector that never has anything for a request, and stores nothing."""
+"""A foreign KV connector. It never has anything for a request, and stores nothing."""
 
 from __future__ import annotations
 

@@ -9,12 +9,13 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 
 class OwnConfigExecutor(UniProcExecutor):
-    """What workers in other processes have.
+    """Gives the worker a copy of the configuration, like workers in other processes have.
 
-    vLLM 0.30 sets the block size of its configuration to the smallest of all groups before the KV
-    cache is made (``v1/engine/core.py``, line 345). vLLM-Ascend 0.30.0rc2 asks DeepSeek-V4's layers
-    for their groups again after that, by the same block size (``models/deepseek_v4/indexer.py``,
-    line 143): with vLLM's own executor for one process it ends with ``KeyError: 8``.
+    Before the KV cache is made, vLLM 0.30 sets the block size of its configuration to the smallest
+    of all groups (``v1/engine/core.py``, line 345). After this, vLLM-Ascend 0.30.0rc2 asks
+    DeepSeek-V4's layers for their groups again, with the same block size
+    (``models/deepseek_v4/indexer.py``, line 143). With vLLM's own executor for one process, this
+    ends with ``KeyError: 8``.
     """
 
     def _init_executor(self) -> None:

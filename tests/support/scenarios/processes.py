@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts plans in a new process, and reads its report."""
+"""Starts plans in a new process, and reads the report."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ TWO_CPUS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 """The variables of an engine with two workers."""
 NO_PREFIX_CACHING = {"enable_prefix_caching": False}
 DENSE: Mapping[str, Any] = {"prefix_cache_retention_interval": None} if IS_SINCE_0_30 else {}
-"""The argument of an engine that caches every block, which vLLM 0.30 does not do by default."""
+"""The argument of an engine that caches every block. By default, vLLM 0.30 does not."""
 
 RUNNER = "KVEXT_RUNNER"
 IS_V2_RUNNER = os.environ.get(RUNNER) == "v2"
-"""Whether engines have vLLM's V2 model runner: chosen for all tests of a process."""
+"""Whether engines use vLLM's V2 model runner. This is chosen for all tests of a process."""
 
 ENGINE_ENVIRON = {
     "OMP_NUM_THREADS": "1",
@@ -44,14 +44,14 @@ ENGINE_ENVIRON = {
 if IS_V2_RUNNER:
     ENGINE_ENVIRON |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 _MAX_S = 1800
-"""The longest time of a process. pytest's own limit is smaller, unless it is raised."""
+"""The maximum time of a process. pytest's own limit is smaller, unless it is raised."""
 
 
 @dataclass(frozen=True)
 class Platform:
     """A platform for engines, with its default block size.
 
-    The interpreter of the tests runs it, with ``flags``.
+    The interpreter of the tests runs the engines, with ``flags``.
     """
 
     block_tokens: int
@@ -60,15 +60,15 @@ class Platform:
 
 
 CPU = Platform(32 if IS_SINCE_0_30 else 16, ("-I",), ENGINE_ENVIRON)
-"""The CPU, with the smallest block that this vLLM supports there."""
+"""The CPU, with the smallest block size that this vLLM supports on it."""
 NPU = Platform(
     128,  # vLLM-Ascend supports no other block size for most models.
     (),
     ENGINE_ENVIRON
     | {
-        # With a seed of late streams, sets must have the same order again.
+        # With a seed of late streams, sets must always have the same order.
         "PYTHONHASHSEED": "0",
-        # If it were set, each process would compile all that it imports.
+        # With this variable, each process would compile everything that it imports.
         "PYTHONDONTWRITEBYTECODE": "",
         "VLLM_LOGGING_LEVEL": "WARNING",
     },
@@ -81,10 +81,10 @@ class Plan:
     """An engine, and what it is asked.
 
     Attributes:
-        model: Its folder, or a function that makes it.
-        module: One of this package, with the scenarios and the engine that they get.
-        engine: Arguments of ``LLM``, on top of what all have in common.
-        options: What scenarios are told; see the module.
+        model: The folder of the model, or a function that makes it.
+        module: A module of this package. It has the scenarios and the engine for them.
+        engine: ``LLM`` arguments, in addition to the common ones.
+        options: Options for the scenarios; see the module.
     """
 
     model: Path | Callable[[], Path]
@@ -110,7 +110,7 @@ class Plan:
 
 
 def connector(**extra: Any) -> dict[str, Any]:
-    """The arguments of an engine with a KvextConnector with common and further options."""
+    """The arguments of an engine with a KvextConnector, which has common and further options."""
     return {
         "kv_transfer_config": {
             "kv_connector": "KvextConnector",
@@ -127,7 +127,7 @@ def connector(**extra: Any) -> dict[str, Any]:
 
 
 def blending(**extra: Any) -> dict[str, Any]:
-    """The same, with segments that may be reused approximately, and nothing else stored.
+    """The same arguments, but segments may be reused approximately, and nothing else is stored.
 
     Args:
         extra: Options of segments.
@@ -146,9 +146,9 @@ class Reports(dict[str, Served]):
 
 
 class LazyReports(Mapping[str, Served]):
-    """Reports of several processes. Each starts when one of its reports is asked for.
+    """Reports of several processes. Each process starts when one of its reports is asked for.
 
-    A process is environment variables, and plans by names that no other one has.
+    A process is given by environment variables and its plans. No two plans have the same name.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ def serve(
     platform: Platform = CPU,
     working_folder: Path | None = None,
 ) -> Reports:
-    """Serve plans one after the other in one process. Returns their reports by name."""
+    """Serve plans in one process, one after the other. Return their reports by name."""
     folder = folders.mktemp("plans")
     report_path = folder / "report.json"
     plans_path = folder / "plans.json"
@@ -217,7 +217,10 @@ def run(
     platform: Platform = CPU,
     working_folder: Path | None = None,
 ) -> Ended:
-    """Run a script to its end, in an environment with only these settings of this package."""
+    """Run a script to its end.
+
+    Of the variables of this package, it gets only those in ``environ``.
+    """
     inherited = {
         name: value
         for name, value in os.environ.items()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blended prompts whose questions select what is reused.
 
-Three engines follow each other: one without a connector, one that blends, and one that blends with
-asynchronous scheduling, whose model is compiled, and whose requests end while their question is
-looked at.
+There are three engines, one after the other. The first has no connector, and the second reuses
+segments. The third also has asynchronous scheduling and a compiled model, and its requests end
+while their question is probed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from support.scenarios.engine import STORED, Prompt, Tokens, sampling_of
 HEAD_TOKENS = 16
 STEP_TOKENS = 256
 ORDERS = ((2, 0, 1), (1, 3, 0, 2), (3, 1), (0, MISSING, 2), (1, 0, 1), (2, 0, MISSING))
-"""The orders of documents. One of them occurs twice."""
+"""The orders of documents. One order has a document twice."""
 QUESTION_TOKENS = (23, 40, 23, 1, 200, 23)
-"""The length of the question of each order. One is longer than half a step."""
+"""The length of each order's question. One is longer than half a step."""
 CROWD = (0, 1, 2, 3, 4, 0, 2, 3)
 MAX_STEPS = 400
 
@@ -56,9 +56,9 @@ class Engine(blending.Engine):
         return replies
 
     def ask_and(self, do: Callable[[], Any], name: str, prompt: Prompt) -> None:
-        """Send a prompt, act once its question has been computed, and report it.
+        """Send a prompt, act once its question is computed, and report the result.
 
-        The scheduler has not been told yet: as with several steps in flight.
+        At this time, the scheduler has not been told yet, as with several steps in flight.
         """
         update = self.scheduler.update_from_output
         done = []
@@ -77,7 +77,7 @@ class Engine(blending.Engine):
         self.note(f"left after {name}", self.left())
 
     def run_out(self) -> None:
-        """Step until nothing is left to do."""
+        """Step until there is nothing left to do."""
         for _ in range(MAX_STEPS):
             if not self.llm.llm_engine.has_unfinished_requests() and not self.side.has_work:
                 self.llm.llm_engine.step()
@@ -87,14 +87,14 @@ class Engine(blending.Engine):
 
     @contextmanager
     def ratio(self, ratio: float) -> Iterator[None]:
-        """As an engine with another ``ratio``."""
+        """Let the engine work with another ``ratio``."""
         before, self.questions.ratio = self.questions.ratio, ratio
         yield
         self.questions.ratio = before
 
     @contextmanager
     def without_scores(self) -> Iterator[None]:
-        """Workers see no question."""
+        """Let workers see no question."""
         probe = self.worker_side._extension._probe
         compare = probe._compare
         probe._compare = lambda queries: None
@@ -133,7 +133,7 @@ def cold(engine: Engine) -> None:
 
 @scenario
 def reused(engine: Engine) -> None:
-    """Prompts fully computed; alone; beside others; and with hidden questions."""
+    """Prompts: with everything computed, alone, beside others, and with hidden questions."""
     engine.store(DOCUMENTS[:MISSING], STORED)
     with engine.ratio(1.0):
         engine.ask("everything", PROMPTS)

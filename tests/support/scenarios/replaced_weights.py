@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines whose files of weights are replaced while they start, or while they run.
+"""Engines whose weight files are replaced while the engines start or run.
 
-``replaced_by`` of a plan is the file whose bytes those of the model become, and ``replaced`` says
-when. An engine of a plan without it is as others are.
+``replaced_by`` of a plan is a file. Its bytes replace those of the model. ``replaced`` says when.
+Without it, a plan's engine is like others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def reloaded(engine: Engine) -> None:
 
 
 def _replace(plan: Mapping[str, Any]) -> None:
-    """Replace the weights by others of equal size, with equal times."""
+    """Replace the weights by others of the same size, with the same times."""
     path = Path(plan["model"], "model.safetensors")
     new = Path(plan["replaced_by"])
     before = path.stat()

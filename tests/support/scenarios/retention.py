@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts whose KV stays on the device, as users have it: steered by environment variables.
+"""Prompts whose KV stays on the device. Environment variables control this, as for users.
 
-The engine knows the package only to say whether anything is wrapped. Its core may be in another
+The engine uses the package only to report whether anything is wrapped. Its core may be in another
 process.
 """
 
@@ -17,7 +17,7 @@ from support.scenarios import scenario
 from support.scenarios.engine import Tokens, random_tokens
 
 POOL_TOKENS = 7680
-"""The size of the pool for all groups together, which is too small for the storm."""
+"""The size of the pool for all groups together. The pool is too small for the storm."""
 
 SYSTEM_PROMPT_TOKENS = 320
 DOCUMENT_TOKENS = 333
@@ -36,7 +36,7 @@ class Engine(scenarios_engine.Engine):
         self.was_reset = self.llm.reset_prefix_cache()
 
     def corrupt(self, kind: str) -> None:
-        """Zero the KV of every cached block of the groups of one kind."""
+        """Set the KV of every cached block to zero, in the groups of one kind."""
         groups = set(self._group_ids(kind))
         pool = self.scheduler.kv_cache_manager.block_pool
         block_ids = [
@@ -96,7 +96,7 @@ def zero_blocks(worker: Any, block_ids: list[int], pool_blocks: int) -> None:
 
 
 def wrapped_attributes() -> list[str]:
-    """The names of everything below ``vllm.v1.core`` that wrapt has wrapped."""
+    """The names of everything in ``vllm.v1.core`` that wrapt has wrapped."""
     from wrapt import FunctionWrapper
 
     modules = [m for name, m in sys.modules.items() if name.startswith("vllm.v1.core.") and m]
@@ -111,10 +111,10 @@ def wrapped_attributes() -> list[str]:
 
 @scenario
 def chat(engine: Engine) -> None:
-    """Conversations with one system prompt: new, sent again, extended, edited."""
+    """Conversations with one system prompt: new, sent again, extended, and edited."""
     rng = random.Random(1)
     system_prompt = random_tokens(rng, SYSTEM_PROMPT_TOKENS)
-    # Two prompts end between blocks. Two end at a block, one of them at no unit of a hit.
+    # Two prompts end inside blocks. Two end at a block, one of them not at a unit of hits.
     lengths = (37, 96, 151, 80)
     prompts = [system_prompt + random_tokens(rng, length) for length in lengths]
     replies = engine.ask("first turn", prompts)
@@ -129,7 +129,7 @@ def chat(engine: Engine) -> None:
 
 @scenario
 def storm(engine: Engine) -> None:
-    """Requests that outgrow the pool together, so that some are preempted; then each goes on."""
+    """Requests that together outgrow the pool, so some are preempted. Then each continues."""
     rng = random.Random(2)
     prompts = [random_tokens(rng, 180 + 7 * index) for index in range(10)]
     replies = engine.ask("storm", prompts, reply_tokens=200)
@@ -141,7 +141,7 @@ def storm(engine: Engine) -> None:
 
 @scenario
 def corruption(engine: Engine) -> None:
-    """One prompt with an empty cache, with an intact one, and with two corrupted ones."""
+    """One prompt: with an empty cache, with an intact cache, and with two corrupted caches."""
     prompt = random_tokens(random.Random(3), 400)
     engine.reset()
     engine.ask("empty cache", [prompt])
@@ -157,7 +157,7 @@ def corruption(engine: Engine) -> None:
 
 @scenario
 def branches(engine: Engine) -> None:
-    """Questions about one document, one after the other; then about another, whose end is named."""
+    """Questions about one document, one by one. Then about another document, whose end is named."""
     rng = random.Random(4)
     engine.reset()
     for name, hints in (("document", None), ("hinted document", [DOCUMENT_TOKENS])):

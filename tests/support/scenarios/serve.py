@@ -3,8 +3,8 @@
 
     python serve.py REPORT PLANS
 
-Both are JSON files. ``PLANS`` has plans by name (`processes.Plan`), ``REPORT`` gets what their
-engines report by the same names. Environment variables are the same for all of them.
+Both are JSON files. ``PLANS`` has plans by name (`processes.Plan`). ``REPORT`` gets the reports of
+their engines by the same names. All engines have the same environment variables.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TESTS = str(Path(__file__).resolve().parents[2])
 
 
 def serve(name: str, plan: dict[str, Any]) -> dict[str, Any]:
-    """Serve one plan. If it fails, the report says why, and the other plans are still served."""
+    """Serve one plan. If it fails, its report says why, and the other plans are still served."""
     from support.scenarios import scenario_of
 
     engine = None
@@ -44,7 +44,7 @@ def serve(name: str, plan: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     import vllm.v1.engine.llm_engine  # noqa: F401
 
-    # Engines collect garbage when they start and stop. Imported modules need not be searched.
+    # Engines collect garbage when they start and stop. Imported modules are not garbage.
     gc.collect()
     gc.freeze()
     report, plans = map(Path, sys.argv[1:])
@@ -52,8 +52,8 @@ def main() -> None:
     report.write_text(json.dumps(reports, default=bytes.hex))
 
 
-# ``tests`` replaces this folder on the path, because the modules here have common names. Spawned
-# workers import this file, so they replace it, too.
+# The modules here have common names, so ``tests`` replaces this folder on the path. Spawned workers
+# import this file, so they do this, too.
 sys.path[:] = [*(path for path in sys.path if path != str(Path(__file__).parent)), TESTS]
 if os.environ.get("KVEXT_RUNNER") == "v2":
     from support.scenarios.interpreted_triton import have_triton

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few prompts, which engines with any settings answer equally."""
+"""A few prompts. Engines with any settings give the same answers to them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ON_DEVICE = "sent again"
 IN_HOST_MEMORY = "behind a reset"
 
 SEGMENTS = "segments"
-"""The fact with the class that handles segments."""
+"""The name of the fact with the class that handles segments."""
 
 
 @scenario
 def answers(engine: Engine) -> None:
-    """Prompts that are new, on the device, and forgotten by the device."""
+    """Prompts that are new, that the device has, and that the device has forgotten."""
     rng = random.Random(11)
     prompts = [rng.choices(range(1, MAX_TOKEN_ID), k=length) for length in PROMPT_LENGTHS]
     for label in ("new", ON_DEVICE, IN_HOST_MEMORY):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests while the folder of a shared tier fails in several ways.
 
-The plan's ``folder`` is the tier's. Requests come one by one beside one that decodes all the time.
+``folder`` of a plan is the tier's. Requests come one by one, while another decodes all the time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def objects_of(folder: Path) -> list[Path]:
 
 @contextmanager
 def _after_lookups(act: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
-    """Act after a lookup has found something, and before the get."""
+    """After a lookup has found something, act before the get."""
     from vllm_ascend_kvext.shared_tier.files import FilesTier
 
     exist = FilesTier.exist
@@ -81,7 +81,7 @@ def _slow(name: str, _: Path) -> Iterator[None]:
 def _removed_before_gets(folder: Path) -> AbstractContextManager[None]:
     elsewhere = folder.with_name("removed")
 
-    def remove() -> None:  # In one step.
+    def remove() -> None:  # This takes one step.
         if folder.exists():
             folder.rename(elsewhere)
 
@@ -89,7 +89,7 @@ def _removed_before_gets(folder: Path) -> AbstractContextManager[None]:
 
 
 def _evicted_before_gets(folder: Path) -> AbstractContextManager[None]:
-    def evict() -> None:  # In one step.
+    def evict() -> None:  # This takes one step.
         for path in folder.glob("*/r*/objects"):
             path.rename(path.with_name("evicted"))
 
@@ -122,7 +122,7 @@ def _damaged(how: str, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _notes_changed_places(folder: Path) -> Iterator[None]:
-    """Let each note lead to an object of another prompt with the same position and size."""
+    """Let each note lead to an object of another prompt, with the same position and size."""
     places: dict[tuple[str, str], list[Path]] = {}
     for link in sorted(folder.glob("*/r*/notes/*/*")):
         name = os.path.basename(os.readlink(link)).rpartition("-")[0]
@@ -166,15 +166,14 @@ FAULTS: Mapping[str, Fault] = {
     "gets hang": _gets_hang,
 }
 PATIENCE_S = {"MAX_LOOKUP_S": ("lookups hang",), "MAX_STALL_S": ("gets hang", "lookups hang")}
-"""Limits that are raised, so that a busy machine does not look like a fault; and the faults that
-need them."""
+"""Limits that are raised, so a busy machine does not look like a fault. These faults need them."""
 
 HITTING = ("nothing", "lookups are slow", "gets are slow")
 
 
 @scenario
 def store(engine: Engine) -> None:
-    """The prompts of faults, each under the name of the fault."""
+    """The prompts of the faults, each under the name of its fault."""
     for name in FAULTS:
         for prompt in prompts_of(name):
             engine.ask(name, [prompt], reply_tokens=_REPLY_TOKENS)
@@ -183,7 +182,7 @@ def store(engine: Engine) -> None:
 
 @scenario
 def stuck(engine: Engine) -> None:
-    """Hang for ever in a lookup or in a get, as planned. A file says when."""
+    """Hang for ever in a lookup or in a get, as planned. The file ``mark`` shows when it begins."""
     from vllm_ascend_kvext.shared_tier.files import FilesTier
 
     folder = Path(engine.plan["folder"])
@@ -215,10 +214,10 @@ def stuck(engine: Engine) -> None:
 
 
 class _Watch:
-    """Measures calls of the scheduler, and when requests first get tokens.
+    """Measures calls of the scheduler, and when requests get their first tokens.
 
-    For each call: the seconds by the clock, of CPU, and in which the thread waited for a free CPU.
-    In the rest of the time it waited for a lock, such as the interpreter's.
+    Each call has three numbers of seconds: by the clock, of CPU time, and of waiting for a free
+    CPU. In the rest of the time, the thread waited for a lock, such as the interpreter's.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -264,7 +263,7 @@ class _Watch:
 
 
 class _Stream:
-    """Requests one by one, beside one that decodes."""
+    """Requests that come one by one, while another one decodes."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -305,9 +304,9 @@ class _Stream:
 
 @scenario
 def faults(engine: Engine) -> None:
-    """All of them; before each, and in the end, the folder is as it was.
+    """All faults. Before each fault and at the end, the folder is restored.
 
-    Where the plan says that it ``measures``, the tier has its own patience.
+    If the plan has ``measures``, the tier keeps its own limits of time.
     """
     from vllm_ascend_kvext.shared_tier.scheduler import limits
 
@@ -362,7 +361,7 @@ _SOAK_REPLY_TOKENS = 4
 
 
 def soak_prompt(number: int) -> Tokens:
-    """One of the soak prompts: a document, and a question about it."""
+    """One of the prompts of the soak: a document, and a question about it."""
     document, question = divmod(number, _NUM_QUESTIONS)
     rng = random.Random(f"document {document}")
     text = random_tokens(rng, rng.randrange(200, 700))
@@ -374,7 +373,7 @@ num_soak_prompts = _NUM_DOCUMENTS * _NUM_QUESTIONS
 
 @scenario
 def soak_reference(engine: Engine) -> None:
-    """Each prompt once."""
+    """Each prompt, sent once."""
     prompts = [soak_prompt(number) for number in range(num_soak_prompts)]
     for first in range(0, num_soak_prompts, 8):
         engine.ask("soak", prompts[first : first + 8], reply_tokens=_SOAK_REPLY_TOKENS)
@@ -382,7 +381,7 @@ def soak_reference(engine: Engine) -> None:
 
 @scenario
 def soak(engine: Engine) -> None:
-    """Random prompts, four at once. Each answer is written to a file at once, as a line."""
+    """Random prompts, four at once. Each answer is immediately written to a file, as a line."""
     rng = random.Random(engine.plan["seed"])
     num_left = int(engine.plan["requests"])
     with Path(engine.plan["answers"]).open("a", buffering=1) as answers:

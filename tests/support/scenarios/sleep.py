@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines that sleep and wake up on the emulated NPU.
 
-A process has memory for one engine that sleeps.
+One process has memory for only one engine that sleeps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PROMPTS_TOKENS = (700, 300)
 
 @scenario
 def sleeps(engine: Any) -> None:
-    """The same prompts before and after a sleep, and when the device has forgotten them.
+    """The same prompts before and after a sleep, and after the device has forgotten them.
 
     An engine without sleep mode only answers.
     """
@@ -65,7 +65,7 @@ def _are_weights_poison(model: Any) -> bool:
 
 
 def _load_weights(model: Any, folder: Path) -> None:
-    """Load weights like trainers do. The worker of vLLM-Ascend 0.23.0 has no `reload_weights`."""
+    """Load weights like trainers do. vLLM-Ascend 0.23.0's worker has no `reload_weights`."""
     from safetensors.torch import load_file
 
     for file in folder.glob("*.safetensors"):

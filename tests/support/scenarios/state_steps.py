@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts whose beginnings are cached, up to each block, by steps that end inside blocks."""
+"""Prompts whose beginnings are cached up to each block. Steps end inside blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Engine = engine.Engine
 
 @scenario
 def branches(engine: Engine) -> None:
-    """A prompt, and then prompts that share it up to each block."""
+    """A prompt, and then prompts that share it up to each of its blocks."""
     rng = random.Random(0)
     prompt = random_tokens(rng, PROMPT_TOKENS)
     engine.ask("first", [prompt])
@@ -25,7 +25,7 @@ def branches(engine: Engine) -> None:
 
 @scenario
 def branches_past_blocks(engine: Engine) -> None:
-    """The same prompts, if steps go past the end of the block that they begin inside."""
+    """The same prompts. Steps go beyond the end of the block in which they begin."""
     from vllm_ascend_kvext.patches.repairs import aligned_steps
 
     aligned_steps._within_block = lambda *arguments: arguments[-1]

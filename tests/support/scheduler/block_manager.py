@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds vLLM's real ``KVCacheManager`` and serves requests on it, without scheduler or model.
+"""Builds vLLM's real ``KVCacheManager``, and serves requests on it without scheduler and model.
 
-For tests that enumerate lengths: one request at a time, every step spelled out. For batches,
-priorities and asynchronous scheduling there is the scheduler harness.
+It is for tests that enumerate lengths: one request at a time, with every step written out. For
+batches, priorities and asynchronous scheduling, there is the scheduler harness.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def full(block_tokens: int) -> KVCacheSpec:
 
 
 def window(block_tokens: int, window_tokens: int, head_size: int = 1) -> KVCacheSpec:
-    """A window group. ``head_size`` distinguishes groups of equal windows."""
+    """A window group. Groups of equal windows differ in ``head_size``."""
     return Group(Attention.WINDOW, block_tokens, window_tokens).to_spec(head_size=head_size)
 
 
@@ -47,9 +47,9 @@ def mamba(block_tokens: int, mode: str = "align", draft_blocks: int = 0) -> KVCa
 
 @dataclass(frozen=True)
 class Layout:
-    """The groups of a model, with ids of those that look ahead (EAGLE/MTP).
+    """The groups of a model, with the ids of those that look ahead (EAGLE/MTP).
 
-    Without a connector, lookups of vLLM-Ascend 0.30 look nowhere ahead.
+    Without a connector, vLLM-Ascend 0.30's lookups do not look ahead.
     """
 
     specs: tuple[KVCacheSpec, ...]
@@ -59,7 +59,7 @@ class Layout:
 
 @contextmanager
 def retention_interval(interval: int | str | None) -> Iterable[None]:
-    """The environment of a block manager when it is built."""
+    """The environment in which a block manager is built."""
     with mock.patch.dict(os.environ):
         os.environ.pop(INTERVAL_VARIABLE, None)
         if interval is not None:
@@ -70,7 +70,7 @@ def retention_interval(interval: int | str | None) -> Iterable[None]:
 class BlockManager:
     """A ``KVCacheManager`` that is told each step of each request.
 
-    ``num_blocks`` includes the null block; ``interval`` is in effect while the manager is built.
+    ``num_blocks`` includes the null block. ``interval`` is in effect while the manager is built.
     ``arguments`` are those of ``KVCacheManager``.
     """
 
@@ -114,11 +114,11 @@ class BlockManager:
         return request
 
     def hit_tokens(self, request: Request) -> int:
-        """The tokens that a request would hit if it were scheduled for the first time."""
+        """The tokens that a request would hit if it were scheduled for the first time now."""
         return self.manager.get_computed_blocks(request)[1]
 
     def admit(self, request: Request, chunk_tokens: int) -> int:
-        """Look a request up, and schedule its first chunk. Returns the tokens hit."""
+        """Look a request up, and schedule its first chunk. Return the hit tokens."""
         blocks, hit_tokens = look_up(self.manager, request)
         num_new_tokens = min(chunk_tokens, request.num_tokens - hit_tokens)
         allocated = self.manager.allocate_slots(request, num_new_tokens, hit_tokens, blocks)
@@ -134,14 +134,14 @@ class BlockManager:
         request.num_computed_tokens += num_new_tokens
 
     def prefill(self, request: Request, chunk_tokens: int) -> int:
-        """Admit a request, and compute all its tokens. Returns the tokens hit."""
+        """Admit a request, and compute all of its tokens. Return the hit tokens."""
         hit_tokens = self.admit(request, chunk_tokens)
         while request.num_computed_tokens < request.num_tokens:
             self.step(request, chunk_tokens)
         return hit_tokens
 
     def decode(self, request: Request, token_ids: Iterable[int]) -> None:
-        """Append tokens; each is computed in the step after the one that sampled it."""
+        """Append tokens. Each token is computed in the step after the one that sampled it."""
         for token_id in token_ids:
             if request.num_computed_tokens < request.num_tokens:
                 self.step(request)

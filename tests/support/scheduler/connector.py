@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A KV connector that claims to hold part of every second prompt and moves no bytes.
+"""A KV connector that claims to have part of every second prompt. It moves no bytes.
 
-Its scheduler side is what a scheduler sees of any connector; its worker side is played by
-``model_runner``, which writes the claimed KV where the metadata says.
+Its scheduler side behaves like that of any connector. ``model_runner`` does the work of its worker
+side: it writes the claimed KV where the metadata says.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .options import ExternalLoad
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """External KV of one request: tokens ``[start_tokens, end_tokens)`` into these blocks."""
+    """External KV of one request: tokens ``[start_tokens, end_tokens)`` go into these blocks."""
 
     request_id: str
     block_ids: tuple[list[int], ...]
@@ -39,7 +39,7 @@ class ScriptedMetadata(KVConnectorMetadata):
 
 
 class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
-    """Behaves by request number: even ones load, every third one delays freeing its blocks."""
+    """The request's number decides: even ones load, and every third one delays freeing its blocks."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -87,7 +87,7 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
-        # An aborted request that receives is freed when it has received.
+        # If an aborted request still receives KV, it is freed after the end of this load.
         receiving = request.request_id in self._receiving
         delay_free = _number(request) % 3 == 0 and not receiving
         if delay_free:
@@ -101,5 +101,5 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _number(request: Any) -> int:
-    """The number at the end of a request id of ``workloads``."""
+    """The number at the end of a request id of ``workload``."""
     return int(request.request_id.rpartition("-")[2])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a workload on vLLM's real scheduler, in the order in which its engine core does."""
+"""Runs a workload on vLLM's real scheduler, in the same order as the engine core."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class SchedulerEngine:
         self.layout = layout
         self.options = options
         vllm_config = build_vllm_config(layout, options)
-        register_all_kvcache_specs(vllm_config)  # An engine core does the same.
+        register_all_kvcache_specs(vllm_config)  # As in an engine core.
         kv_cache_config = layout.to_config(options.num_blocks)
-        kv_cache_config.kv_transfer_config = vllm_config.kv_transfer_config  # As vLLM-Ascend 0.30.
+        kv_cache_config.kv_transfer_config = vllm_config.kv_transfer_config  # vLLM-Ascend 0.30 does so.
         if options.interval_tokens is not None:
             kv_cache_config.prefix_cache_retention_interval = options.interval_tokens
         block_size, self.hash_block_size = resolve_kv_cache_block_sizes(
@@ -62,7 +62,7 @@ class SchedulerEngine:
             block_size=block_size,
             hash_block_size=self.hash_block_size,
         )
-        # By its config, the model is text-only. Images need an encoder budget.
+        # The model's config says that it is text-only. Images need an encoder budget.
         self.scheduler.max_num_encoder_input_tokens = _ENCODER_CACHE_TOKENS
         self.scheduler.encoder_cache_manager = EncoderCacheManager(_ENCODER_CACHE_TOKENS)
         self._event_batches: list[Any] = []
@@ -91,7 +91,7 @@ class SchedulerEngine:
 
     @property
     def replaced_methods(self) -> list[str]:
-        """The methods of upstream's classes that are replaced on objects of this engine."""
+        """The methods of upstream's classes that are replaced on this engine's objects."""
         manager = self.scheduler.kv_cache_manager
         owners = (self.scheduler, self.scheduler.connector, manager, manager.coordinator)
         return sorted(
@@ -105,7 +105,7 @@ class SchedulerEngine:
         return bool(self._in_flight) or self.scheduler.has_requests() or self.runner.is_transferring
 
     def add_request(self, plan: RequestPlan) -> Request:
-        """Queue a request, as the engine core does with one from the front end."""
+        """Queue a request, like the engine core does with a request from the front end."""
         request = self.make_request(plan)
         self.plans[plan.request_id] = plan
         self.requests[plan.request_id] = request
@@ -114,7 +114,7 @@ class SchedulerEngine:
         return request
 
     def make_request(self, plan: RequestPlan) -> Request:
-        """vLLM's form of a request, with its block hashes."""
+        """vLLM's request object for a plan, with its block hashes."""
         adapter = plan.adapter
         hints = {HINT_ARGUMENT: list(plan.checkpoint_tokens)} if plan.checkpoint_tokens else {}
         return Request(
@@ -143,7 +143,7 @@ class SchedulerEngine:
         )
 
     def abort(self, request_id: str) -> bool:
-        """Abort a request. Returns whether it existed."""
+        """Abort a request. Return whether it existed."""
         aborted = self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
         return bool(aborted)
 
@@ -154,7 +154,7 @@ class SchedulerEngine:
         self.scheduler.shutdown()
 
     def step(self) -> Step:
-        """One step of the engine core: schedule, execute, and process the oldest output due."""
+        """Make one step of the engine core: schedule, execute, and process the oldest due output."""
         scheduler_output = None
         if self.scheduler.has_requests() or self.runner.is_transferring:
             scheduler_output = self.scheduler.schedule()
@@ -170,11 +170,11 @@ class SchedulerEngine:
         return self._record(scheduler_output, results)
 
     def finish(self, max_steps: int = 100) -> list[Step]:
-        """Step until nothing is left to do."""
+        """Step until there is nothing left to do."""
         steps = []
         while self.has_work():
             steps.append(self.step())
-            assert len(steps) <= max_steps, "it does not end"
+            assert len(steps) <= max_steps, "the requests do not end"
         return steps
 
     def _record(self, scheduler_output: Any, results: dict[int, Any]) -> Step:

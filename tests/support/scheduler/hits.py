@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts the tokens that requests hit, by KV cache layout, KV connector, role and drafts.
 
-Each `Cell` is an engine; all of them serve the same traces: prompts that come again, next turns,
-siblings that share a beginning, an edited end, prompts longer than a step, alone and side by side.
+Each `Cell` is an engine. All engines serve the same traces: prompts that come again, next turns,
+siblings that share a beginning, edited ends, and prompts longer than a step, alone and side by
+side.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ from .transcript import Step, describe_schedule
 from .workload import RequestPlan
 
 Waves = tuple[tuple[tuple[int, ...], ...], ...]
-"""Prompts that arrive together, wave after wave."""
+"""Waves of prompts. The prompts of one wave arrive together."""
 
 
 @dataclass(slots=True)
 class Hits:
-    """Tokens that each request hit in the device's prefix cache when it was admitted first.
+    """The tokens that each request hit in the device's prefix cache at its first admission.
 
     Attributes:
-        tokens: By request.
+        tokens: The hit tokens, by request.
         wrong: Requests that have read KV of other tokens.
     """
 
@@ -60,7 +61,7 @@ class Hits:
 
     @property
     def right(self) -> dict[str, int]:
-        """The hits of requests that have read nothing wrong."""
+        """The hits of requests that have read no wrong KV."""
         return {id: 0 if id in self.wrong else hit for id, hit in self.tokens.items()}
 
 
@@ -91,7 +92,7 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """The KV connector of an engine, which never has anything for a request."""
+    """The KV connector of an engine. It never has anything for a request."""
 
     name: str
     kv_role: str = ""
@@ -113,9 +114,8 @@ class Cell:
     """One engine.
 
     Attributes:
-        step_offset_tokens: The tokens that a step has less than whole units.
-        interval_tokens: What ``prefix_cache_retention_interval`` is set to; 0 is vLLM 0.30's
-            default.
+        step_offset_tokens: The number of tokens by which a step is shorter than whole units.
+        interval_tokens: The value of ``prefix_cache_retention_interval``. vLLM 0.30's default is 0.
     """
 
     layout: Layout
@@ -127,7 +127,7 @@ class Cell:
 
     @property
     def is_checked(self) -> bool:
-        """Whether reads are checked. The harness knows no states of drafts."""
+        """Whether reads are checked. The harness does not know states of drafts."""
         return not (self.has_drafts and self.layout.has_mamba)
 
     @property
@@ -148,12 +148,12 @@ def cells() -> Iterator[Cell]:
 
 
 def _has_pages(layout: Layout) -> bool:
-    """Whether the harness can make pages for the layout, which our connector needs."""
+    """Whether the harness can make pages for the layout. Our connector needs them."""
     return not family.IS_ASCEND or (IS_SINCE_0_30 and layout is not OF_DEEPSEEK_V4)
 
 
 def hits_of(cell: Cell, num_blocks: int = NUM_BLOCKS) -> Hits:
-    """Serve all traces, each on its own engine, with the features installed in this process."""
+    """Serve each trace on its own engine, with the features that are installed in this process."""
     found = Hits()
     for trace, waves in traces(cell.layout.unit_tokens).items():
         engine = _engine(cell, num_blocks)
@@ -167,7 +167,7 @@ def hits_of(cell: Cell, num_blocks: int = NUM_BLOCKS) -> Hits:
 
 
 def traces(unit_tokens: int) -> Mapping[str, Waves]:
-    """Prompts of every length of ``PROMPT_UNITS``, by their trace."""
+    """Prompts of every length in ``PROMPT_UNITS``, by their trace."""
     rng = random.Random(unit_tokens)
 
     def tokens(num_units: float) -> tuple[int, ...]:
@@ -214,7 +214,7 @@ def _engine(cell: Cell, num_blocks: int) -> SchedulerEngine:
 
 
 def _beside_ours(layout: Layout, options: EngineOptions, is_checked: bool) -> SchedulerEngine:
-    # The layouts with pages cannot be made with vLLM-Ascend 0.23.0's managers.
+    # vLLM-Ascend 0.23.0's managers cannot make layouts with pages.
     from support.connector.paged_layouts import paged
     from support.connector.simulated_engine import SimulatedEngine
 
@@ -229,7 +229,7 @@ def _beside_ours(layout: Layout, options: EngineOptions, is_checked: bool) -> Sc
 
 
 class _SchedulesOnly:
-    """Describe only what a step scheduled, because describing all blocks would be slow."""
+    """Describe only what a step has scheduled. To describe all blocks would be slow."""
 
     def _record(self, scheduler_output: Any, results: Any) -> Step:
         scheduled = describe_schedule(scheduler_output)
@@ -237,7 +237,7 @@ class _SchedulesOnly:
 
 
 class _NotingRunner(ModelRunner):
-    """A runner that continues if a request reads KV of other tokens."""
+    """A runner that continues even if a request reads KV of other tokens."""
 
     def __init__(self, groups: Sequence[Group], num_draft_tokens: int) -> None:
         super().__init__(groups, num_draft_tokens, ReadCheck.ALL)
@@ -258,7 +258,7 @@ class _Engine(_SchedulesOnly, SchedulerEngine):
 
 
 def _with_drafts(layout: Layout) -> Layout:
-    """The drafter's layer lies with those of the first group, as vLLM groups them."""
+    """Put the drafter's layer into the first group, as vLLM does."""
     groups = tuple(
         replace(
             group,
@@ -271,7 +271,7 @@ def _with_drafts(layout: Layout) -> Layout:
 
 
 def _serve(engine: SchedulerEngine, name: str, wave: tuple[tuple[int, ...], ...]) -> dict[str, int]:
-    """Serve prompts that arrive together to their end. Returns the tokens that they hit."""
+    """Serve prompts that arrive together to their end. Return their hit tokens."""
     found: dict[str, int] = {}
     for number, prompt in enumerate(wave):
         plan = RequestPlan(

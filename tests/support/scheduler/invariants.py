@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a KV cache manager after every step, whatever the scheduler decided.
+"""Checks of a KV cache manager after every step, whatever the scheduler has decided.
 
-Each check is a `support.scheduler.run.Check`. They look at vLLM's objects and at the shadow memory
-of the model runner, never at this project's code.
+Each check is a `support.scheduler.run.Check`. The checks look at vLLM's objects and at the shadow
+memory of the model runner. They never look at this project's code.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class NullBlock(KVCacheBlock):
 def null_block_is_left_alone(engine: SchedulerEngine, step: Step) -> None:
     """Check that the reference count of the null block never changes, and that it is never free.
 
-    From the first step on the count cannot be written to at all, so that a decrement that an
-    increment makes up for is seen as well: ``BlockPool.free_blocks`` decrements all it is given.
+    From the first step on, the count cannot be written to at all. So a decrement is seen even if an
+    increment makes up for it. ``BlockPool.free_blocks`` decrements the counts of all blocks that it
+    is given.
     """
     null_block = engine.block_pool.null_block
     null_block.__class__ = NullBlock
@@ -58,11 +59,11 @@ def null_block_is_left_alone(engine: SchedulerEngine, step: Step) -> None:
 def blocks_are_conserved(
     engine: SchedulerEngine, step: Step, shares_unhashed: bool = False
 ) -> None:
-    """Every block is either free or referenced, as often as requests hold it.
+    """Check that every block is free, or has as many references as requests that hold it.
 
-    With ``shares_unhashed``, requests may go on sharing what has given way. A block that two of
-    them read can lose its key to a newer copy, or with the last checkpoint that needed it. They
-    read it as before; only nobody else will.
+    With ``shares_unhashed``, requests may share a block that has lost its key. The key of a shared
+    block can go to a newer copy, or disappear with the last checkpoint that needed the block. The
+    requests that share the block read it as before, but no other request can find it.
     """
     pool = engine.block_pool
     assert len(set(step.free_queue)) == len(step.free_queue) == pool.get_num_free_blocks()
@@ -83,10 +84,10 @@ def blocks_are_conserved(
         if block.is_null:
             continue
         held = references[block.block_id]
-        assert block.ref_cnt == held, f"{block} is held {held} times"
-        assert (block.block_id in free) == (held == 0), f"{block} is lost, or free while in use"
+        assert block.ref_cnt == held, f"{block} is held {held} times, but has {block.ref_cnt} references"
+        assert (block.block_id in free) == (held == 0), f"{block} is lost, or is free while in use"
         is_hidden = held - deferred[block.block_id] > 1 and block.block_hash is None
-        assert shares_unhashed or not is_hidden, f"{block} is shared without a hash"
+        assert shares_unhashed or not is_hidden, f"{block} is shared, but has no hash"
 
 
 def useless_blocks_come_first(engine: SchedulerEngine, step: Step) -> None:
@@ -98,7 +99,7 @@ def useless_blocks_come_first(engine: SchedulerEngine, step: Step) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _CachedBlock:
-    """The expected content of a block with some hash, and the expected event."""
+    """The expected content and the expected event of a block with some hash."""
 
     digests: list[int]
     tokens: list[int]
@@ -108,11 +109,11 @@ class _CachedBlock:
 
 
 class CacheContents:
-    """Checks of all cached blocks, and of all events, against the tokens of the requests.
+    """Compares all cached blocks and all events with the tokens of the requests.
 
-    Keeps every hash that a request of the engine has had, so it is the brute-force answer to
-    "what is in the block with this key". Upstream gets some events wrong (vLLM issue 44451): with
-    ``checks_events`` false they are left out.
+    It keeps every hash that a request of the engine has had. So it knows by brute force what the
+    block of a key holds. Upstream gets some events wrong (vLLM issue 44451). If ``checks_events``
+    is false, events are not checked.
     """
 
     def __init__(self, checks_events: bool = True) -> None:
@@ -166,9 +167,9 @@ class CacheContents:
         self._blocks[group_id, maybe_convert_block_hash(hashes[index])] = block
 
     def _learn_partial_blocks(self, request: Any, group_id: int, engine: SchedulerEngine) -> None:
-        """Note a block. Since vLLM 0.30 it may be cached as the prefix that ends inside it.
+        """Note the prefixes that end inside a block. Since vLLM 0.30, they may be cached, too.
 
-        An event then describes the last tokens of that prefix, as many as have one hash.
+        An event then describes the last ``hash_block_size`` tokens of the prefix.
         """
         hashes = request.block_hashes
         size = engine.hash_block_size
@@ -198,7 +199,7 @@ class CacheContents:
             found = engine.runner.memory.read(block.block_id, group_id, 0, len(expected))
             self.counts["cached blocks checked"] += 1
             if any(map(engine.runner.is_unreported, found)):
-                continue  # The scheduler does not know yet that this load has failed.
+                continue  # The scheduler does not know of this failed load yet.
             assert found == expected, (
                 f"block {block.block_id} of group {group_id} is cached, but does not hold what its "
                 f"key says: expected {expected}, found {found}"

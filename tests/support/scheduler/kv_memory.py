@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A shadow of the KV cache: the content of every row of every physical block.
 
-Knows blocks, rows and digests; nothing of requests or of vLLM.
+The module knows blocks, rows and digests, but neither requests nor vLLM.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 class KVMemory:
     """The content of physical blocks. A block belongs to one KV cache group at a time.
 
-    Writing to a block through another group's block table overwrites it, as it would on a device,
-    where the groups share one pool of bytes.
+    If a block is written through another group's block table, it is overwritten. A device does the
+    same, because the groups share one pool of bytes.
     """
 
     def __init__(self) -> None:
@@ -28,25 +28,28 @@ class KVMemory:
         first_row: int,
         digests: Sequence[int],
     ) -> None:
-        """Put ``digests`` into consecutive rows, from ``first_row`` on."""
+        """Put ``digests`` into consecutive rows, beginning with ``first_row``."""
         if self._owner.get(block_id) != group_id:
             self._owner[block_id] = group_id
             self._rows[block_id] = [None] * block_tokens
         self._rows[block_id][first_row : first_row + len(digests)] = digests
 
     def read(self, block_id: int, group_id: int, first_row: int, num_rows: int) -> list[int | None]:
-        """The content of consecutive rows; ``None`` for rows that this group has not written."""
+        """The content of consecutive rows.
+
+        It is ``None`` for rows that this group has not written.
+        """
         if self._owner.get(block_id) != group_id:
             return [None] * num_rows
         return self._rows[block_id][first_row : first_row + num_rows]
 
     def copy(self, source: int, target: int) -> None:
-        """Give a block the content of another."""
+        """Copy the content of one block to another block."""
         if source in self._owner:
             self._owner[target] = self._owner[source]
             self._rows[target] = list(self._rows[source])
 
     def swap(self, one: int, other: int) -> None:
-        """Exchange the content of two blocks, a corruption that the checks must find."""
+        """Exchange the contents of two blocks. The checks must find this corruption."""
         for table in (self._owner, self._rows):
             table[one], table[other] = table[other], table[one]

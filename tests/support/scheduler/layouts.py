@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache layouts: the groups of a model, as the engine hands them to the scheduler.
+"""KV cache layouts: the groups of a model, as the engine passes them to the scheduler.
 
-No layers, no tensors: the scheduler looks at the specs only.
+There are no layers and no tensors, because the scheduler only looks at specs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Attention(enum.Enum):
     CHUNKED = "chunked"
     MAMBA = "mamba"
     COMPRESSED = "compressed"
-    """Compressed attention of vLLM-Ascend, in which a row stands for several tokens."""
+    """Compressed attention of vLLM-Ascend. A row stands for several tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class Group:
     """One KV cache group.
 
     Attributes:
-        span_tokens: The sliding window or attention chunk; 0 for neither.
-        tokens_per_row: The tokens of a row. The row is written with the last of them.
-        is_eagle: Whether it holds layers of an EAGLE/MTP drafter.
-        draft_blocks: The blocks of a request with states of drafts, for state groups.
+        span_tokens: The length of the sliding window or of the attention chunk. 0 if there is none.
+        tokens_per_row: The number of tokens in a row. The row is written with its last token.
+        is_eagle: Whether the group holds layers of an EAGLE/MTP drafter.
+        draft_blocks: For state groups: the blocks of a request with states of drafts.
     """
 
     attention: Attention
@@ -78,7 +78,7 @@ class Group:
         return 0
 
     def to_spec(self, **fields: Any) -> KVCacheSpec:
-        """A small spec of the group. ``fields`` are further fields of it."""
+        """A small spec of the group. ``fields`` are more fields of the spec."""
         if self.attention is Attention.COMPRESSED:
             from ascend_geometry import compressed_spec
 
@@ -105,7 +105,7 @@ _SPECS: dict[Attention, tuple[type[Any], str]] = {
     Attention.CHUNKED: (ChunkedLocalAttentionSpec, "attention_chunk_size"),
     Attention.MAMBA: (MambaSpec, ""),
 }
-"""By kind: vLLM's spec, and its field for ``span_tokens``."""
+"""By kind: vLLM's spec class, and its field for ``span_tokens``."""
 
 
 def config_of(
@@ -123,7 +123,7 @@ def config_of(
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The groups of one model, under a name for test ids."""
+    """The groups of one model. The name is used in test ids."""
 
     name: str
     groups: tuple[Group, ...]
@@ -147,11 +147,11 @@ class Layout:
 
     @property
     def supports_drafts(self) -> bool:
-        """Whether the scheduler can speculate: chunked-local groups refuse EAGLE."""
+        """Whether the scheduler can use drafts. Chunked-local groups refuse EAGLE."""
         return not (self.has_mamba or self._has(Attention.CHUNKED))
 
     def with_eagle(self, *group_ids: int) -> Layout:
-        """The same layout with these groups holding the drafter's layers."""
+        """The same layout, but these groups hold the drafter's layers."""
         groups = tuple(replace(g, is_eagle=i in group_ids) for i, g in enumerate(self.groups))
         return Layout(f"{self.name}-eagle{''.join(map(str, group_ids))}", groups)
 
@@ -208,7 +208,7 @@ COMPRESSED = Layout(
         _mla_window(4, 16),
     ),
 )
-"""DeepSeek-V4 on vLLM-Ascend, group for group; hits land on multiples of 32 tokens."""
+"""DeepSeek-V4 on vLLM-Ascend, group by group. Hits end at multiples of 32 tokens."""
 
 LAYOUTS = (
     FULL,
@@ -234,7 +234,7 @@ EAGLE_LAYOUTS = (
     DEEPSEEK_V4.with_eagle(1),
     DEEPSEEK_V4.with_eagle(0),
 )
-"""Layouts whose drafter has its layers in known groups."""
+"""Layouts with a drafter. It is known which groups have its layers."""
 if family.IS_ASCEND:
     EAGLE_LAYOUTS = (
         COMPRESSED.with_eagle(3),

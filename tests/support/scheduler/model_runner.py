@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model runner without a model: it knows what the scheduler tells it, as the real one does.
+"""A model runner without a model. Like the real one, it knows only what the scheduler tells it.
 
-From ``SchedulerOutput`` alone it keeps block tables and tokens, writes the digest of every computed
-position into the shadow of the KV cache, and checks that every position that attention would read
-holds the digest of the request's own tokens. Sampled tokens follow from the last digest.
+Only from ``SchedulerOutput``, it keeps block tables and tokens. It writes the digest of every
+computed position into the shadow of the KV cache. It checks that every position that attention
+would read has the digest of the request's own tokens. The last digest determines the sampled token.
 
-A load that fails leaves *garbage*: a negative number, which names the step whose output reports it.
-Until that output is processed, the scheduler does not know of the failure, and requests may read
-garbage. A request that has read garbage computes and samples garbage.
+A load that fails leaves *garbage*: a negative number. It names the step whose output reports the
+failure. Until this output is processed, the scheduler does not know of the failure, so requests may
+read garbage. A request that has read garbage computes and samples garbage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .token_stream import VOCAB_SIZE, TokenStream, draft_tokens, mix, next_token
 
 NULL_BLOCK_ID = 0
 _NEVER_READ = -1
-"""Garbage of a load between steps, which no request may read before its report."""
+"""Garbage of a load between steps. No request may read it before the load is reported."""
 
 
 class WrongKVError(AssertionError):
@@ -40,7 +40,7 @@ class WrongKVError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class FailedLoads(KVConnectorWorkerMetadata):
-    """Worker metadata with the requests whose loads failed, as of a connector of this project."""
+    """Worker metadata with the requests whose loads have failed, like our connector's."""
 
     failed_recving: frozenset[str]
 
@@ -50,7 +50,7 @@ class FailedLoads(KVConnectorWorkerMetadata):
 
 @dataclass(slots=True)
 class _Receiving:
-    """A load under way. Its failure is reported before or with its end."""
+    """A load under way. Its failure is reported before its end, or with it."""
 
     load: Load
     failed_block_ids: set[int]
@@ -59,7 +59,7 @@ class _Receiving:
 
 
 class ReadCheck(enum.Enum):
-    """The positions that are checked, among the positions that attention would read."""
+    """Which of the positions that attention would read are checked."""
 
     NONE = "none"
     ALL = "all"
@@ -76,7 +76,7 @@ class _RequestState:
 
 @dataclass(slots=True)
 class _Row:
-    """One request in one step: positions ``[start, end)``, of which the last are drafts."""
+    """One request in one step: the positions ``[start, end)``. The last of them are drafts."""
 
     request_id: str
     state: _RequestState
@@ -118,7 +118,7 @@ class ModelRunner:
 
     @property
     def is_transferring(self) -> bool:
-        """Whether the connector needs further steps to end its work."""
+        """Whether the connector needs more steps to end its work."""
         return bool(self._receiving) or any(self._finished_sending)
 
     def note_processed_step(self) -> None:
@@ -130,7 +130,7 @@ class ModelRunner:
         return digest is not None and digest < 0 and -digest - 2 >= self._num_processed_steps
 
     def expect(self, request_id: str, stream: TokenStream) -> None:
-        """Announce a request, whose content depends on facts that no scheduler output has."""
+        """Announce a request. Its content depends on facts that no scheduler output has."""
         self._streams[request_id] = stream
 
     def execute(self, scheduler_output: Any) -> ModelRunnerOutput:
@@ -157,7 +157,7 @@ class ModelRunner:
         )
 
     def take_draft_token_ids(self) -> DraftTokenIds:
-        """Drafts of every request that has some, for a scheduler that is not asynchronous."""
+        """The drafts of all requests that have some. The scheduler must not be asynchronous."""
         drafts = {id: list(s.drafts) for id, s in self._states.items() if s.drafts}
         return DraftTokenIds(list(drafts), list(drafts.values()))
 
@@ -198,10 +198,10 @@ class ModelRunner:
             known = len(state.stream)
             drafts = list(scheduler_output.scheduled_spec_decode_tokens.get(request_id, ()))
             if -1 in drafts and not state.is_admitted:
-                # With asynchronous scheduling, the runner knows the drafts and how many were
-                # accepted.
+                # With asynchronous scheduling, the runner knows the drafts, and how many of them
+                # were accepted.
                 drafts = state.drafts[: len(drafts)]
-            # Since vLLM 0.30, a request that is admitted for one token has drafts of -1, which are
+            # Since vLLM 0.30, a request that is admitted for one token has drafts of -1. They are
             # rejected.
             state.is_admitted = False
             end = start + num_tokens
@@ -254,12 +254,12 @@ class ModelRunner:
                 self.memory.write(table[block], group_id, group.rows_per_block, first_row, content)
 
     def _check_rows(self, rows: Sequence[_Row]) -> None:
-        """Write and check rows. Every layer writes before any layer reads, for all requests."""
+        """Write and check rows. For all requests, every layer writes before any layer reads."""
         pending = [row for row in rows if row.garbage is None]
         while pending:
             for row in pending:
                 self._check_row(row)
-            # A row that has read garbage writes garbage, which other rows of this step may read.
+            # A row that has read garbage writes garbage. Other rows of this step may read it.
             spoiled = [row for row in pending if row.garbage is not None]
             for row in spoiled:
                 self._write_row(row)
@@ -271,7 +271,7 @@ class ModelRunner:
                 self._check_read(row, group_id, group.first_read_position(row.start), row.end)
 
     def _check_states(self, row: _Row) -> None:
-        """Check the state of the previous step, which recurrent layers read before they write."""
+        """Check the state after the previous step. Recurrent layers read it before they write."""
         for group_id, group in self._groups:
             if group.attention is Attention.MAMBA and row.start:
                 self._check_read(row, group_id, 0, row.start)
@@ -290,7 +290,7 @@ class ModelRunner:
                 )
 
     def _is_wrong(self, row: _Row, found: list[int | None], expected: list[int]) -> bool:
-        """Whether a row reads wrong KV. It takes over garbage that was not reported yet."""
+        """Whether a row reads wrong KV. If garbage was not reported yet, the row takes it over."""
         if found == expected:
             return False
         garbage = [digest for digest in found if self.is_unreported(digest)]
@@ -353,7 +353,7 @@ class ModelRunner:
         if not block_ids:
             block_ids = [id for table in loaded for id in table if id != NULL_BLOCK_ID]
         chosen = set(rng.sample(block_ids, k=rng.randint(1, len(block_ids))))
-        # Some connectors name the whole table, with its null blocks.
+        # Some connectors report the whole table, with its null blocks.
         if rng.random() < 0.5:
             chosen.add(NULL_BLOCK_ID)
         return chosen, num_steps, report_when_left
@@ -384,7 +384,7 @@ def rows_of(
 ) -> Iterator[tuple[int, int, list[int]]]:
     """The rows of the tokens ``[start, end)`` in a group: ``(block index, first row, content)``.
 
-    A row is written once all of its tokens are there. Of states, the last one is.
+    A row is written once all of its tokens are there. Of states, only the last is written.
     """
     if group.attention is Attention.MAMBA:
         yield (end - 1) // group.block_tokens, 0, digests[end - 1 : end]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine configurations that the harness can build, and how it builds them.
 
-Everything is local. The model is a ``config.json`` in a temporary directory, of which a scheduler
-only needs the maximum length.
+Everything is local. The model is a ``config.json`` in a temporary directory. A scheduler reads only
+the maximum length from it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from .layouts import Layout
 
 
 class Drafter(enum.Enum):
-    """The source of draft tokens. Only EAGLE has its own KV."""
+    """Where draft tokens come from. Only EAGLE has its own KV."""
 
     NGRAM = "ngram"
     EAGLE = "eagle"
 
 
 class ExternalLoad(enum.Enum):
-    """How the KV connector loads prompts whose KV it claims to have."""
+    """How the KV connector loads the prompts whose KV it claims to have."""
 
     NEVER = "never"
     IN_STEP = "in_step"
@@ -54,9 +54,9 @@ class FailingLoads:
     Attributes:
         seed: Decides which loads fail, and which of their blocks.
         share: The share of loads that fail.
-        max_steps: The most further steps that a load between steps takes.
-        names_requests: The worker names requests in its metadata, and no blocks.
-        recomputes: ``kv_load_failure_policy`` is ``recompute``; otherwise ``fail``.
+        max_steps: The most steps that a load between steps takes in addition.
+        names_requests: Whether the worker reports requests in its metadata, and no blocks.
+        recomputes: Whether ``kv_load_failure_policy`` is ``recompute``. Otherwise it is ``fail``.
     """
 
     seed: int
@@ -68,23 +68,24 @@ class FailingLoads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """One engine configuration; names that are vLLM's mean what they do there.
+    """One engine configuration. Names that vLLM has, too, mean the same as in vLLM.
 
     Attributes:
-        num_blocks: Size of the block pool, null block included.
-        long_prefill_tokens: ``long_prefill_token_threshold``; 0 for none.
-        reserve_full_prompt: Admit a request only if all of its prompt fits the pool.
-        is_async: ``AsyncScheduler``, with two steps in flight.
-        interval_tokens: ``prefix_cache_retention_interval`` of the configuration, since vLLM 0.30;
-            None is as the environment says.
-        external_load: Behaviour of the KV connector; no connector if None.
+        num_blocks: The size of the block pool, including the null block.
+        long_prefill_tokens: ``long_prefill_token_threshold``. 0 means none.
+        reserve_full_prompt: Whether a request is only admitted if its whole prompt fits the pool.
+        is_async: Whether to use ``AsyncScheduler``, with two steps in flight.
+        interval_tokens: ``prefix_cache_retention_interval`` of the configuration, since vLLM 0.30.
+            If None, the environment decides.
+        external_load: How the KV connector behaves. If None, there is no connector.
         kv_role: The role of the KV connector.
         extends_local_hits: Whether the connector adds tokens to a local hit.
-        failing_loads: How its loads fail; None if they never do.
-        offloading: ``kv_connector_extra_config`` of KvextConnector, which then takes the place of
-            the scripted connector.
-        num_workers: Tensor parallel size.
-        match_unit_tokens: ``prefix_match_unit`` (vLLM 0.30); None leaves hits to whole blocks.
+        failing_loads: How the connector's loads fail. If None, they never do.
+        offloading: ``kv_connector_extra_config`` of a KvextConnector. If set, it replaces the
+        scripted
+            connector.
+        num_workers: The tensor parallel size.
+        match_unit_tokens: ``prefix_match_unit`` (vLLM 0.30). If None, hits end with whole blocks.
     """
 
     num_blocks: int
@@ -148,7 +149,7 @@ def _speculative_config(options: EngineOptions, target: ModelConfig) -> Speculat
 
 
 def build_vllm_config(layout: Layout, options: EngineOptions) -> VllmConfig:
-    """A real ``VllmConfig`` for a layout, as the engine core would hold it."""
+    """A real ``VllmConfig`` for a layout, like the engine core's."""
     model_config = _model_config("LlamaForCausalLM", options.max_model_len)
     match_unit = (
         {"prefix_match_unit": options.match_unit_tokens} if options.match_unit_tokens else {}

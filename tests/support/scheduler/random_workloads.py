@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random workloads, each determined by a layout and a seed.
+"""Random workloads. A layout and a seed determine each workload.
 
-They are small (dozens of requests of up to some hundred tokens) and mean: pools in which requests
-preempt each other, prompts that end next to block boundaries, conversations that come back, and
-everything that changes the key of a block.
+They are small (dozens of requests of at most some hundred tokens) and nasty: pools in which
+requests preempt each other, prompts that end next to block boundaries, conversations that come
+back, and everything that changes the key of a block.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def random_workload(layout: Layout, seed: int) -> Workload:
             Abort(plan.arrival_step + rng.randrange(1, 30), plan.request_id) for plan in aborted
         ),
         resets=tuple(
-            # Upstream cannot reset with preemption while a connector holds blocks.
+            # Upstream cannot preempt for a reset while a connector holds blocks.
             ResetPrefixCache(
                 rng.randrange(last_step), options.external_load is None and rng.random() < 0.7
             )
@@ -62,7 +62,7 @@ def random_workload(layout: Layout, seed: int) -> Workload:
 
 
 def with_options(workload: Workload, **options: Any) -> Workload:
-    """The same requests under other options, with the room that their loads need."""
+    """The same requests with other options. There is enough room for their loads."""
     changed = replace(workload.options, **options)
     num_blocks = changed.num_blocks * _room_for(changed.external_load)
     num_blocks //= _room_for(workload.options.external_load)
@@ -70,10 +70,10 @@ def with_options(workload: Workload, **options: Any) -> Workload:
 
 
 def _room_for(external_load: ExternalLoad | None) -> int:
-    """The least size of the pool, in units of what the longest request needs.
+    """The minimum size of the pool. 1 means the blocks that the longest request needs.
 
-    Loads between steps hold blocks without progress. In a pool for one request, they could block
-    each other for ever.
+    Loads between steps hold blocks without progress. If the pool had room for only one request,
+    they could block each other for ever.
     """
     return 3 if external_load is ExternalLoad.BETWEEN_STEPS else 1
 
@@ -81,7 +81,7 @@ def _room_for(external_load: ExternalLoad | None) -> int:
 def without_upstream_defects(
     workload: Workload, repaired: frozenset[str] = frozenset()
 ) -> Workload:
-    """The same workload without the events that stock vLLM answers with wrong tokens or KV.
+    """The same workload without the events to which stock vLLM reacts with wrong tokens or KV.
 
     Args:
         repaired: The repairs in effect. Without ``two-phase-allocation``, a connector that extends
@@ -107,7 +107,7 @@ def without_upstream_defects(
 
 
 def _requests(rng: random.Random, layout: Layout) -> Iterator[RequestPlan]:
-    """Conversations: turns that extend each other, and others that share a beginning."""
+    """Conversations whose turns extend each other, and others that share a beginning."""
     max_prompt_tokens = max(_MAX_UNITS * layout.unit_tokens, 64)
     roots = [_tokens(rng, _prompt_length(rng, layout, max_prompt_tokens // 2)) for _ in range(3)]
     step = number = 0
@@ -139,7 +139,7 @@ def _requests(rng: random.Random, layout: Layout) -> Iterator[RequestPlan]:
 
 
 def _with_hints(plan: RequestPlan, rng: random.Random) -> RequestPlan:
-    """Let some requests name boundaries, which adaptive retention reads."""
+    """Let some requests name boundaries. Adaptive retention reads them."""
     if rng.random() < 0.7:
         return plan
     hints = [rng.randrange(1, len(plan.prompt) + 1) for _ in range(rng.choice((1, 3)))]
@@ -178,9 +178,9 @@ def _options(
 def _blocks_for_longest(
     layout: Layout, requests: tuple[RequestPlan, ...], max_num_batched_tokens: int
 ) -> int:
-    """The blocks that the longest request needs when it runs alone."""
+    """The blocks that the longest request needs if it runs alone."""
     longest_tokens = max(len(plan.prompt) + plan.max_tokens for plan in requests)
-    # On vLLM-Ascend, and since vLLM 0.30, windows wait for the steps in flight.
+    # On vLLM-Ascend, and since vLLM 0.30, windows keep blocks until the steps in flight end.
     num_steps = 2 if family.IS_ASCEND or IS_SINCE_0_30 else 1
     num_blocks = 0
     for group in layout.groups:
@@ -192,7 +192,7 @@ def _blocks_for_longest(
 
 
 def _prompt_length(rng: random.Random, layout: Layout, max_tokens: int) -> int:
-    """A length that often lies at a block boundary or one token beside it."""
+    """A length that is often a block boundary, or one token beside it."""
     if rng.random() < 0.5:
         return rng.randrange(1, max_tokens)
     step = rng.choice((layout.min_block_tokens, layout.unit_tokens))

@@ -22,7 +22,7 @@ INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 CONFIGURES_RETENTION = "prefix_cache_retention_interval" in {
     field.name for field in dataclasses.fields(KVCacheConfig)
 }
-"""Whether vLLM itself takes the retention interval from its configuration, not from a variable."""
+"""Whether vLLM reads the retention interval from its configuration, not from a variable."""
 
 
 def retention_fields() -> dict[str, Any]:
@@ -34,7 +34,7 @@ def retention_fields() -> dict[str, Any]:
 
 
 def in_flight_argument(max_tokens: int) -> dict[str, int]:
-    """The argument of ``KVCacheManager`` with the most tokens that are computed at once."""
+    """The most tokens that are computed at once, as the argument that ``KVCacheManager`` takes."""
     name = "max_num_batched_tokens"
     if name not in inspect.signature(KVCacheManager).parameters:
         name = "max_in_flight_tokens"
@@ -42,9 +42,9 @@ def in_flight_argument(max_tokens: int) -> dict[str, int]:
 
 
 def look_up(manager: Any, request: Request) -> tuple[Any, int]:
-    """The blocks and tokens that a request hits, found like by the scheduler.
+    """The blocks and tokens that a request hits. The lookup is the same as the scheduler's.
 
-    From vLLM 0.30 on a lookup also finds where requests part, which the request remembers.
+    Since vLLM 0.30, a lookup also finds the token at which requests part. The request remembers it.
     """
     blocks, hit_tokens, *junction_tokens = manager.get_computed_blocks(request)
     for request.shared_prefix_boundary in junction_tokens:
@@ -53,17 +53,20 @@ def look_up(manager: Any, request: Request) -> tuple[Any, int]:
 
 
 def block_copies(scheduler_output: Any) -> Iterable[tuple[int, int]]:
-    """The block copies of workers before a step, for hits that end inside a state."""
+    """The block copies that workers make before a step. Hits that end inside a state need them."""
     return getattr(scheduler_output, "kv_cache_block_copies", None) or ()
 
 
 def deferred_blocks(scheduler: Any) -> Iterable[Any]:
-    """The blocks of ended requests that are freed once the steps in flight have ended."""
+    """The blocks of ended requests that are freed when the steps in flight have ended."""
     for _, blocks in getattr(scheduler, "deferred_frees", ()):
         yield from (block for block in blocks if not block.is_null)
 
 
 def tokens_in_flight(max_num_batched_tokens: int, is_async: bool) -> int:
-    """The most further tokens that windows hold: since vLLM 0.30, those of all steps in flight."""
+    """The most tokens that a window holds beyond its length.
+
+    Since vLLM 0.30, these are the tokens of all steps in flight.
+    """
     waits = hasattr(VllmConfig, "max_in_flight_tokens")
     return max_num_batched_tokens * (2 if waits and is_async else 1)

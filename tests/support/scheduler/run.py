@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a workload to its end and returns the transcript and every request's output."""
+"""Runs a workload to its end. Returns the transcript and every request's output."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .workload import Workload
 MAX_STEPS = 3000
 
 Check = Callable[[SchedulerEngine, Step], None]
-"""Looks at the engine after every step and raises ``AssertionError`` if something is wrong.
+"""Looks at the engine after every step. Raises ``AssertionError`` if something is wrong.
 
-If it has an attribute ``counts``, these counts are added to the counts of the run.
+If a check has an attribute ``counts``, these counts are added to the counts of the run.
 """
 
 
@@ -25,7 +25,7 @@ If it has an attribute ``counts``, these counts are added to the counts of the r
 class Run:
     """The result of a workload.
 
-    ``finish_reasons`` has no request that was aborted; the engine has been shut down.
+    ``finish_reasons`` has no aborted requests. The engine has been shut down.
     """
 
     transcript: Transcript
@@ -34,7 +34,7 @@ class Run:
     engine: SchedulerEngine
 
     def wrong_outputs(self, workload: Workload) -> dict[str, list[int]]:
-        """Outputs that differ from the model's; for aborted requests, from its beginning."""
+        """Outputs that differ from the model's. Aborted requests may have only its beginning."""
         aborted = {abort.request_id for abort in workload.aborts} - self.finish_reasons.keys()
         wrong = {}
         for plan in workload.requests:
@@ -51,7 +51,7 @@ def run(
     """Drive a new engine through a workload.
 
     Raises:
-        RuntimeError: If the workload does not come to an end.
+        RuntimeError: If the workload does not end.
     """
     engine = SchedulerEngine(workload.layout, workload.options, read_check)
     result = Run(Transcript(), {plan.request_id: [] for plan in workload.requests}, {}, engine)
@@ -97,7 +97,7 @@ def failure_of(
     read_check: ReadCheck = ReadCheck.ALL,
     counts: Counter[str] | None = None,
 ) -> str:
-    """Run a workload. Returns the first error of a check, or wrong outputs, or "".
+    """Run a workload. Return the first error of a check, or wrong outputs, or "".
 
     The counts of the run are added to ``counts``.
     """

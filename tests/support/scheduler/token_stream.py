@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands in for a model with integers. The module knows nothing of vLLM.
+"""Replaces a model by integers. The module knows nothing of vLLM.
 
-The *digest* of a position stands for the KV there: it depends on every token up to and including
-that position, on the adapter and on the images, as KV does. The next token is a function of the
-last digest, so the tokens of a request do not depend on how it is scheduled.
+The *digest* of a position stands for the KV there. Like KV, it depends on every token up to and
+including this position, on the adapter, and on the images. The next token is a function of the last
+digest, so scheduling does not change the tokens of a request.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 VOCAB_SIZE = 61
-"""A small vocabulary, so that stop tokens and equal continuations occur."""
+"""The vocabulary is small, so stop tokens and equal continuations occur."""
 
 _MASK = (1 << 64) - 1
 _PRIME = 0x9E3779B97F4A7C15
@@ -22,7 +22,7 @@ _PRIME = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One multi-modal item. Its ``identifier`` decides its KV, and not its placeholder tokens."""
+    """One multi-modal item. Its KV depends on its ``identifier``, not on its placeholder tokens."""
 
     identifier: str
     offset_tokens: int
@@ -30,18 +30,18 @@ class Image:
 
 
 def mix(digest: int, value: int) -> int:
-    """A 64-bit hash of a digest and one more number; the same in every process."""
+    """A 64-bit hash of a digest and one more number. It is the same in every process."""
     digest = ((digest ^ (value + 1)) * _PRIME) & _MASK
     return digest ^ (digest >> 29)
 
 
 def next_token(digest: int) -> int:
-    """The token a greedy model would sample after a prefix."""
+    """The token that a greedy model would sample after a prefix."""
     return (digest >> 16) % VOCAB_SIZE
 
 
 def draft_tokens(digest: int, num_tokens: int) -> list[int]:
-    """The drafts after a prefix. They are right about three times out of five."""
+    """The drafts after a prefix. About three of five are right."""
     drafts = []
     for _ in range(num_tokens):
         token = next_token(digest)
@@ -55,7 +55,7 @@ def draft_tokens(digest: int, num_tokens: int) -> list[int]:
 class TokenStream:
     """The tokens of one request and the digest at every position.
 
-    ``seed`` stands for whatever else the KV depends on: adapter, cache salt.
+    ``seed`` stands for everything else that the KV depends on: adapter, cache salt.
     """
 
     def __init__(self, prompt: Sequence[int], seed: str = "", images: Sequence[Image] = ()) -> None:
@@ -83,14 +83,14 @@ class TokenStream:
             self.tokens.append(token)
 
     def beginning(self, num_tokens: int) -> TokenStream:
-        """Another stream with the first tokens of this one."""
+        """Another stream, with the first tokens of this stream."""
         stream = copy.copy(self)
         stream.tokens = self.tokens[:num_tokens]
         stream.digests = self.digests[:num_tokens]
         return stream
 
     def replace(self, tokens: Sequence[int]) -> None:
-        """Make the stream hold exactly ``tokens``, keeping the digests of the common prefix."""
+        """Make the stream hold exactly ``tokens``. Keep the digests of the common prefix."""
         keep = 0
         while keep < min(len(self), len(tokens)) and self.tokens[keep] == tokens[keep]:
             keep += 1
@@ -98,7 +98,7 @@ class TokenStream:
         self.extend(tokens[keep:])
 
     def generate(self, max_tokens: int, stop_tokens: Sequence[int] = ()) -> list[int]:
-        """Append and return the tokens a request with these limits generates."""
+        """Append and return the tokens that a request with these limits generates."""
         generated: list[int] = []
         while len(generated) < max_tokens:
             token = next_token(self.last_digest)

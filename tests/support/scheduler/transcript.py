@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records the decisions of a scheduler step by step, so that two runs can be compared."""
+"""Records a scheduler's decisions step by step, so two runs can be compared."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ class Step:
     """One scheduler step.
 
     Attributes:
-        scheduled: In the scheduler's order.
-        preempted: Request ids, sorted.
-        finished: Ids of the requests the model runner is told to forget, sorted.
+        scheduled: The scheduled requests, in the scheduler's order.
+        preempted: The ids of preempted requests, sorted.
+        finished: The ids of the requests that the model runner is told to forget, sorted.
         num_common_prefix_blocks: One count per group.
-        free_queue: Block ids, next to be allocated first.
-        blocks: Reference count, hash key (hexadecimal) and how many tokens it stands for, where a
-            block says that, and number of further keys, of every block of the pool.
-        events: KV cache events published in this step.
+        free_queue: The ids of free blocks. The first one is allocated next.
+        blocks: For every block of the pool: its reference count, its hash key (hexadecimal), the
+            number of tokens that the key stands for if the block has it, and its number of other
+            keys.
+        events: The KV cache events that were published in this step.
         outputs: New tokens and the reason to finish, per request.
     """
 
@@ -49,14 +50,14 @@ class Step:
 
 @dataclass
 class Transcript:
-    """All steps of a run, and how often it exercised what."""
+    """All steps of a run, and how often each kind of event occurred."""
 
     steps: list[Step] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
 
 def describe_schedule(scheduler_output: Any | None) -> dict[str, Any]:
-    """The fields of a ``Step`` that a ``SchedulerOutput`` holds; empty ones for no output."""
+    """The fields of a ``Step`` that come from a ``SchedulerOutput``. They are empty without one."""
     if scheduler_output is None:
         return {"scheduled": (), "preempted": (), "finished": (), "num_common_prefix_blocks": ()}
     new = {request.req_id: request for request in scheduler_output.scheduled_new_reqs}
@@ -90,7 +91,7 @@ def describe_schedule(scheduler_output: Any | None) -> dict[str, Any]:
 
 
 def first_difference(one: Transcript, other: Transcript) -> str | None:
-    """The first step and field in which two runs differ, or None."""
+    """The first step and field in which two runs differ. None if they are equal."""
     for number, (a, b) in enumerate(zip(one.steps, other.steps)):  # noqa: B905
         for item in fields(Step):
             left = getattr(a, item.name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workloads: requests with their arrivals, and events of the engine."""
+"""Workloads: requests and their arrivals, and events of the engine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class RequestPlan:
     """One request.
 
     Attributes:
-        request_id: ``<name>-<number>``; the connector goes by the number.
-        arrival_step: Engine step before which it is added.
-        priority: With the policy by priority, lower values are scheduled first.
-        adapter: Name of a LoRA adapter.
-        checkpoint_tokens: Boundaries that the request names, for adaptive retention.
-        extra_args: Further arguments of the request, by name.
+        request_id: ``<name>-<number>``. The connector uses the number.
+        arrival_step: The request is added before this step of the engine.
+        priority: With the priority policy, lower values are scheduled first.
+        adapter: The name of a LoRA adapter.
+        checkpoint_tokens: Boundaries that the request names for adaptive retention.
+        extra_args: More arguments of the request, by name.
     """
 
     request_id: str
@@ -38,7 +38,7 @@ class RequestPlan:
 
     @property
     def seed(self) -> str:
-        """Further facts that its KV depends on."""
+        """Other facts that the request's KV depends on."""
         return f"{self.adapter}/{self.cache_salt}"
 
     def new_stream(self) -> TokenStream:
@@ -46,7 +46,7 @@ class RequestPlan:
         return TokenStream(self.prompt, self.seed, self.images)
 
     def expected_output(self) -> list[int]:
-        """The tokens that this request generates, however it is scheduled."""
+        """The tokens that this request generates, in whatever way it is scheduled."""
         return self.new_stream().generate(self.max_tokens, self.stop_tokens)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``vllm serve`` lines of the documentation, and their starts on tiny models.
+"""The ``vllm serve`` lines of the documentation, and how to start them with tiny models.
 
-A line is found in whatever code block it stands, so a new one is tested without being named.
+Lines are found in all code blocks, so a new line is tested without being listed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TINY = (
     "--num-gpu-blocks-override",
     "1024",
 )
-"""Further arguments for a tiny model on a small machine."""
+"""More arguments, for a tiny model on a small machine."""
 
 PLATFORM = processes.Platform(16, (), processes.ENGINE_ENVIRON)
 """A platform that finds the packages of ``PYTHONPATH``."""
@@ -46,9 +46,9 @@ class ServeLine:
     """One command.
 
     Attributes:
-        place: File and line, for people.
-        environ: Variables that are set before it, in the line or by ``export``.
-        arguments: Behind ``vllm serve``, as printed.
+        place: The file and the line, for people.
+        environ: The variables that are set before the command, in its line or by ``export``.
+        arguments: The arguments of ``vllm serve``, as printed.
     """
 
     place: str
@@ -57,15 +57,15 @@ class ServeLine:
 
     @property
     def connector(self) -> str:
-        """The name of its KV connector; empty if it has none."""
+        """The name of the line's KV connector. Empty if it has none."""
         options = iter(self.arguments)
         config = next((next(options) for name in options if name == "--kv-transfer-config"), "{}")
         return str(json.loads(config).get("kv_connector", ""))
 
     def for_model(self, model: Path) -> tuple[str, ...]:
-        """The arguments with this model, one rank, and what any machine has.
+        """The arguments with this model, one rank, and only what every machine has.
 
-        Only the weights that lie with a model are shared.
+        Of the model, only the weights are shared.
         """
         arguments = [str(model), *self.arguments[1:], *TINY]
         for number, name in enumerate(arguments):
@@ -84,7 +84,7 @@ class ServeLine:
 
 
 def serve_lines() -> list[ServeLine]:
-    """All printed lines. Of lines that would start the same engine, only the first."""
+    """All printed lines. If several lines start the same engine, only the first."""
     lines: dict[object, ServeLine] = {}
     for line in (line for page in PAGES for line in _lines_of(page)):
         lines.setdefault((line.for_model(Path()), *sorted(line.environ.items())), line)
@@ -109,19 +109,19 @@ def _lines_of(page: Path) -> Iterator[ServeLine]:
 
 
 def _words(text: str) -> list[str]:
-    """The words of the command that a text begins with, as a shell reads it."""
+    """The words of the command at the beginning of a text, as a shell reads them."""
     command = ""
     for line in text.replace("\\\n", " ").splitlines(keepends=True):
         command += line
         try:
             return shlex.split(command, comments=True)
-        except ValueError:  # The quotation continues on the next line.
+        except ValueError:  # The quoted text continues on the next line.
             continue
     raise ValueError(f"a command without an end: {text[:80]}")
 
 
 class Started(NamedTuple):
-    """The result of a start: its report, if it reached that stage, and its log."""
+    """The result of a start: its log, and its report if it reached the stage."""
 
     report: dict[str, object]
     log: str
@@ -130,11 +130,11 @@ class Started(NamedTuple):
 def start(
     line: ServeLine, model: Path, stage: str, environ: Mapping[str, str], folder: Path
 ) -> Started:
-    """Start a line in a process of its own, up to a stage of ``start.py``.
+    """Start a line in its own process, up to a stage of ``start.py``.
 
     Args:
-        environ: On top of the line's own.
-        folder: For what vLLM keeps.
+        environ: Variables in addition to the line's own.
+        folder: A folder for the files that vLLM keeps.
     """
     report = folder / "report.json"
     report.unlink(missing_ok=True)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start what ``vllm serve`` would start, in this process, and say what it is.
+"""Start in this process what ``vllm serve`` would start, and report what it is.
 
     python start.py STAGE REPORT ARGUMENTS...
 
-The stages: ``config`` reads the arguments as the command does, and makes the engine's
-configuration, which the platform checks. ``scheduler`` makes the scheduler with its connector, too,
+The stages: ``config`` reads the arguments like the command does, and makes the engine's
+configuration, which the platform checks. ``scheduler`` also makes the scheduler with its connector,
 from the model's layers. ``engine`` starts the engine, and answers a prompt.
 """
 
@@ -48,7 +48,7 @@ def engine_config(arguments: list[str]) -> Any:
 
 
 def make_scheduler(config: Any) -> Any:
-    """The scheduler of an engine whose worker has two layers, of which one may be of states."""
+    """The scheduler of an engine. Its worker has two layers. One of them may have states."""
     from vllm.v1.core import kv_cache_utils, single_type_kv_cache_manager
     from vllm.v1.structured_output import StructuredOutputManager
 

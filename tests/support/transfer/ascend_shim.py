@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AscendC kernel on the host: its source compiled against the shim of CANN's calls.
+"""The AscendC kernel on the host. Its source is compiled against the shim of CANN's calls.
 
-The library has the launcher's functions, so the backend is the real one, without a device.
+The library has the launcher's functions. So the backend is the real one, but needs no device.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Shim:
     """One compiled shim.
 
     Attributes:
-        num_cores: Vector cores of the simulated device.
-        launches: (Cores, units) of each launch so far.
+        num_cores: The number of vector cores of the simulated device.
+        launches: The cores and units of each launch so far.
     """
 
     library: ctypes.CDLL
@@ -55,7 +55,7 @@ class Shim:
         return AscendKernelBackend(_ShimLauncher(self), upload=self._upload)
 
     def prepare(self, transfer: Transfer, *, is_mapped: bool) -> None:
-        """Register the memory of a transfer: one side to read, the other to write once."""
+        """Register the memory of a transfer: one side to read, the other side to write once."""
         self.library.kvext_shim_reset(ctypes.c_int64(self.num_cores))
         is_store = transfer.direction == 0
         for pool in transfer.pools:
@@ -69,7 +69,10 @@ class Shim:
     def register(
         self, address: int, num_bytes: int, *, is_mapped: bool = False, is_writable: bool = False
     ) -> None:
-        """Make memory accessible for the kernel. Mapped memory has another address there."""
+        """Make memory accessible to the kernel.
+
+        If it is mapped, the kernel uses another address.
+        """
         self.library.kvext_shim_register(
             ctypes.c_void_p(address),
             ctypes.c_uint64(num_bytes),
@@ -79,7 +82,7 @@ class Shim:
 
     @property
     def violation(self) -> str:
-        """The violation of the hardware's rules by the latest launch; empty if there is none."""
+        """How the latest launch has violated the hardware's rules. Empty if it has not."""
         return self.library.kvext_shim_violation().decode()
 
     def _upload(self, table: Table, _device: object) -> SimpleNamespace:
@@ -88,7 +91,7 @@ class Shim:
 
 
 class _ShimLauncher(KernelLauncher):
-    """The real launcher, whose errors also have the shim's violation."""
+    """The real launcher. Its errors also contain the shim's violation."""
 
     def __init__(self, shim: Shim) -> None:
         super().__init__(shim.library)

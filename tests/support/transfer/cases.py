@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random valid transfers, their memory, and their expected results.
 
-The module knows the descriptor tables and their rules, but neither torch, nor a backend, nor vLLM.
+The module knows the descriptor tables and their rules, but neither torch, backends nor vLLM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAGES_TO_HOST = 0
 HOST_TO_PAGES = 1
 HOST_ALIGNMENT_BYTES = 64
 GUARD_BYTES = 96
-"""Bytes before and after every region, which no transfer may touch."""
+"""Bytes before and after every region. No transfer may touch them."""
 
 ROW_BYTES = (1, 2, 16, 31, 32, 33, 512, 1024, 4097, 9000)
 
@@ -34,7 +34,8 @@ Bytes = NDArray[np.uint8]
 class TransferCase:
     """One valid transfer.
 
-    ``misalignment_bytes`` says how far off a 64-byte boundary each pool and then the host begin.
+    ``misalignment_bytes``: by how much each pool, and then the host, begin behind a 64-byte
+    boundary.
     """
 
     pool_bytes: tuple[int, ...]
@@ -45,13 +46,13 @@ class TransferCase:
     misalignment_bytes: tuple[int, ...]
 
     def reversed(self) -> TransferCase:
-        """The transfer in the other direction. It is valid if neither side is addressed twice."""
+        """The transfer in the other direction. It is valid if no side is addressed twice."""
         return replace(self, direction=1 - self.direction)
 
 
 @dataclass(frozen=True, slots=True)
 class GuardedBytes:
-    """A region of random bytes between two guards, all of one allocation."""
+    """A region of random bytes between two guards. All three are one allocation."""
 
     whole: Bytes
     region: Bytes
@@ -72,7 +73,7 @@ class GuardedBytes:
 
 @dataclass(frozen=True, slots=True)
 class TransferMemory:
-    """Pools and host buffer of one case."""
+    """The pools and the host buffer of one case."""
 
     pools: tuple[GuardedBytes, ...]
     host: GuardedBytes
@@ -90,7 +91,7 @@ class TransferMemory:
 
     @property
     def pool_table(self) -> Table:
-        """shape: [num_pools, 2]: address, num_bytes."""
+        """shape: [num_pools, 2]. The columns are address and num_bytes."""
         rows = [(pool.address, pool.region.size) for pool in self.pools]
         return np.array(rows, dtype=np.int64).reshape(len(rows), 2)
 
@@ -108,7 +109,7 @@ class TransferMemory:
     def transfer(
         self, case: TransferCase, pool_tensors: Sequence[object], host_tensor: object
     ) -> Transfer:
-        """The transfer for a backend. The tensors may stand for memory of a device."""
+        """The transfer for a backend. The tensors may represent memory of a device."""
         return Transfer(
             pools=self.pool_table,
             planes=case.planes,
@@ -122,11 +123,11 @@ class TransferMemory:
         )
 
     def snapshot(self) -> tuple[Bytes, ...]:
-        """Copies of every allocation with its guards: first pools, then host."""
+        """Copies of every allocation with its guards: the pools, and then the host."""
         return tuple(region.whole.copy() for region in (*self.pools, self.host))
 
     def after(self, case: TransferCase) -> tuple[Bytes, ...]:
-        """The result of the oracle: what ``snapshot`` must return after ``case`` has run."""
+        """The oracle's result: what ``snapshot`` must return after ``case`` has run."""
         regions = (*self.pools, self.host)
         result = self.snapshot()
         *pools, host = (
@@ -138,7 +139,7 @@ class TransferMemory:
 
 
 def assert_same(actual: Sequence[Bytes], expected: Sequence[Bytes]) -> None:
-    """Compare allocations. An error names the allocation and the first byte that differs."""
+    """Compare allocations. An error names the allocation and the first bytes that differ."""
     assert len(actual) == len(expected)
     for index, (got, wanted) in enumerate(zip(actual, expected, strict=True)):
         where = np.flatnonzero(got != wanted)
@@ -170,10 +171,10 @@ def cases(
 ) -> TransferCase:
     """Valid transfers.
 
-    What varies: groups (numbers with gaps), planes per group and their row widths, padded page
-    strides, several regions per page, blobs that layers of several groups share, pool and host
-    misalignment, page order, partial pages, gaps and order of the host rows, gaps between the
-    host's planes. ``max_page_bytes`` bounds rows per page, but one row is always possible.
+    They vary in: groups (numbers with gaps), planes per group and their row widths, padded page
+    strides, several regions per page, blobs that layers of several groups share, misalignment of
+    pools and host, page order, partial pages, gaps and order of the host rows, gaps between the
+    host's planes. ``max_page_bytes`` limits the rows of a page, but one row is always possible.
     """
     direction = draw(st.sampled_from((PAGES_TO_HOST, HOST_TO_PAGES)))
     groups = sorted(draw(st.sets(st.integers(0, 5), min_size=1, max_size=3)))
@@ -217,9 +218,9 @@ def cases(
 
 
 def cut_into_chunks(case: TransferCase, draw: st.DrawFn) -> TransferCase:
-    """The same pages as chunks of one transfer: each names the planes again, with its own places.
+    """The same pages as chunks of one transfer. Each chunk has the planes again, in its own places.
 
-    A run may be cut between two chunks, so that they share a page.
+    A run may be cut between two chunks. Then the chunks share a page.
     """
     num_chunks = draw(st.integers(1, 4))
     num_groups = int(case.planes[:, 0].max()) + 1
@@ -252,7 +253,7 @@ def cut_into_chunks(case: TransferCase, draw: st.DrawFn) -> TransferCase:
 
 
 def _draw_blobs(draw: st.DrawFn, shapes: list[_PlaneShape]) -> list[list[_PlaneShape]]:
-    """Distribute planes over blobs. Planes of one blob share page 0 and the page stride."""
+    """Distribute planes over blobs. The planes of a blob share page 0 and the page stride."""
     numbers = st.integers(0, len(shapes) - 1)
     blobs: dict[int, list[_PlaneShape]] = {}
     for shape in shapes:
@@ -263,10 +264,10 @@ def _draw_blobs(draw: st.DrawFn, shapes: list[_PlaneShape]) -> list[list[_PlaneS
 def _draw_places(
     draw: st.DrawFn, blobs: list[list[_PlaneShape]], num_pages: int
 ) -> tuple[list[int], dict[int, tuple[int, int, int, int, int]]]:
-    """Lay blobs one behind the other into pools, with gaps.
+    """Put blobs into pools, one after the other, with gaps.
 
     Returns:
-        Bytes of each pool; for each plane: pool, base, page stride, offset in the page, pages.
+        The bytes of each pool. For each plane: pool, base, page stride, offset in the page, pages.
     """
     gaps = st.sampled_from((0, 0, 1, 7, 32, 64, 100))
     pool_bytes: list[int] = []
@@ -297,9 +298,9 @@ def _draw_runs(
     direction: int,
     shares_pages: bool,
 ) -> list[tuple[int, int, int, int, int]]:
-    """Draw runs sorted by group, at least one.
+    """Draw at least one run. The runs are sorted by group.
 
-    Pages of different groups are apart unless ``shares_pages``. The source may be read twice.
+    Different groups have different pages unless ``shares_pages``. The source may be read twice.
     """
     rows_per_page = {shape.group: shape.rows_per_page for shape in shapes}
     pages = draw(st.permutations(range(1, num_pages)))
@@ -337,7 +338,7 @@ def _draw_runs(
 
 
 def _draw_rows(draw: st.DrawFn, rows: int) -> list[tuple[int, int]]:
-    """Draw the disjoint row ranges of one page that move: (first row, rows)."""
+    """Draw the disjoint row ranges of one page that are moved: (first row, rows)."""
     kind = draw(st.sampled_from(("whole", "whole", "part", "two", "none")))
     if kind == "none":
         return []
@@ -353,10 +354,10 @@ def _draw_rows(draw: st.DrawFn, rows: int) -> list[tuple[int, int]]:
 def _draw_host_offsets(
     draw: st.DrawFn, shapes: list[_PlaneShape], runs: list[tuple[int, int, int, int, int]]
 ) -> tuple[int, dict[int, int]]:
-    """Lay the planes' extents into the host buffer in any order.
+    """Put the extents of the planes into the host buffer, in any order.
 
     Returns:
-        Bytes of the host buffer; each plane's offset.
+        The bytes of the host buffer, and the offset of each plane.
     """
     extent_rows: dict[int, int] = {}
     for group, _, _, num_rows, host_row in runs:
@@ -381,7 +382,7 @@ def uniform_case(
     direction: int = PAGES_TO_HOST,
     misalignment_bytes: int = 0,
 ) -> TransferCase:
-    """A simple case: one group, whole pages, and equal planes in one pool each."""
+    """A simple case: one group, whole pages, and equal planes, each in its own pool."""
     num_pages = max(pages) + 1
     page_stride = row_bytes * rows_per_page + padding_bytes
     rows = len(pages) * rows_per_page

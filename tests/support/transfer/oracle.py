@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The meaning of a transfer, run by run, for tests and benchmarks. It is slow and simple."""
+"""The meaning of a transfer, run by run, for tests and benchmarks. The code is slow and simple."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Bytes = npt.NDArray[np.uint8]
 def oracle_transfer(
     pools: Sequence[Bytes], host: Bytes, planes: Table, runs: Table, direction: Direction
 ) -> None:
-    """Move the bytes of a valid transfer. Tables: see `PlaneColumn` and `RunColumn`."""
+    """Move the bytes of a valid transfer. For the tables, see `PlaneColumn` and `RunColumn`."""
     for group, pool, base, stride, region, row_bytes, rows, pages, offset in planes.tolist():
         for run_group, page, first, count, host_row in runs.tolist():
             if run_group != group:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The build of ``csrc/ascend`` with a stand-in for CANN: its CMake functions and five calls.
+"""The build of ``csrc/ascend`` without CANN. CANN's CMake functions and five calls are replaced.
 
 CMake, the launcher and the kernel are the real ones. The caller defines the calls of CANN's
 runtime. The kernel is compiled for the host, against the shim.
@@ -60,11 +60,11 @@ extern "C" uint32_t aclrtlaunch_kvext_page_transfer(uint32_t, aclrtStream, void*
 
 
 def write_cann(root: Path, runtime: str) -> Path:
-    """A folder that looks like CANN's to the build.
+    """Write a folder that looks like CANN's to the build.
 
     Args:
-        runtime: C++ that defines the calls of ``acl.h``, which it includes as
-            ``include/acl/acl.h``, and the launch of the kernel.
+        runtime: C++ that defines the calls of ``acl.h`` and the launch of the kernel. It includes
+            ``acl.h`` as ``include/acl/acl.h``.
     """
     files = {
         "tools/tikcpp/ascendc_kernel_cmake/ascendc.cmake": ASCENDC_CMAKE,
@@ -81,16 +81,16 @@ def write_cann(root: Path, runtime: str) -> Path:
 
 
 def configure(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Let CMake write the build into a folder."""
+    """Let CMake write a build into a folder."""
     (folder / "CMakeLists.txt").write_text(PROJECT, encoding="utf-8")
     command = ["cmake", "-S", str(folder), "-B", str(folder / "build"), *options]
-    # A CANN of this machine would add further variables.
+    # A CANN on this machine would add more variables.
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def install(folder: Path, cann: Path, *options: str) -> Path:
-    """Build and install both libraries below a folder. Returns their folder."""
+    """Build both libraries, and install them below a folder. Return their folder."""
     configured = configure(
         folder,
         f"-DASCEND_HOME_PATH={cann}",

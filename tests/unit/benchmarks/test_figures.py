@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic behind the tables of benchmarks, on the smallest input. No vLLM."""
+"""The arithmetic behind the tables of benchmarks, on the smallest input. It needs no vLLM."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_what_was_not_moved_does_not_count() -> None:
     ],
 )
 def test_what_is_lost_is_split_by_cause(hit: int, once: bytes, expected: tuple[int, ...]) -> None:
-    """A full group of blocks of 32 tokens: granularity, never kept, evicted."""
+    """One full group with blocks of 32 tokens. The causes: granularity, never kept, evicted."""
     keys = {bytes([each]) + bytes(4) for each in once}
     hashes = [bytes([each]) for each in b"0123"]
     history = CachedOnce((GroupNeeds(32, None),), 32, hashes, keys)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of the connector's counts, and traffic.
+"""The names of the connector's counters, and the counts of its traffic.
 
-``test_counted`` tests what all tables do. ``docs/metrics.md`` has the names of metrics.
+``test_counted`` tests what all tables have in common. ``docs/metrics.md`` has the metrics' names.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_a_count_of_segments_has_its_key(name: str) -> None:
 
 
 def test_an_extension_has_counters_only_and_none_of_the_connectors() -> None:
-    """Reports are joined, and the process that adds them up knows no extension."""
+    """Reports are added up in a process that knows no extension."""
     assert not any(metric.is_gauge for metric in SEGMENT_METRICS)
     assert {m.name for m in SEGMENT_METRICS}.isdisjoint(m.name for m in METRICS)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps an engine makes before its prefix cache is reset, so that transfers end."""
+"""The steps that an engine makes before its prefix cache is reset, so that transfers end."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ABORTED = SimpleNamespace(is_finished=lambda: True)
         ({}, True, NUM_STEPS_OF_A_STORE),
         ({"paused": PAUSED}, True, NUM_STEPS_OF_A_STORE),  # The step sends its outputs.
         ({"paused": PAUSED}, False, 0),
-        ({"aborted": ABORTED}, False, NUM_STEPS_OF_A_STORE),  # The request is there while it loads.
+        ({"aborted": ABORTED}, False, NUM_STEPS_OF_A_STORE),  # The request stays while it loads.
         ({"aborted": ABORTED, "paused": PAUSED}, False, 0),
     ],
 )
 def test_no_step_is_made_whose_outputs_nobody_would_get(
     requests: dict[str, object], is_own_process: bool, num_steps: int, mocker: MockerFixture
 ) -> None:
-    """Upstream counts no requests while they are paused."""
+    """While requests are paused, upstream does not count them as unfinished."""
     under_way = [True] * NUM_STEPS_OF_A_STORE + [False]
     side = mocker.Mock()
     type(side).has_transfers = mocker.PropertyMock(side_effect=under_way)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another ``schedule`` is there until the workers know that the last row of a hole has ended."""
+"""``schedule`` stays replaced until the workers know that the last row of a hole has ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Scheduler:
 
 
 def test_the_end_of_a_row_is_told_although_its_request_is_gone(mocker: MockerFixture) -> None:
-    """The hole goes while the step is planned that computes its row."""
+    """The hole is removed while the scheduler plans the step that computes its row."""
     mocker.patch.object(hole_steps, "budget_of_holes", return_value=(64, 8, 64))
     mocker.patch.object(hole_steps, "add_rows", side_effect=lambda *_: side.holes.clear())
     row = SimpleNamespace(row_id="row", run=SimpleNamespace(num_tokens=16))

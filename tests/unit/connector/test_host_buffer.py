@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory of a worker: how much, of which kind, mapped or not.
+"""Host memory of a worker: its size, its kind, and whether it is mapped.
 
-torch is imported when a test runs: the tests are collected where there is none.
+torch is imported when a test runs, so the tests can be collected without torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def pinned(torch: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each buffer so far was asked for in pinned memory, which a CPU cannot give."""
+    """For each buffer so far, whether pinned memory was asked for. A CPU cannot give any."""
     asked: list[bool] = []
     empty = torch.empty
 
@@ -54,7 +54,7 @@ def test_memory_beside_a_cpu_is_plain(torch: Any, pinned: list[bool]) -> None:
 
 
 def test_memory_beside_a_cpu_is_taken_at_once(torch: Any) -> None:
-    """Otherwise the first stores are slowed by a page fault per page."""
+    """Otherwise each page would cause a page fault, and the faults would slow the first stores."""
     before_bytes = resident_bytes()
     buffer = HostBuffer.allocate(64 << 20, CPU)
     assert resident_bytes() - before_bytes > 60 << 20

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes, units and pages of what is stored."""
+"""Sizes, units and pages of stored KV."""
 
 from __future__ import annotations
 
@@ -97,13 +97,13 @@ def test_sizes_and_rows_are_those_of_the_workers_planner(piece: Piece) -> None:
 
 
 def test_places_are_aligned_as_the_transfer_op_asks() -> None:
-    """`store` knows no transfers, so the two constants meet in the connector."""
+    """`store` does not know transfers. So only the connector can compare the two constants."""
     assert ALIGNMENT_BYTES % HOST_ALIGNMENT_BYTES == 0
 
 
 def test_tails_are_the_windows_before_a_boundary() -> None:
     layout = of(FULL, WINDOW, STATES)
-    # The window has 23 tokens before 104, from its page's start; the states have 7 tokens.
+    # The window has 23 tokens before 104, counted from its page's start. The states have 7 tokens.
     assert layout.pages(Piece.tails(104)) == ((1, 5, 7), (2, 6, 7))
 
 

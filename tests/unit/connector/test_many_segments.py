@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with thousands of segments: the scheduler waits for what is done with them."""
+"""Prompts with thousands of segments. The scheduler waits until they are processed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_ascend_kvext.token_range import TokenRange, without
 
 
 class CountedRuns(list[TokenRange]):
-    """Each segment may be read a few times."""
+    """Segments of which each may be read only a few times."""
 
     num_read = 0
 
@@ -24,7 +24,7 @@ class CountedRuns(list[TokenRange]):
 
 
 class CountedPrefix(SegmentPrefix):
-    """Counts the tokens that keys are made of."""
+    """A prefix that counts the tokens from which keys are made."""
 
     num_read = 0
 

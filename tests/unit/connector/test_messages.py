@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of several workers are one."""
+"""Reports of several workers are joined."""
 
 from __future__ import annotations
 

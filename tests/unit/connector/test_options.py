@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values of ``kv_connector_extra_config``, and the options that are made of them."""
+"""The values of ``kv_connector_extra_config``, and the options that are made from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GIB = 1 << 30
 FLAG = {True: True, False: False, "true": True, "false": False, " True ": True}
 NO_FLAG = (1, 0, "1", "yes", "", [True])
 
-# The key, its default as it is shown, values with their results, and wrong values.
+# The key, its default as shown, accepted values with their results, and wrong values.
 TABLE: dict[str, tuple[str, list[tuple[Any, Any]], tuple[Any, ...]]] = {
     "host_memory_gib": (
         "8",
@@ -85,14 +85,14 @@ def refusal(**extra_config: Any) -> str:
 def test_users_read_the_default_of_every_key() -> None:
     page = PAGE.read_text(encoding="utf-8").partition("## Options of")[2].partition("\n## ")[0]
     documented = re.findall(r"^### `(.+)`\n\nDefault: (.*)\.\n\n.+\.$", page, re.MULTILINE)
-    assert documented.pop() == ("segments", "unset"), "an extension's; see test_segment_options"
+    assert documented.pop() == ("segments", "unset"), "`segments` belongs to an extension; see test_segment_options"
     assert documented == [(key, default) for key, (default, _, _) in TABLE.items()]
     assert list(TABLE) == KEYS
 
 
 def test_nothing_given_is_the_defaults() -> None:
     assert parse() == ConnectorOptions()
-    assert parse(**dict.fromkeys(KEYS)) == ConnectorOptions(), "null is absent"
+    assert parse(**dict.fromkeys(KEYS)) == ConnectorOptions(), "null must count as absent"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_the_default_chunk_is_rounded_up_to_whole_units(
 def test_a_chunk_is_no_longer_than_what_a_request_may_have(
     chunk_tokens: int, unit_tokens: int, max_model_len: int, most_tokens: int
 ) -> None:
-    """The default values are accepted with any model."""
+    """Any model accepts the default values."""
     options = parse(chunk_tokens=chunk_tokens)
     if not most_tokens:
         assert options.chunk_tokens_of(unit_tokens, max_model_len) == chunk_tokens

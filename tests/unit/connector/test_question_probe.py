@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions are compared with keys in pages, when the attention of a layer is computed.
+"""Questions are compared with keys in pages while the attention of a layer is computed.
 
-torch is imported when a test runs: the tests are collected where there is none.
+torch is imported when a test runs, so the tests can be collected without torch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PLANES = tuple(
 
 @dataclass
 class Pages:
-    """The rows by plane and slot."""
+    """The rows, by plane and slot."""
 
     rows: np.ndarray
     planes: tuple[TokenPlane, ...] = PLANES
@@ -81,7 +81,10 @@ class Attention:
 
 
 class Step:
-    """A layer, and a step that it computes: other tokens, padding, and the row in no order."""
+    """A layer, and a step that it computes.
+
+    The step has other tokens, padding, and a mixed-up row.
+    """
 
     def __init__(self) -> None:
         torch = pytest.importorskip("torch")
@@ -105,7 +108,7 @@ class Step:
         return self.probe.end_step()
 
     def expected(self) -> np.ndarray:
-        """The attention, one product after the other."""
+        """The attention, computed product by product."""
         import torch
 
         by_token = {14: self.queries[2], 15: self.queries[4], 16: self.queries[1]}
@@ -126,7 +129,7 @@ def step() -> Step:
 def test_scores_are_attention_probabilities_of_all_heads_and_tokens(
     step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys of two bytes are read with their type."""
+    """Keys of two bytes are read with their own type."""
     import torch
 
     rows = torch.from_numpy(step.pages.rows)
@@ -140,7 +143,8 @@ def test_scores_are_attention_probabilities_of_all_heads_and_tokens(
     assert scores.dtype == np.float32 and np.allclose(scores, expected, atol=1e-5)
     assert len(of_other) == 3
     assert step.scores() == {} == step.probe.end_step()
-    monkeypatch.setattr(question_selection, "MAX_LOGITS", 1)  # It takes several parts.
+    # With this limit, the computation takes several parts.
+    monkeypatch.setattr(question_selection, "MAX_LOGITS", 1)
     assert np.allclose(step.scores(JOB)["a-hole-1"], expected, atol=1e-5)
     step.probe.shutdown()
     step.probe.shutdown()
@@ -168,11 +172,14 @@ def test_a_probe_that_ends_late_leaves_the_next_one(step: Step) -> None:
 def test_what_fails_does_not_end_the_step(step: Step, job: ProbeJob) -> None:
     assert step.scores(job) == {job.row_id: None}
     step.probe.begin_step([JOB])
-    assert step.probe.end_step() == {JOB.row_id: None}, "no step has computed it"
+    assert step.probe.end_step() == {JOB.row_id: None}, "a row without a computed step has scores"
 
 
 class Graphs(enum.Enum):
-    """Values of vLLM's ``CUDAGraphMode``: for steps that only decode, and for other steps."""
+    """Values of vLLM's ``CUDAGraphMode``.
+
+    One is for steps that only decode, one for other steps.
+    """
 
     NONE = 0
     PIECEWISE = 1

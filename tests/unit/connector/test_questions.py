@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a question is compared with, and what becomes of its scores."""
+"""The keys that a question is compared with, and the use of its scores."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LOADED = (
     Span(60, 70, THIRD, 0, is_computed=True),
     Span(70, 100, THIRD, 10),
 )
-"""A segment of two entries that begins at token 12, and another that begins at token 60."""
+"""A segment of two entries that begins at token 12, and one that begins at token 60."""
 
 PLAN = BlendedPlan(
     prefix=None,  # type: ignore[arg-type]  # of no meaning here
@@ -88,11 +88,11 @@ def test_a_question_is_no_longer_than_there_is_room_for(
     ("segments_end_tokens", "num_tokens", "expected"),
     [
         (100, 130, (100, 130)),
-        (120, 130, (120, 130)),  # The last segment is not stored, but it is not the question.
+        (120, 130, (120, 130)),  # The last segment is not stored, but is not the question.
         (130, 130, (100, 130)),
         (500, 130, (100, 130)),
         (100, 400, (100, 356)),
-        (390, 400, (346, 356)),  # Its end counts as right behind the segments.
+        (390, 400, (346, 356)),  # The question's end counts as right behind the segments.
     ],
 )
 def test_the_question_stands_behind_the_last_segment(
@@ -172,7 +172,7 @@ def test_what_has_the_highest_scores_is_chosen_behind_heads() -> None:
     questions, counters = questions_of()
     questions.begin(request_of(130), PLAN)
     scores = np.zeros(78, np.float32)
-    scores[0], scores[38] = 9, 9  # of heads
+    scores[0], scores[38] = 9, 9  # Scores of heads.
     scores[45 - 12], scores[38 + 99 - 60] = 1, 1
     assert questions.choose("a", scores) == (TokenRange(44, 50), TokenRange(94, 100))
     assert (counters.scored_probes, counters.lost_probes) == (1, 0)

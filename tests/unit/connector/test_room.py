@@ -26,7 +26,7 @@ def room_of(
     num_free: int = 0,
     num_steps_in_flight: int = 1,
 ) -> PoolRoom:
-    """``num_blocks`` can be used; the pool has the null block besides."""
+    """``num_blocks`` blocks can be used. The pool also has the null block."""
     view: Any = SimpleNamespace(
         num_blocks=num_blocks + 1,
         max_num_batched_tokens=16,
@@ -44,11 +44,11 @@ def room_of(
         ([FULL], 21, 16, 6),
         ([FULL], 16, 15, 4),
         ([FULL], 17, 4, 5),
-        # A window of 10 tokens lies in 4 pages at most; a step of 16 tokens takes 4, and one more
-        # where it begins within a page.
+        # A window of 10 tokens lies in at most 4 pages. A step of 16 tokens takes 4 pages, or 5 if
+        # it begins inside a page.
         ([WINDOW], 400, 100, 4 + 5),
         ([WINDOW], 102, 100, 4 + 2),  # The rest is shorter than a step.
-        # There is one page before the boundary; vLLM asks for those of a window and a step.
+        # There is one page before the boundary. vLLM asks for the pages of a window and a step.
         ([WINDOW], 40, 4, 1 + 7),
         ([MAMBA], 400, 96, 2 + 3),  # A state is one page.
         # Parts of one group share its blocks.
@@ -73,7 +73,7 @@ def test_windows_keep_what_all_steps_in_flight_have_left_behind() -> None:
 def test_request_that_the_pool_cannot_hold_never_loads() -> None:
     room = room_of(FULL, num_blocks=9)
     assert room.of_load("a", 40, 20) is Room.NEVER
-    # It computes instead, so no request waits behind it.
+    # The request computes instead, so no request waits behind it.
     assert room.of_load("b", 36, 20) is Room.YES
 
 
@@ -86,7 +86,7 @@ def test_largest_need_of_all_parked_counts() -> None:
 
 
 def test_others_wait_behind_the_first_that_waits() -> None:
-    """A small request does not take the room of a large one again and again."""
+    """Small requests must not take the room of a large request again and again."""
     room = room_of(FULL, num_blocks=14)
     room.park("a", 40, 20)
     assert room.of_load("large", 40, 20) is Room.LATER
@@ -101,7 +101,10 @@ def test_others_wait_behind_the_first_that_waits() -> None:
 
 
 def test_request_that_is_not_asked_about_loses_its_turn() -> None:
-    """vLLM passes the request over, for example because of its adapter. Others need not wait."""
+    """vLLM may pass the request over, for example because of its adapter.
+
+    Others need not wait then.
+    """
     room = room_of(FULL, num_blocks=14)
     room.park("a", 40, 20)
     assert room.of_load("large", 40, 20) is Room.LATER
@@ -135,7 +138,7 @@ def test_a_request_that_loads_nothing_waits_for_parked_ones_if_it_does_not_fit(
 
 @pytest.mark.parametrize("leave", ["withdraw", "unpark"])
 def test_request_that_stops_waiting_lets_others_pass(leave: str) -> None:
-    """The version changes whenever a load may begin that could not begin before."""
+    """The version changes when a load becomes possible that was not possible before."""
     room = room_of(FULL, num_blocks=14)
     room.park("a", 40, 20)
     assert room.of_load("large", 40, 20) is Room.LATER

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam to a tier behind host memory: how one is found, and what a worker side has it do."""
+"""The seam to a tier behind host memory: how a tier is found, and how a worker side uses it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_an_option_without_a_tier_is_refused() -> None:
         secondary_tier_of("config", WITH_TIER)
 
 
-# The worker has it.
+# The worker side uses the tier.
 
 
 class Jobs(NamedTuple):
@@ -71,7 +71,7 @@ class Told:
 
 
 class Recording(SecondaryTierWorker):
-    """A worker side that notes its calls."""
+    """A worker side that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -107,7 +107,7 @@ def test_a_worker_side_passes_on_what_is_the_tiers() -> None:
     tier = Recording()
     worker = SmallWorker(secondary=tier)
     worker.side.register(worker.pages.kv_caches)  # A reset registers pages again.
-    assert tier.calls == ["register"], "host memory is the same after a reset"
+    assert tier.calls == ["register"], "host memory was registered again after a reset"
     described = worker.side.describe()
     assert tier.pages is not None and described.secondary == "what it says"
     assert tier.pages.layout == described.layout

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What segments are computed behind and what separates them, as token ids."""
+"""The token ids of what segments are computed behind, and of what separates them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCABULARY_TOKENS = 128
 
 
 class Letters:
-    """A tokenizer: the token of a letter is its number."""
+    """A tokenizer. The token of a letter is the letter's number."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens
@@ -26,7 +26,7 @@ class Letters:
 
 @pytest.fixture(autouse=True)
 def tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes the place of ``vllm.tokenizers``."""
+    """Replaces ``vllm.tokenizers``."""
     module = ModuleType("vllm.tokenizers")
     module.cached_tokenizer_from_config = lambda model: Letters()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))

@@ -7,7 +7,7 @@ from vllm_ascend_kvext.connector.scheduler.transfer_cost import MIN_PREFILL_TOKE
 
 
 def measured() -> TransferCost:
-    """The costs: 1 ms per token, 1 MB/s, parked for 10 ms."""
+    """The costs: 1 ms per computed token, 1 MB/s, and 10 ms for parking."""
     cost = TransferCost()
     cost.note_step(1000, 1.0)
     cost.note_copies("load", 1_000_000, 1.0)
@@ -32,9 +32,9 @@ def test_small_load_is_too_dear_for_the_time_it_parks_a_request() -> None:
 
 def test_kv_goes_out_and_back_once_that_is_known_to_be_faster_than_computing() -> None:
     cost = TransferCost()
-    assert not cost.pays_out_and_back(1, 1 << 20), "nothing is known"
+    assert not cost.pays_out_and_back(1, 1 << 20), "neither computing nor copies were measured"
     cost.note_step(1000, 1.0)
-    assert not cost.pays_out_and_back(1, 1 << 20), "stores are not known"
+    assert not cost.pays_out_and_back(1, 1 << 20), "no store was measured"
     cost.note_copies("store", 1_000_000, 0.5)
     assert cost.pays_out_and_back(100_000, 101)  # 50 ms each way
     assert not cost.pays_out_and_back(100_000, 99)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queue of a worker's jobs and its thread; jobs here move nothing."""
+"""The queue of a worker's jobs and its thread. The jobs of these tests move nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def name(job: Job) -> int | str:
 
 
 class Jobs:
-    """Runs jobs by writing them down. Jobs pass a gate, and the jobs that a test has named fail."""
+    """Runs jobs by recording them. Jobs wait at a gate. Jobs that the test has named fail."""
 
     def __init__(self) -> None:
         self.gate = Gate()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's jobs on real pages: what comes back, what stays untouched, what is reported.
+"""A worker's jobs on real pages: what they bring, what they leave untouched, and their reports.
 
-torch is imported when a test runs: the tests are collected where there is none.
+torch is imported when a test runs, so the tests can be collected without torch.
 """
 
 from __future__ import annotations
@@ -45,11 +45,14 @@ if TYPE_CHECKING:
 
 TOKENS = TokenRange(0, 128)
 NUM_PAGES, LAYER = 64, "model.layers.0.c4.attn"
-"""The pages of every small worker, and its first layer."""
+"""The number of pages of every small worker, and its first layer."""
 
 
 class Move:
-    """`page_transfer` behind a gate. Loads with these numbers, counted from 1, fail."""
+    """`page_transfer` behind a gate. The loads in ``failing_loads`` fail.
+
+    They are counted from 1.
+    """
 
     def __init__(self) -> None:
         self.gate = Gate()
@@ -81,7 +84,7 @@ def move() -> Move:
 
 @pytest.fixture
 def make(move: Move) -> Iterator[Make]:
-    """Makes workers by the name of their layout; their threads end with the test."""
+    """Make workers by the name of their layout. Their threads end with the test."""
     pytest.importorskip("torch")
     from support.connector import small_workers
 
@@ -124,7 +127,7 @@ def test_what_is_stored_is_loaded_into_other_pages(tokens: TokenRange, worker: S
     before, content = worker.pages.copy_of_storages(), worker.page_bytes(source)
     job = worker.store(2, tokens, source)
     worker.run(job)
-    assert same(worker.pages.copy_of_storages(), before), "a store writes no page"
+    assert same(worker.pages.copy_of_storages(), before), "a store has changed pages"
     worker.pages.fill(seed=2)
     worker.run(worker.load(job, target))
     assert same(worker.page_bytes(target), content)
@@ -142,9 +145,9 @@ def test_what_is_stored_is_loaded_into_other_pages(tokens: TokenRange, worker: S
 def test_stores_begin_when_the_forward_has_ended(worker: SmallWorker) -> None:
     worker.side.end_of_forward()
     worker.begin(worker.job, has_forward=True)
-    worker.pages.fill(seed=3)  # the forward
+    worker.pages.fill(seed=3)  # This is the forward pass.
     computed = worker.page_bytes()
-    worker.side.wait_for_end(20)  # for what would have begun
+    worker.side.wait_for_end(20)  # The store would have begun in this time.
     assert not worker.take().results
     worker.side.end_of_forward()
     worker.wait_for(1)
@@ -165,14 +168,14 @@ def test_stores_of_a_forward_that_raised_are_reported_as_failed(
 
 
 def test_stores_before_a_step_have_ended_before_it(worker: SmallWorker, move: Move) -> None:
-    """This holds whatever is in the queue."""
+    """This holds whatever jobs are queued."""
     move.gate.close()
     worker.begin(worker.job)
     move.gate.wait_for_arrival()
     jobs = tuple(worker.store(number, TOKENS, worker.tables) for number in (2, 3))
     content = worker.page_bytes()
     worker.side.run_before_step(ConnectorMetadata(stores_before=jobs, has_forward=True))
-    worker.pages.fill(seed=2)  # the step
+    worker.pages.fill(seed=2)  # This is the step.
     assert worker.take().results.jobs_ended == {2: 1, 3: 1}
     move.gate.open()
     worker.wait_for(1)
@@ -269,13 +272,13 @@ def test_of_a_load_that_fails_each_part_is_tried(
 def test_pages_of_a_failed_load_are_those_it_should_have_filled(
     worker: SmallWorker, move: Move
 ) -> None:
-    """Pages before its tokens, pages that a window has left, and null blocks do not count."""
+    """Pages before its tokens, pages that a window has left, and null blocks are not counted."""
     tokens = TokenRange(64, 192)
     tables = worker.tables_of(tokens)
     job = worker.store(2, tokens, tables)
     worker.run(job)
     move.failing_loads = {1, 2}
-    # Whole tables of a request that goes on, with other pages before and behind.
+    # These are whole tables of a request that continues. It has other pages before and behind.
     whole = [TablePart(0, (60,) * part.first_page + part.ids + (61,)) for part in tables]
     worker.run(worker.load(job, whole))
     assert worker.results.failed_loads == {"a"}
@@ -290,7 +293,7 @@ def test_pages_of_a_failed_load_are_those_it_should_have_filled(
         ((TablePart(9, (5, 6)),), set()),
         ((TablePart(1, (5, 6, 7)),), {5, 6, 7}),
         ((TablePart(0, (*range(1, 8), NUM_PAGES)),), {*range(1, 8), NUM_PAGES}),
-        ((TablePart(0, (8, 7, 6, 0, 4, 3, 2, 1)),), {8, 7, 6, 4, 3, 2, 1}),  # a null page
+        ((TablePart(0, (8, 7, 6, 0, 4, 3, 2, 1)),), {8, 7, 6, 4, 3, 2, 1}),  # One is a null page.
     ],
 )
 def test_a_job_that_cannot_be_planned_fails(
@@ -307,7 +310,7 @@ def test_a_job_that_cannot_be_planned_fails(
 
 @pytest.mark.parametrize("host_bytes", [1 << 20, 4096])
 def test_a_store_that_lacks_rows_or_memory_fails(host_bytes: int, make: Make) -> None:
-    """These rows lie behind the last whole row of a chunk. Reads stay in host memory."""
+    """The rows that the store lacks lie behind the last whole row. No read leaves host memory."""
     worker = make("single_group", options=worker_options(host_bytes=host_bytes))
     job = worker.job
     if host_bytes > 4096:
@@ -355,7 +358,7 @@ def test_a_second_registration_takes_the_pages_where_they_are(
     stored.run(stored.load())
     assert same(stored.page_bytes(), content)
     assert same(old.copy_of_storages(), before)
-    assert stored.side.describe() == described, "the scheduler side is told once"
+    assert stored.side.describe() == described, "the description has changed, but is sent only once"
 
 
 def test_a_registration_of_other_pages_is_refused(worker: SmallWorker, make: Make) -> None:
@@ -369,13 +372,13 @@ def test_a_registration_of_other_pages_is_refused(worker: SmallWorker, make: Mak
 
 @pytest.mark.parametrize("end", ["shutdown", "end_transfers", "register"])
 def test_what_runs_ends_and_what_is_queued_fails(end: str, worker: SmallWorker, move: Move) -> None:
-    """The memory of pages may go away then, and `register` is not called again."""
+    """The memory of pages may disappear then, and `register` is not called again."""
     move.gate.close()
     worker.begin(worker.job, worker.store(2, TOKENS, worker.tables))
     move.gate.wait_for_arrival()
     threading.Timer(0.5, move.gate.open).start()
     getattr(worker.side, end)(*([worker.pages.kv_caches] if end == "register" else []))
-    assert worker.take().results.jobs_ended.keys() >= {1}, "what runs is waited for"
+    assert worker.take().results.jobs_ended.keys() >= {1}, "the call did not wait for the running job"
     assert move.num_stores == 1
     assert move.threads[0].is_alive() is (end != "shutdown")
     worker.begin(worker.store(3, TOKENS, worker.tables))
@@ -399,7 +402,7 @@ def test_a_worker_without_caches() -> None:
 
 
 def test_a_pool_that_has_moved_fails_its_jobs(worker: SmallWorker) -> None:
-    """Memory that was taken away without notice is not written to."""
+    """No transfer writes to memory that was taken away without notice."""
     pools = worker.side._runner.pools
     pools.tensors = tuple(tensor.clone() for tensor in pools.tensors)
     with pytest.raises(DescriptorError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading of single specs, and arithmetic of windows, hits and pages."""
+"""How single specs are read, and the arithmetic of windows, hits and pages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from vllm_ascend_kvext.groups.spec_attributes import (
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpec(MambaSpec):
-    """A class of specs of vLLM 0.30."""
+    """A class that stands for a spec of vLLM 0.30."""
 
     shapes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[object, ...] = ()
@@ -51,7 +51,7 @@ class StateSpec(MambaSpec):
 
 
 SPECS = [
-    # spec, kind, window_tokens, tokens_per_page; states are those of a kind
+    # The spec, its kind, window_tokens and tokens_per_page. States count as those of their kind.
     (FullAttentionSpec(block_size=16), GroupKind.FULL, 0, 16),
     (FullAttentionSpec(block_size=16, sliding_window=9), GroupKind.FULL, 0, 16),
     (MLAAttentionSpec(block_size=256, compress_ratio=4), GroupKind.FULL, 0, 256),
@@ -100,7 +100,7 @@ def test_a_window_spans_the_pages_of_its_tokens(window_tokens: int, tokens_per_p
     assert window_pages(window_tokens, tokens_per_page) == len(read)
 
 
-# The two meanings of `block_size`, and numbers that contradict both.
+# The two meanings of `block_size`, and numbers that contradict both of them.
 
 
 def decide(block_size: int, ratio: int, config_rows: int | None, tensor_rows: int | None) -> int:
@@ -132,7 +132,7 @@ def test_rows_decide(block_size: int, ratio: int, rows: int, expected: int, know
 def test_rows_that_a_spec_declares_are_read_whatever_the_padding(
     scale_dim: int, padded_bytes: int | None
 ) -> None:
-    """The size of the page would also fit the larger meaning of ``block_size``."""
+    """The size of the page would also fit the other, larger meaning of ``block_size``."""
     spec = DeclaredMLASpec(
         block_size=256, tokens_per_state=4, scale_dim=scale_dim, page_size_padded=padded_bytes
     )
@@ -143,7 +143,7 @@ def test_rows_that_a_spec_declares_are_read_whatever_the_padding(
 @pytest.mark.parametrize(
     ("spec", "found"),
     [
-        # The rows of a page and the rows of ``block_size``, under the other version's name.
+        # The rows of a page contradict the rows of ``block_size``. The name is the other version's.
         (DeclaredMLASpec(block_size=128, tokens_per_state=4, page_rows=128), "2048 bytes"),
         (DeclaredMLASpec(block_size=130, tokens_per_state=4), "32 rows"),
         (DeclaredMLASpec(block_size=128, compress_ratio=4), "tokens_per_state 1"),
@@ -158,7 +158,7 @@ def test_what_a_spec_says_twice_must_agree(spec: object, found: str) -> None:
 
 
 def test_scratch_memory_is_of_no_kind() -> None:
-    """The rings of vLLM 0.30 derive from the class of windows."""
+    """vLLM 0.30's rings derive from the class of windows."""
     spec = DeclaredMLASpec(block_size=16, prefix_cacheable=False)
     assert kind_of(spec) is GroupKind.OTHER
     with pytest.raises(GroupError, match="found a DeclaredMLASpec"):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which holes a step computes, in which blocks, and when their requests go on.
+"""Which holes a step computes, in which blocks, and when their requests continue.
 
-``test_request_machine`` checks what holes read and leave: it runs random requests on vLLM's real
+``test_request_machine`` checks what holes read and write. It runs random requests on vLLM's real
 scheduler.
 """
 
@@ -24,7 +24,7 @@ def pool() -> BlockPool:
 def parked(
     *holes: tuple[int, int], after_tokens: int = 0, pool: BlockPool | None = None
 ) -> HoleQueue:
-    """A request that waits for its holes. Its model has windows if there is a pool."""
+    """A queue with a request that waits for its holes. The model has windows if there is a pool."""
     queue = HoleQueue(window_blocks(pool) if pool else no_windows(BlockPool(), {0: PAGE_TOKENS}))
     queue.begin("a", [TokenRange(*hole) for hole in holes], after_tokens)
     return queue
@@ -84,7 +84,8 @@ def test_a_step_has_so_many_rows_and_tokens_of_all_requests() -> None:
     assert runs(queue, 0) == runs(queue, -5) == runs(queue, MANY, 0) == []
     assert queue.lacks_room
     queue.note_load_ended("a")
-    # A row reads all rows before it. So a part of a hole is its request's last row in the step.
+    # A row reads all rows before it. So if only a part of a hole is computed, it is the last row of
+    # its request in the step.
     assert [(row.request_id, *row.run) for row in rows(queue, 12, MANY, 8)] == [
         ("a", 40, 48),
         ("b", 0, 4),
@@ -168,7 +169,7 @@ def test_row_is_as_short_as_the_free_blocks_are_few(pool: BlockPool) -> None:
     pool.release(held[17:])
     assert runs(queue) == [(0, 10)]
     queue.end_step()
-    # One block is free. Of the first row's three blocks, the two before token 10 stay.
+    # One block is free. The first row has three blocks. The two before token 10 stay.
     assert runs(queue) == [(10, 13)]
     pool.release(held[:17])
     queue.end_step()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans that go on behind what is missing."""
+"""Plans that continue behind missing tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plan_of(
     num_tokens: int = 48,
     min_run_tokens: int = 0,
 ) -> tuple[SmallTier, LoadPlan]:
-    """The plan of a prompt of some tokens. A model with windows has ``tails``."""
+    """The plan for a prompt of ``num_tokens`` tokens. Only a model with windows has ``tails``."""
     tier = SmallTier(needs_tails=tails is not None)
     for piece in pieces:
         tier.store(PROMPT, Piece.rows(*piece))
@@ -43,7 +43,7 @@ def plan_of(
 
 GAP = [(0, 12), (24, 36), (36, 48)]
 PLANS = {
-    # The pieces, tails, and others; then the boundary, the holes, and the loaded tokens.
+    # The pieces, the tails and other arguments, then the boundary, the holes and the loaded tokens.
     "behind a hole": (GAP, None, {}, 46, [(12, 24)], GAP),
     "the device ends in a hole": (
         *([(12, 24), (36, 48)], None, {"after_tokens": 4}),
@@ -94,7 +94,7 @@ def test_plan_goes_on_behind_holes(name: str) -> None:
     assert load.entries == plan.entries
 
 
-# The computed tokens, compared with brute force over all other choices.
+# The computed tokens are compared with all other choices.
 
 UNIT_TOKENS = 4
 MAX_UNITS = 9
@@ -133,7 +133,7 @@ def tokens_of(runs: Sequence[TokenRange]) -> set[int]:
 
 
 def is_right(num_tokens: int, spans: Sequence[TokenRange], found: Cached) -> bool:
-    """Whether every computed token finds all that it reads, cached or computed before it."""
+    """Whether all that each computed token reads is cached, or was computed before it."""
     done = tokens_of(spans)
     there = tokens_of(found.rows) | done
     return num_tokens - 1 in done and all(
@@ -168,7 +168,7 @@ def test_no_plan_computes_less_unless_runs_are_short(
     spans = plan_spans(num_tokens, *found, min_run_tokens)
     behind = [run for run in without([TokenRange(0, num_tokens)], spans) if run.first_tokens]
     assert all(run.num_tokens >= min_run_tokens for run in behind)
-    # A prompt that stops at the first missing token computes no less.
+    # A plan that stops at the first missing token does not compute less.
     assert spans[0].first_tokens == least[0].first_tokens
     for plan in (least, spans):
         assert is_right(num_tokens, plan, found)

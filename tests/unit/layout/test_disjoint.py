@@ -30,7 +30,7 @@ def bytes_by_page(one: OwnedRegion, num_pages: int) -> list[set[tuple[int, int]]
 
 
 def may_coexist(one: OwnedRegion, other: OwnedRegion, num_pages: int) -> bool:
-    """Whether shared bytes always belong to pages of equal number in different groups."""
+    """Whether different groups share bytes only between pages of the same number."""
     pages = bytes_by_page(one, num_pages)
     other_pages = bytes_by_page(other, num_pages)
     for page, other_page in itertools.product(range(num_pages), repeat=2):

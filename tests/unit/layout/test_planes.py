@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planes of registered tensors, with layouts by hand that real models do not have.
+"""Planes of registered tensors. The layouts are made by hand, and real models do not have them.
 
-Tensors do not say everything: tiled pages, private formats and ratios within a group are tested
+Tensors do not show everything. So tiled pages, private formats and ratios within a group are tested
 here, too. The round trips of ``tests/ops`` and ``tests/ascend`` move the layouts of real models
 byte by byte.
 """
@@ -43,12 +43,12 @@ TOKENS = 4
 HEAD = 8
 FULL = FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD)
 ROW = HEADS * HEAD * 2
-"""Bytes of one token's keys."""
+"""The bytes of one token's keys."""
 PAGE = TOKENS * ROW
 
 
 def placed(group: LayoutGroup) -> list[tuple[int, int, int, int]]:
-    """For each plane: offset of page 0's region, page stride, row bytes, rows per page."""
+    """For each plane: the offset of page 0's region, page stride, row bytes, and rows per page."""
     return [
         (
             plane.base_bytes + plane.region_offset_bytes,
@@ -66,7 +66,7 @@ def build_one(spec: object, entry: object, addressing: RowAddressing | None = No
 
 
 def test_a_page_is_one_row_whatever_the_order_of_its_bytes() -> None:
-    """The orders are tokens first, heads first, and two kernel blocks."""
+    """The orders are: tokens first, heads first, and two kernel blocks."""
     spec = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=8)
     heads_first = tensor(PAGES, 2, 32, 4, 8, order=(0, 1, 3, 2, 4))
     entries = [tensor(PAGES, 2, 32, 4, 8), heads_first, tensor(2 * PAGES, 2, 16, 4, 8)]
@@ -118,7 +118,7 @@ def test_planes_follow_the_entry_not_the_addresses() -> None:
 
 
 def test_two_shapes_of_the_same_bytes_make_a_page_one_row() -> None:
-    """On A5 the indexer has a third view, of keys and scales together."""
+    """On A5, the indexer has a third view, of keys and scales together."""
     spec, (keys, scales) = indexer_page()
     both = tensor(PAGES, TOKENS, 1, 18, dtype=INT8, storage=keys.storage, page_stride=72, offset=64)
     group = build_one(spec, [keys, scales, both])
@@ -184,7 +184,7 @@ def test_contradictions_are_refused(name: str) -> None:
 
 
 def test_planes_of_one_group_in_each_others_way_are_refused() -> None:
-    """Other groups may share the bytes of equal pages, because block ids separate them."""
+    """Different groups may share the bytes of equal pages, because block ids separate them."""
     spec = MLAAttentionSpec(block_size=TOKENS, head_size=HEADS * HEAD)
     storage = FakeStorage(4 * PAGES * PAGE)
     caches = {
@@ -235,7 +235,7 @@ def test_a_plain_config_addresses_rows() -> None:
 
 
 def test_nz_pages_are_taken_whole() -> None:
-    """With ``enable_kv_nz``, kernels write tiles of 16 elements, and the shape does not show it."""
+    """With ``enable_kv_nz``, kernels write tiles of 16 elements. The shape does not show this."""
     nz_layers = read_nz_layers(vllm_config(enable_kv_nz=True), LAYERS)
     (group,) = build_layout(LATENT_CONFIG, LAYERS, nz_layers).groups
     assert group.rows_per_page == 1 and group.tokens_per_row == NUM_TOKENS
@@ -245,7 +245,7 @@ def test_nz_pages_are_taken_whole() -> None:
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_quantized_layers_are_taken_whole_and_others_by_row(quantization: str) -> None:
-    """The kernels of quantized layers write tiles, and the shape does not show it."""
+    """The kernels of quantized layers write tiles. The shape does not show this."""
     nz_layers = read_nz_layers(vllm_config(quantization, ("1.attn",)), LAYERS)
     by_row, whole = build_layout(LATENT_CONFIG, LAYERS, nz_layers).groups
     assert [plane.layer_name for plane in by_row.planes] == ["0.attn"]
@@ -257,7 +257,7 @@ def test_quantized_layers_are_taken_whole_and_others_by_row(quantization: str) -
 
 @pytest.fixture
 def acl_formats(monkeypatch: pytest.MonkeyPatch) -> dict[FakeStorage, int]:
-    """Results of ``torch_npu.get_npu_format`` by storage. Other storages have 2 (ND)."""
+    """Results of ``torch_npu.get_npu_format``, by storage. Other storages have format 2 (ND)."""
     formats: dict[FakeStorage, int] = {}
     torch_npu = ModuleType("torch_npu")
     torch_npu.get_npu_format = lambda one: formats.get(one.untyped_storage(), 2)
@@ -302,7 +302,7 @@ def test_ratios_in_one_group_need_the_entries_of_each() -> None:
 
 
 def test_pages_whose_inside_has_another_order_are_another_layout() -> None:
-    """A page that is one row has the same size if tokens or heads come first in it."""
+    """A page that is one row has the same size, whether tokens or heads come first in it."""
     spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD)
     tokens_first = tensor(PAGES, 2, TOKENS, HEADS, HEAD)
     heads_first = tensor(PAGES, 2, TOKENS, HEADS, HEAD, order=(0, 1, 3, 2, 4))

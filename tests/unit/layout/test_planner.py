@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The form of plans, and refused arguments. `test_store_and_load` moves bytes."""
+"""The form of plans, and refused arguments. `test_store_and_load` tests the bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEEPSEEK = make_layout(
     ),
     NUM_PAGES,
 )
-"""The layout that vLLM-Ascend makes for DeepSeek-V4, with smaller numbers."""
+"""The layout that vLLM-Ascend makes for DeepSeek-V4, but with smaller numbers."""
 
 IDS = [[1, 2, 3], [4], [5] * 6, [6] * 48, [7] * 12]
 """Pages of 96 tokens, for `DEEPSEEK`."""
@@ -45,7 +45,7 @@ def test_a_block_table_that_is_too_short_is_refused() -> None:
 
 
 def test_ids_in_front_of_a_window_are_not_looked_at() -> None:
-    """The cost grows with runs only. A window of a long prompt reads the end of its list."""
+    """Only runs cost time. The window of a long prompt reads only the end of its list."""
 
     slices: list[slice] = []
 

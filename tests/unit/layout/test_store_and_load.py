@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads of any parts bring the stored bytes, compared with a model of tokens and rows.
+"""Loads of any parts bring the stored bytes. They are compared with a model of tokens and rows.
 
-Chunks are stored in one call or one by one; between the calls other pages become null. A load
+Chunks are stored in one call or one by one. Between these calls, other pages become null. A load
 takes all groups or some of them. States are kept or left out.
 """
 
@@ -81,7 +81,7 @@ def layouts(draw: st.DrawFn) -> KVLayout:
 
 
 def random_block_ids(layout: KVLayout, end: int, null_share: float, seed: int) -> BlockIds:
-    """Distinct pages in random order, some of them null. Lists are as long as vLLM's or longer."""
+    """Distinct pages in random order. Some are null. Lists are as long as vLLM's, or longer."""
     random = np.random.default_rng(seed)
     fresh = iter(random.permutation(np.arange(1, layout.num_pages)).tolist())
     lists: BlockIds = [[] for _ in range(layout.num_scheduler_groups)]
@@ -98,7 +98,7 @@ def random_block_ids(layout: KVLayout, end: int, null_share: float, seed: int) -
 class Prompt:
     """The chunks of a prompt that are stored, and the parts that are loaded.
 
-    Chunks are stored in one call or at different times; between these times other pages become
+    Chunks are stored in one call or at different times. Between these times, other pages become
     null.
     """
 
@@ -170,7 +170,10 @@ def prompts(draw: st.DrawFn) -> Prompt:
 
 
 class HostMemory:
-    """Stores the chunks of a prompt. Each has its own place, and the bytes between must stay."""
+    """Stores the chunks of a prompt. Each chunk has its own place.
+
+    Bytes between places must stay.
+    """
 
     def __init__(self, prompt: Prompt) -> None:
         self._prompt = prompt
@@ -236,7 +239,7 @@ def missing_rows(layout: KVLayout, missing: Iterable[MissingRows]) -> Counter[tu
 
 
 def usable(layout: KVLayout, rows: Rows, end: int) -> Rows:
-    """The rows that a resume can use. A state of another token than the last is of no use."""
+    """The rows that a resume can use. Of states, it can use only that of the last token."""
     return {
         (index, row)
         for index, row in rows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's connector is made of copies of the configs, under a name that tells layouts apart."""
+"""LMCache's connector is made with copies of the configs. Their name tells layouts apart."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LMCacheMPConnector:
         setattr(self, f"{role.name.lower()}_adapter", adapter)
 
     def own_name(self, model_name: str) -> str:
-        """LMCache adds to the name with decode context parallelism."""
+        """With decode context parallelism, LMCache appends to the name."""
         return f"{model_name}##lmcache-dcp"
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
@@ -81,7 +81,7 @@ def made(
     own: Any = None,
     connector: type = LMCacheMPConnector,
 ) -> Any:
-    """The object that vLLM makes of the class that it asks for."""
+    """The object that vLLM makes with the class that it asks for."""
     return class_for(connector)(own or engine(), role, groups)
 
 
@@ -96,7 +96,7 @@ def test_both_sides_of_an_engine_have_one_name_that_says_the_layout(groups: KVCa
     scheduler, worker = (config.model_config.model for config in given)
     assert scheduler == worker
     assert scheduler.startswith("model##kvext-")
-    assert own == engine(), "the engine's own config stays as it is"
+    assert own == engine(), "the engine's own config has changed"
     assert given[0].parallel_config is own.parallel_config
 
 
@@ -110,12 +110,12 @@ def test_engines_of_other_groups_or_of_another_lmcache_have_other_names(
 
 
 def test_the_class_is_the_same_however_often_it_is_asked_for() -> None:
-    """MultiConnector compares classes, and tells their reports apart by name."""
+    """MultiConnector compares classes. It tells their reports apart by name."""
     found = class_for(LMCacheMPConnector)
     assert found is class_for(LMCacheMPConnector) is class_for(found)
     assert issubclass(found, LMCacheMPConnector)
     assert found.__name__ == NAME
-    assert class_for(mock.Mock) is mock.Mock, "other connectors are those that they always were"
+    assert class_for(mock.Mock) is mock.Mock, "the class of another connector was replaced"
 
 
 @pytest.mark.parametrize("role", Role)

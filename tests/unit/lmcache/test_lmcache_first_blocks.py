@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connector that was told of no blocks reads them off what is scheduled."""
+"""If a connector was not told of a request's first blocks, it reads them from a step."""
 
 from __future__ import annotations
 
@@ -39,4 +39,4 @@ def test_what_was_not_told_of_the_blocks_it_begins_with_is_read_off_the_step(
     tracker = mock.Mock(num_allocated_blocks=lambda: known)
     tell_first_blocks({"a": tracker}, output)
     assert tracker.append_block_ids.mock_calls == [mock.call(([1, 2], [3]))] * is_told
-    tell_first_blocks({}, output)  # Requests that LMCache does not know are passed over.
+    tell_first_blocks({}, output)  # Requests that LMCache does not know are skipped.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The name of an engine's objects: equal on both sides of an engine, other for another layout."""
+"""The name of an engine's objects is equal on both sides of an engine, and differs by layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GROUPS = config(100, (FULL, "a", "b"), (WINDOW, "c", "d"))
 
 
 def engine(**changes: Any) -> Any:
-    """vLLM's config as far as it is read, with some values changed: ``parallel__rank=1``."""
+    """The parts of vLLM's config that are read. Some values are changed: ``parallel__rank=1``."""
     config = {
         "model_config": {"revision": None, "quantization": None},
         "parallel_config": {"tensor_parallel_size": 2, "pipeline_parallel_size": 1},
@@ -57,7 +57,7 @@ REFERENCE = fingerprint()
     [
         {"groups": replace(GROUPS, num_blocks=7)},
         {"parallel__rank": 1},
-        # A worker's model may rename it. The specs have its consequences.
+        # A worker's model may rename this dtype. The specs show its effects.
         *({"cache__cache_dtype": name} for name in ("fp8", "fp8_ds_mla", "bfloat16")),
     ],
 )
@@ -67,7 +67,7 @@ def test_what_a_process_alone_knows_does_not_matter(changes: dict[str, Any]) -> 
 
 
 def test_both_sides_of_an_engine_agree_on_a_bundle_of_layers() -> None:
-    """The scheduler has this bundle as the spec of its first layer."""
+    """The scheduler sees this bundle as the spec of its first layer."""
     wide = replace(FULL, head_size=32)
     worker = config(100, {"a": FULL, "b": wide}, (WINDOW, "c"))
     scheduler = config(100, (FULL, "a", "b"), (WINDOW, "c"))
@@ -75,7 +75,7 @@ def test_both_sides_of_an_engine_agree_on_a_bundle_of_layers() -> None:
 
 
 def test_all_stages_of_a_pipeline_agree() -> None:
-    """Each worker has other layers in the same groups, whose first layer may have another spec."""
+    """Each worker has other layers in the same groups. Their first layer may have another spec."""
     first, *same, other = (
         fingerprint(config(9, (spec, layer), (WINDOW, "w")), parallel__pipeline_parallel_size=2)
         for spec, layer in (

@@ -2,7 +2,7 @@
 """Tokens per block of DeepSeek-V4's groups on Ascend.
 
 Sizes are those of vLLM-Ascend 0.23.0 (``_DSV4_BLOCK_SIZES``). `tests/ascend` has the groups that
-it plans, and compares what LMCache cuts of them with the rows that pages hold.
+vLLM-Ascend plans. It compares LMCache's slices of them with the rows that pages hold.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def window(rows: int, window_tokens: int) -> SlidingWindowMLASpec:
     )
 
 
-# The rows per block of compressed, window, and both state groups, by --block-size.
+# By --block-size: the rows per block of the compressed, the window, and both state groups.
 @pytest.mark.parametrize(("mla", "swa", "state", "states"), [(128, 128, 8, 32), (32, 32, 2, 8)])
 def test_a_block_stands_for_the_tokens_that_its_rows_hold(
     mla: int, swa: int, state: int, states: int

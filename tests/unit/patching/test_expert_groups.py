@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of vLLM-Ascend's choice of experts that the repair changes."""
+"""The repair changes these calls of vLLM-Ascend's choice of experts."""
 
 from __future__ import annotations
 

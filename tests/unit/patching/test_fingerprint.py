@@ -115,7 +115,7 @@ def function(a, b=1, *, c: int = 2) -> int:
         "import os\n\n\n" + FUNCTION,
         FUNCTION.replace("(a, b=1, *, c: int = 2)", "(\n    a, b=1,\n    *, c: int = 2,\n)"),
         FUNCTION.replace("    def g():\n", "    def g():\n        'doc'\n"),
-        "def function(): return 1\n" + FUNCTION,  # The last definition is the one that counts.
+        "def function(): return 1\n" + FUNCTION,  # The last definition counts.
     ],
 )
 def test_layout_comments_docstrings_and_earlier_definitions_do_not_count(
@@ -202,7 +202,7 @@ def test_functions_with_equal_code_keep_their_own_fingerprints(tmp_path: Path) -
 
 
 def test_fingerprints_are_those_that_the_store_was_made_with(sample_root: Path) -> None:
-    """The functions include ones in classes and under conditions."""
+    """Some of these functions are in classes and under conditions."""
     found = {name: fingerprint_source(sample_root, name) for name in SAMPLE_FINGERPRINTS}
     assert found == SAMPLE_FINGERPRINTS
 

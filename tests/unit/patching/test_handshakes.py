@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each connector of a MultiConnector gets the handshake that it would get alone."""
+"""Each connector of a MultiConnector gets the handshake that it would get without the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETTERS = {
 
 
 def multi_connector(handshakes: list[Any]) -> tuple[Any, list[Any]]:
-    """A MultiConnector of connectors with these handshakes, and what each of them is told."""
+    """A MultiConnector of connectors with these handshakes, and what each connector is told."""
     told: list[Any] = [None] * len(handshakes)
     connectors = [
         SimpleNamespace(
@@ -36,7 +36,7 @@ def multi_connector(handshakes: list[Any]) -> tuple[Any, list[Any]]:
 
 
 def refuse(*_: Any) -> None:
-    raise AssertionError("upstream is not asked")
+    raise AssertionError("upstream's function was called, although the patch must not call it")
 
 
 @pytest.mark.parametrize("name", SETTERS)

@@ -37,7 +37,7 @@ def pool(plan_patches: PlanPatches) -> ModuleType:
 
 
 def slots(pool: ModuleType) -> dict[str, Any]:
-    """The attributes that the tests patch, as ``vars()`` has them."""
+    """The attributes that the tests patch, as ``vars()`` shows them."""
     return {
         "Pool.free": vars(pool.Pool)["free"],
         "Pool.find": vars(pool.Pool)["find"],
@@ -71,7 +71,7 @@ def test_apply_revert_apply_revert_restores_the_very_attributes(
         assert state_of(book, plan.findings[0]) is State.APPLIED
         assert slots(pool)[target] is not before[target]
         assert CALLS[target](pool) == stock
-        assert calls, "the wrapper was called"
+        assert calls, "the wrapper was not called"
         assert book.revert(FEATURE) == {f"T-{target}": State.INERT}
         assert state_of(book, plan.findings[0]) is State.INERT
         after = slots(pool)
@@ -108,7 +108,7 @@ STEPS = ["foreign", "leave", *(f"{verb} {name}" for verb in VERBS for name in FE
 def test_calls_go_through_what_is_in_effect_in_any_order_of_applying_and_reverting(
     plan_patches: PlanPatches, pool: ModuleType, steps: list[str]
 ) -> None:
-    """The model is a stack of patches, on or off, and foreign wrappers, innermost first."""
+    """The model is a stack of patches, on or off, and of foreign wrappers, innermost first."""
     book = PatchBook()
     cls = pool.Pool
     original = vars(pool.Pool)["free"]
@@ -147,7 +147,7 @@ def test_calls_go_through_what_is_in_effect_in_any_order_of_applying_and_reverti
                 else:
                     off.add(id)
             assert list(book.revert(feature).items()) == list(expected.items())
-            while stack and stack[-1] in off:  # Foreign wrappers are around these.
+            while stack and stack[-1] in off:  # Foreign wrappers are around these patches.
                 off.discard(stack.pop())
         calls.clear()
         assert cls().free([1]) == ([1], False)
@@ -242,7 +242,7 @@ class TestWhenImported:
         (finding,) = plan.findings
         assert book.apply(plan) == ("T-touch",)
         assert book.apply(plan) == ()
-        assert MODULE not in sys.modules, "neither planning nor installing imports it"
+        assert MODULE not in sys.modules, "planning or installing has imported the module"
         assert state_of(book, finding) is State.WAITING
         pool = importlib.import_module(MODULE)
         assert state_of(book, finding) is State.APPLIED

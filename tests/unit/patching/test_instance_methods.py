@@ -24,7 +24,7 @@ METHODS = ("schedule", "free")
 
 
 class Owner:
-    """An object whose methods return the calls that were made, outermost first."""
+    """An object whose methods return the calls that were made, the outermost call first."""
 
     def schedule(self, *passed: Any) -> list[Any]:
         return ["upstream", *passed]
@@ -42,7 +42,7 @@ def replacement(method: str, label: object) -> Callable[..., list[Any]]:
 
 
 def owners() -> list[Owner]:
-    """Objects. The last one has a method in its ``__dict__`` before any replacement."""
+    """Objects of which the last has a method in its ``__dict__`` before any replacement."""
     made = [Owner() for _ in range(NUM_OWNERS)]
     made[-1].schedule = lambda *passed: ["local", *passed]  # type: ignore[method-assign]
     return made
@@ -53,7 +53,7 @@ replacing = st.tuples(
 )
 taking_back = st.integers(0, NUM_PATCHES - 1)
 taking_one_back = st.floats(0, 1, exclude_max=True)
-"""Where it stands among those that are in effect."""
+"""The position of the removed replacement among those in effect."""
 
 
 @given(
@@ -67,9 +67,10 @@ def test_calls_go_through_what_has_not_been_taken_back(
     indices = range(NUM_OWNERS)
     before = [dict(vars(each)) for each in objects]
     patches = [InstanceMethods() for _ in range(NUM_PATCHES)]
-    # (patch, owner, method) of the replacements in effect, oldest first.
+    # The patch, owner and method of each replacement in effect, the oldest first.
     model: list[tuple[int, int, str]] = []
-    give_back: list[Callable[[], None]] = []  # Of the same.
+    # The functions that take these replacements back.
+    give_back: list[Callable[[], None]] = []
     for step in [*steps, *last_order]:
         if isinstance(step, int):
             patches[step].take_back()
@@ -97,7 +98,7 @@ def test_calls_go_through_what_has_not_been_taken_back(
 
 
 def partial_around(call: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Wrap a call in a partial. A partial takes apart another one that has no attributes."""
+    """Wrap a call in a partial. ``partial`` unwraps another partial that has no attributes."""
     return functools.partial(call, "theirs")
 
 

@@ -43,7 +43,7 @@ FOUND: list[tuple[Patch, str, State, str]] = [
         State.MISSING_TARGET,
         "fake_upstream.gone cannot be imported",
     ),
-    # The target of a hook can be something else than a function.
+    # The target of a hook need not be a function.
     (declare("calls", **HOOK), "0.23.0", State.INERT, ""),
     (declare("gone", **HOOK), "0.23.0", State.MISSING_TARGET, ""),
     # The patch fits a rebuilt release with the same code.
@@ -82,7 +82,7 @@ def test_a_function_relied_on_counts_like_the_target(upstream_root: Path) -> Non
 
     assert plan(known) is State.INERT
     assert plan({**known, touch: "0" * 16}) is State.DRIFTED
-    assert plan({FREE: known[FREE]}) is State.DRIFTED, "nothing stored is no match"
+    assert plan({FREE: known[FREE]}) is State.DRIFTED, "a function without a stored fingerprint must not match"
 
 
 def test_a_patch_for_another_version_is_no_part_of_the_feature(plan_patches: PlanPatches) -> None:
@@ -90,7 +90,7 @@ def test_a_patch_for_another_version_is_no_part_of_the_feature(plan_patches: Pla
     plan = plan_patches(declare("Pool.free"), elsewhere)
     assert [finding.state for finding in plan.findings] == [State.INERT, State.SKIPPED_VERSION]
     assert plan.fits
-    assert not plan_patches(elsewhere).fits, "a feature without a patch is none"
+    assert not plan_patches(elsewhere).fits, "a feature without a patch must not fit"
 
 
 def test_a_foreign_wrapt_wrapper_is_looked_through(plan_patches: PlanPatches) -> None:
@@ -115,9 +115,9 @@ ON_ASCEND = Upstream("0.23.0", "0.23.0", has_torch_npu=True)
 NAMED = declare("Pool.free", ascend=(ADDON,))
 OWN = declare(ADDON)
 NEWER = declare("Pool.free", ascend=("vllm_ascend.patches:only_in_newer",))
-# A patch, upstream, whether the addon has replaced the function, the function, and the state
-# that is found.
-# Modules of vLLM-Ascend need torch_npu. Without it their import may fail.
+# A patch, upstream, whether the addon has replaced the function, the function, and the state that
+# is found.
+# Modules of vLLM-Ascend need torch_npu. Without torch_npu, their import may fail.
 ON_ASCENDS: list[tuple[Patch, Upstream, bool, str, State, str]] = [
     (NAMED, ON_ASCEND, True, ADDON_SOURCE, State.INERT, ""),
     (declare("Pool.free"), ON_ASCEND, True, ADDON_SOURCE, State.DRIFTED, "_ascend_free at"),
@@ -163,7 +163,7 @@ def test_what_is_found_where_vllm_ascend_replaces_functions(
     assert finding.state is state
     assert reason in finding.reason
     is_imported = is_replaced or (patch is OWN and upstream is ON_ASCEND)
-    assert ("vllm_ascend.patches" in sys.modules) is is_imported, "an import applies its patches"
+    assert ("vllm_ascend.patches" in sys.modules) is is_imported, "vLLM-Ascend's patches must only be imported if needed"
 
 
 AROUND = "vllm_ascend.patches:put_around.<locals>.free"

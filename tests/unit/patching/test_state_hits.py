@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hit without its state is taken only if the connector brings the state."""
+"""A hit without its state is used only if the connector brings the state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALL_GROUPS_TOKENS = 128
 
 
 class Scheduler:
-    """The attributes of a scheduler that `StateHits` reads, and calls of the methods it wraps."""
+    """The attributes of a scheduler that `StateHits` reads, and the methods that it wraps."""
 
     def __init__(self, hits: Any, matched: Any, is_0_23: bool = False) -> None:
         self.hits = hits
@@ -65,7 +65,7 @@ class Scheduler:
         return *found, 0
 
     def schedule(self) -> tuple[Any, Any]:
-        """Run the lookup, and return what the scheduler is told after it."""
+        """Run the lookup, and return what the scheduler learns afterwards."""
         blocks, num_tokens, *_ = self.state_hits.get_computed_blocks(self.own_lookup, self.request)
         matched = self.connector.get_num_new_matched_tokens(self.request, num_tokens)
         return (blocks, num_tokens), matched

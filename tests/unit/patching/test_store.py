@@ -24,7 +24,7 @@ def test_expected_is_that_of_the_same_release() -> None:
 def test_two_builds_of_a_release_both_count() -> None:
     store = STORE.replacing("vllm", "0.23.0.post1", {"m:f": "c"})
     assert store.expected("vllm", "0.23.0", "m:f") == {"a", "c"}
-    assert STORE.expected("vllm", "0.23.0", "m:f") == {"a"}, "a store is a value"
+    assert STORE.expected("vllm", "0.23.0", "m:f") == {"a"}, "the store was changed in place"
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:

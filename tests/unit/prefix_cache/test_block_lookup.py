@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The longest hit of all groups, against a lookup that searches block by block."""
+"""The longest hit of all groups, compared with a lookup that searches block by block."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ UNIT_TOKENS = 4
 
 @st.composite
 def caches(draw: st.DrawFn) -> list[tuple[GroupGeometry, list[set[int]]]]:
-    """Groups in upstream's order, and the blocks that each of its one or two groups has cached.
+    """Groups in upstream's order. Each has one or two columns of cached blocks.
 
-    Most of them, or few.
+    A column has nearly all blocks, or some.
     """
     kinds = [FULL] * draw(st.integers(0, 1)) + draw(
         st.lists(st.sampled_from([WINDOW, WINDOW, STATE]), min_size=1, max_size=2)
@@ -61,11 +61,11 @@ def test_the_longest_hit_is_that_of_a_search_block_by_block(
 ) -> None:
     groups: list[LookupGroups] = []
     table: dict[bytes, Any] = {}
-    num_ids = 1  # The first group is never cached.
+    num_ids = 1  # The group with id 0 is never cached.
     for geometry, columns in cache:
         group = described(geometry, tuple(range(num_ids, num_ids + len(columns))))
         for id, keys, column in zip(group.group_ids, group.keys, columns, strict=True):
-            # The first of several blocks with one content is taken.
+            # If several blocks have the same content, the lookup takes the first.
             table |= {keys.at(HASHES, n): {7: (id, n), 8: 0} if n % 5 else (id, n) for n in column}
         groups.append(group)
         num_ids += len(columns)

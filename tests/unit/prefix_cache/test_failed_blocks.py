@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a failed load reaches, and what it does not."""
+"""The blocks that a failed load reaches, and those that it does not reach."""
 
 from __future__ import annotations
 

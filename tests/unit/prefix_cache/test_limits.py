@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits against what upstream computes at every number of tokens."""
+"""Limits, compared with what upstream computes for every number of tokens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs against upstream's flags, block by block."""
+"""Runs, compared with upstream's flags, block by block."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often searches ask the table. What they find is compared in ``test_block_lookup``."""
+"""How often searches ask the table. ``test_block_lookup`` compares what they find."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLUMNS = st.one_of(
 
 
 class CountingTable:
-    """The cached blocks of one group by key, and how often each was asked for."""
+    """The cached blocks of one group by key, and the number of times that each was asked for."""
 
     def __init__(self, column: list[bool]) -> None:
         self.keys = GroupKeys.of_group(0, 2)

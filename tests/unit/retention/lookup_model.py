@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small brute-force model of vLLM's prefix-cache lookup: sets of cached block indices.
 
-The oracle for `HitGeometry` and for `Lookup`: it searches block by block.
+This is the oracle for `HitGeometry` and for `Lookup`. It searches block by block.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def look_up(
 def hit_and_longest(
     groups: tuple[GroupGeometry, ...], cached: Cached, limit_tokens: int, unit_tokens: int
 ) -> tuple[int, int]:
-    """The tokens that a lookup hits, and the most that some group offers on the way there."""
+    """The hit tokens of a lookup, and the longest hit that some group offers on the way to it."""
     hit, longest, verified, done = limit_tokens, 0, set(), set()
     while True:
         candidate = hit

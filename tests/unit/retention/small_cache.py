@@ -2,7 +2,7 @@
 """A cache manager on a block pool, both small enough to be searched by brute force.
 
 Requests are admitted, computed in chunks, preempted and finished on it. It does what upstream does,
-with the real `CheckpointRetention`. The hash of a block is the text up to its end, so a key shows
+but uses the real `CheckpointRetention`. The hash of a block is the text up to its end, so keys show
 the whole prefix.
 """
 
@@ -52,7 +52,7 @@ LAYOUTS = {
 
 
 def spelled(units: str | list[str]) -> str:
-    """A prompt that has a unit of each letter, and the token that is always computed."""
+    """A prompt with a unit for each letter, and the last token, which is always computed."""
     return "".join(letter * UNIT_TOKENS for letter in units) + "x"
 
 
@@ -88,14 +88,17 @@ class ModelRequest:
         return self.finished
 
     def hash_blocks(self, hash_block_tokens: int) -> list[bytes]:
-        """Hash the blocks that have become full. Upstream does so whenever tokens are added."""
+        """Hash the blocks that have become full.
+
+        Upstream does so each time that tokens are added.
+        """
         for index in range(len(self.block_hashes), self.num_tokens // hash_block_tokens):
             self.block_hashes.append(self.text[: (index + 1) * hash_block_tokens].encode())
         return self.block_hashes
 
 
 class ModelKeyTable:
-    """Upstream's ``BlockHashToBlockMap``: a key has one block, or several by id."""
+    """Upstream's ``BlockHashToBlockMap``. A key has one block, or several blocks by id."""
 
     def __init__(self) -> None:
         self._cache: dict[bytes, Any] = {}
@@ -112,7 +115,7 @@ class ModelKeyTable:
             self._cache[key] = {found.block_id: found, block.block_id: block}
 
     def remove(self, key: bytes, block: ModelBlock) -> None:
-        assert block in self.find_all(key), f"{block} is not there"
+        assert block in self.find_all(key), f"{block} is not in the table"
         if self._cache[key] is not block:
             del self._cache[key][block.block_id]
         if self._cache[key] is block or not self._cache[key]:
@@ -120,7 +123,7 @@ class ModelKeyTable:
 
 
 class ModelQueue:
-    """Upstream's queue of free blocks: doubly linked between two ends that are no blocks."""
+    """Upstream's queue of free blocks. It is doubly linked. Its two ends are no blocks."""
 
     def __init__(self, blocks: list[ModelBlock]) -> None:
         self.fake_free_list_head, self.fake_free_list_tail = ModelBlock(-1), ModelBlock(-1)
@@ -158,10 +161,10 @@ class ModelQueue:
 
 
 class ModelPool:
-    """`Pool`, and the pool of upstream that it stands for.
+    """`Pool`, and the pool of upstream that it represents.
 
-    ``lost_unasked`` says whether a block was uncached that ``cache_state`` did not give up;
-    ``reported`` has the keys of which an event told that they are cached.
+    With ``lost_unasked``, a block was uncached that ``cache_state`` did not give up. ``reported``
+    has the keys of blocks whose caching an event has reported.
     """
 
     def __init__(self, num_blocks: int, hash_block_tokens: int, has_events: bool) -> None:
@@ -184,7 +187,7 @@ class ModelPool:
         new_keys = getattr(group.manager, "cached_blocks_this_step", None)
         for index in run:
             block = blocks[index]
-            assert not block.is_null and block._block_hash is None, f"block {index} of {run}"
+            assert not block.is_null and block._block_hash is None, f"block {index} of {run} is null or already cached"
             key = self.key(request, group, index)
             block._block_hash = key
             self.cached_block_hash_to_block.insert(key, block)
@@ -206,7 +209,7 @@ class ModelPool:
         ids = [block.block_id for block in blocks]
         assert len(ids) == len(set(ids)), f"discarded twice at once: {ids}"
         for block in blocks:
-            assert block._block_hash is not None, f"discarded, though not cached: {block}"
+            assert block._block_hash is not None, f"discarded, although not cached: {block}"
             self.uncache(block)
         idle = [block for block in blocks if not block.ref_cnt]
         for block in idle:
@@ -233,7 +236,7 @@ class ModelPool:
             if block._block_hash is not None:
                 if not self.lost_unasked:
                     assert not inspection.num_needs(self.cache_state, block.block_id), (
-                        f"{block} is needed"
+                        f"{block} is freed, but a checkpoint needs it"
                     )
                 self.uncache(block)
         return taken
@@ -244,7 +247,7 @@ class ModelPool:
         block.ref_cnt += 1
 
     def free(self, blocks: list[ModelBlock]) -> None:
-        """Free blocks as ``patches/retention/block_pool.py`` has upstream do it."""
+        """Free blocks as upstream does with ``patches/retention/block_pool.py``."""
         uncached, cached, num_surplus = self.cache_state.split_freed(blocks[::-1])
         self.free_block_queue.append_n(self._drop(cached))
         if num_surplus:
@@ -255,7 +258,7 @@ class ModelPool:
 
     @staticmethod
     def _drop(blocks: list[ModelBlock]) -> list[ModelBlock]:
-        """Count one user less of each block; returns the blocks without users."""
+        """Count one user less of each block, and return the blocks that have none left."""
         for block in blocks:
             block.ref_cnt -= 1
         return [block for block in blocks if not block.ref_cnt]
@@ -328,7 +331,7 @@ class ModelManager:
         self.num_cached_block[request.request_id] = stop
 
     def places_to_fill(self, request_id: str, num_tokens: int) -> range:
-        """The indices that `extend` allocates a block for."""
+        """The indices for which `extend` allocates a block."""
         first = len(self.req_to_blocks[request_id])
         stop = -(-num_tokens // self.geometry.block_tokens)
         return range(max(first, stop - 1) if self.geometry.kind is STATE else first, stop)
@@ -339,7 +342,7 @@ class ModelManager:
             return
         blocks = self.req_to_blocks[request_id]
         if self.geometry.kind is STATE and blocks and blocks[-1]._block_hash is None:
-            # The state of a step that ended within its block moves on with the request.
+            # If a step ended inside a block, the block's state moves on with the request.
             self._pool.free([blocks.pop()])
             blocks.append(NULL)
         blocks += [NULL] * (places.start - len(blocks))
@@ -353,9 +356,9 @@ class ModelManager:
 class ModelCache:
     """A cache manager: one pool, one manager per group, adaptive retention.
 
-    With ``is_upstreams`` the compiled module does the managers' work; with ``does_quiet_steps``
-    steps in which nothing happens are only taken note of. With ``has_short_keys`` the key of a
-    block is its last hash, as since vLLM 0.30.
+    With ``is_upstreams``, the compiled module does the managers' work. With ``does_quiet_steps``,
+    steps without changes are only counted. With ``has_short_keys``, the key of a block is its last
+    hash, as since vLLM 0.30.
     """
 
     def __init__(
@@ -393,7 +396,7 @@ class ModelCache:
         return len(inspection.surplus(self.cache_state))
 
     def checkpoints(self) -> list[dict[str, Any]]:
-        """The boundaries that can be resumed from."""
+        """The boundaries from which requests can resume."""
         return [node for node in inspection.describe(self.cache_state) if node["tail"]]
 
     def request(self, request_id: str, text: str, hints: object = None) -> ModelRequest:
@@ -402,7 +405,7 @@ class ModelCache:
         return request
 
     def state_of(self, text: str) -> RetainedRequest:
-        """The demand of a request that has not been admitted."""
+        """The demand of a request that is not admitted yet."""
         return RetainedRequest(self.cache_state, self.request("asks", text))
 
     def find_evicted(self, text: str, after_tokens: int, upto_tokens: int) -> int:
@@ -411,7 +414,7 @@ class ModelCache:
         return self.state_of(text).find_prefixes(key_table, after_tokens, upto_tokens)[1]
 
     def hit_tokens(self, text: str, limit_tokens: int) -> int:
-        """The hit of upstream's lookup for a text."""
+        """The hit tokens of upstream's lookup for a text."""
         request = self.request("", text)
         cached = [
             {
@@ -424,7 +427,7 @@ class ModelCache:
         return look_up(self.geometry.groups, cached, limit_tokens, self.geometry.unit_tokens)
 
     def step(self, request: ModelRequest, num_new_tokens: int) -> bool:
-        """Admit a request if needed, and compute some of its tokens. False if that does not fit."""
+        """Admit a request if needed, and compute some tokens. False if they do not fit."""
         request_id = request.request_id
         computed_tokens = request.num_computed_tokens
         if not request.running:
@@ -464,7 +467,7 @@ class ModelCache:
         return request
 
     def serve(self, text: str, hints: object = None) -> int:
-        """Compute a prompt at once and finish; returns its hit."""
+        """Compute a prompt at once, finish the request, and return its hit."""
         request = self.start(text, hints)
         self.finish(request)
         return request.before_step_tokens
@@ -508,11 +511,11 @@ class ModelCache:
                 self.pool.uncache(block)
 
     def check(self) -> None:
-        """Check that a request with the prompt of a checkpoint resumes there or later."""
+        """Check that a request with the prompt of a checkpoint resumes there, or later."""
         is_exact = not self.pool.lost_unasked
         check_cache_state(self.retention, self.pool.blocks, self.pool.queue, is_exact)
         if not is_exact or self.geometry.use_eagle:
-            return  # A block may be gone, and its group incomplete.
+            return  # A block may be gone, so its group may be incomplete.
         for node in self.checkpoints():
             text = node["key"].decode()
             hit_tokens = self.hit_tokens(text + "?", node["boundary_tokens"])

@@ -115,7 +115,7 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loses_unasked and self._can_undo())
     @rule()
     def preempt_before_it_computes(self) -> None:
-        """Preempt within one step. Copies of blocks may have given way to the undone blocks."""
+        """Preempt within one step. The undone blocks may already have replaced copies of blocks."""
         request = self.last_stepped
         assert request is not None
         self.pool.lost_unasked = True
@@ -137,7 +137,7 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
             assert self.cache.num_surplus == len(self.pool.blocks)
 
     def _check_that_full_blocks_are_cached(self, request: ModelRequest) -> None:
-        """Check it in the step that fills blocks, where some hit reads every block of a window."""
+        """Check this in the step that fills blocks. Some hit reads every block of a window."""
         for manager in self.cache.managers:
             group = manager.geometry
             if group.kind is WINDOW and group.window_blocks * group.block_tokens >= UNIT_TOKENS:
@@ -160,7 +160,7 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
         table = self.pool.cached_block_hash_to_block
         for block in self.pool.blocks:
             key = block._block_hash
-            assert key is None or block in table.find_all(key), f"{block} is lost"
+            assert key is None or block in table.find_all(key), f"{block} is cached, but not in the table"
         if self.has_events:
             assert set(table._cache) <= set(self.pool.reported)
 
@@ -212,7 +212,7 @@ def cache() -> ModelCache:
 
 
 def with_held_blocks(are_idle: bool) -> tuple[ModelCache, ModelRequest, list[ModelBlock]]:
-    """A cache, a request, and the blocks that it holds for a boundary to come, or has left."""
+    """A cache, a request, and held blocks: for a boundary to come, or for one that it has left."""
     layout = (GroupGeometry(FULL, 8), GroupGeometry(WINDOW, 4, 5, True, 4))
     cache = ModelCache(layout, 40, unit_tokens=8)
     request = ModelRequest("r", "a" * 60)
@@ -248,7 +248,7 @@ def test_the_longest_evicted_prefix_is_found(
 
 
 def test_a_bounded_number_of_lengths_is_tried() -> None:
-    """The longest comes first: a boundary shorter than so many others is not found any more."""
+    """The longest lengths are tried first. A boundary that is shorter than so many is not found."""
     cache = ModelCache("full and window", 1500, UNIT_TOKENS)
     cache.serve("a" * 4 + "x")
     cache.serve("b" * 4 * (MAX_PROBES + 2) + "x")
@@ -275,7 +275,10 @@ def test_the_oldest_eviction_is_forgotten_first() -> None:
 
 
 def test_without_full_attention_a_boundary_is_behind_shorter_ones_only() -> None:
-    """A request is undone within its step, before a boundary that others had left."""
+    """A request is undone within its step.
+
+    The step ends before a boundary that others have left.
+    """
     cache = ModelCache("window only", 100)
     first = ModelRequest("r1", "a" * 16 + "x")
     second = ModelRequest("r2", "a" * 40 + "y", [16])
@@ -302,15 +305,15 @@ def test_evictions_count_against_their_reason(cache: ModelCache) -> None:
     assert rates.is_worth_trying(hint)
     assert rates.expected_uses((Origin.LATEST, 0, 0)) == 1
     for prompt in prompts[:10]:
-        cache.serve(prompt)  # The request asks for the evicted checkpoint.
+        cache.serve(prompt)  # This request asks for the evicted checkpoint.
     assert rates.is_worth_trying(latest)
 
 
 def test_a_boundary_without_its_state_is_not_passed() -> None:
-    """Draft tokens are accepted, and a step passes a boundary. The one before it is kept."""
+    """Draft tokens are accepted, and a step passes a boundary. The boundary before it is kept."""
     cache = ModelCache("full and state", 100)
     request = ModelRequest("r", "a" * 5)
-    for _ in range(2):  # The first step ends where the same prompt resumes.
+    for _ in range(2):  # The first step ends where a request with the same prompt resumes.
         assert cache.step(request, 5)
     assert request.num_computed_tokens == 5
     request.text += "a" * 4
@@ -351,10 +354,10 @@ def test_what_was_cached_for_a_boundary_that_is_not_reached_is_uncached() -> Non
 
 
 def lost_first_blocks(layout: str, num_tokens: int, groups: Sequence[int]) -> ModelCache:
-    """A cache from which the first block of some groups was uncached while a request had it.
+    """A cache that lost the first block of some groups while a request had the block.
 
-    A connector uncaches blocks like this when it fails to load them. Later requests get the block,
-    and cache in it what they compute.
+    A connector uncaches blocks like this when it fails to load them. Later requests get such a
+    block, and cache in it what they compute.
     """
     cache = ModelCache(layout, 30)
     request = ModelRequest("loads", "a" * (num_tokens + 1))
@@ -371,7 +374,7 @@ def tail_at(cache: ModelCache, boundary_tokens: int) -> list[ModelBlock]:
 
 
 def test_who_passes_a_boundary_whose_tail_holds_something_else_takes_it_anew() -> None:
-    """The reallocated block would be twice in the tail, and a block of a hit would be surplus."""
+    """Otherwise the reallocated block is in the tail twice, and a hit's block becomes surplus."""
     cache = lost_first_blocks("full looks ahead", 16, groups=[0, 1])
     before = tail_at(cache, 4)
     request = ModelRequest("computes", "a" * 9)
@@ -397,7 +400,7 @@ def test_a_held_block_that_is_uncached_is_needed_no_longer_than_others() -> None
 
 
 def test_a_need_that_was_overruled_is_not_taken_back_from_others() -> None:
-    """A held block is reallocated because others are lacking, and a checkpoint comes to need it."""
+    """The held block is reallocated, because blocks are lacking. Then a checkpoint needs it."""
     cache, holder, (block, *_) = with_held_blocks(are_idle=True)
     taken = cache.pool.allocate(len(cache.pool.queue))
     cache.pool.free([other for other in taken if other is not block])
@@ -423,7 +426,7 @@ def test_what_a_lookup_read_behind_its_hit_is_not_cached_twice() -> None:
 
 
 def test_who_hits_a_boundary_whose_tail_holds_something_else_takes_it_anew() -> None:
-    """The prefix is hit nevertheless, because others have computed the block since."""
+    """The prefix is still hit, because other requests have computed the block again."""
     cache = lost_first_blocks("full and window", 24, groups=[1])
     lost = tail_at(cache, 8)[0]
     other = ModelRequest("shorter", "a" * 4 + "x")
@@ -446,7 +449,7 @@ def test_a_tail_that_was_taken_anew_goes_with_what_was_not_computed() -> None:
 
 
 def test_nothing_is_evicted_while_blocks_are_free_that_were_uncached(cache: ModelCache) -> None:
-    """Checkpoints that have lost blocks do not cost others their blocks."""
+    """Checkpoints that have lost blocks must not cost other checkpoints their blocks."""
     cache.serve("b" * 12 + "x")
     request = ModelRequest("r", "a" * 12 + "x")
     assert cache.step(request, 12)

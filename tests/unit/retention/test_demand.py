@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests ask for, what they leave behind, and which losses are counted for them."""
+"""What requests ask for, what they leave, and which losses are counted for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_ascend_kvext.retention.reasons import Origin, Reason
 from vllm_ascend_kvext.retention.stats import LossCause
 
 SYSTEM = "aaaabbbbaaaabbbbaaaabbbb"
-"""Ends neither on the grid (16 tokens) nor on a rung of the prompts below."""
+"""This text ends neither on the grid (16 tokens) nor on a rung of the prompts below."""
 
 
 def make_cache(num_blocks: int = 200, use_eagle: bool = False) -> ModelCache:
@@ -109,7 +109,7 @@ def test_losses_by_eviction(cache: ModelCache) -> None:
 
 
 def test_losses_to_the_granularity_of_hits() -> None:
-    """Full attention finds one more block of 2 tokens, which hits of 4 tokens cannot use."""
+    """Full attention finds one more block of 2 tokens. Hits of 4 tokens cannot use this block."""
     cache = ModelCache((GroupGeometry(FULL, 2), GroupGeometry(WINDOW, 4, 5)), 100)
     cache.serve("aaaabbbbaaaacccc" + "x")
     cache.serve("aaaabbbbaabbcccc" + "x")
@@ -132,7 +132,7 @@ def test_losses_to_look_ahead() -> None:
     use_eagle=st.booleans(),
 )
 def test_losses_add_up(prompts: list[list[str]], num_blocks: int, use_eagle: bool) -> None:
-    """Lost tokens were computed before. Tokens that are still cached are hit or lost."""
+    """Lost tokens were computed before. If a token is still cached, it is hit or lost."""
     cache = make_cache(num_blocks, use_eagle)
     seen: list[str] = []
     for prompt in prompts:
@@ -176,7 +176,10 @@ def test_what_a_preempted_request_did_not_compute_is_forgotten(cache: ModelCache
 
 
 def test_of_two_copies_of_the_same_content_checkpoints_need_one(cache: ModelCache) -> None:
-    """Two requests compute the same at once. The second one's blocks are surplus."""
+    """Two requests compute the same tokens at once.
+
+    The blocks of the second request are surplus.
+    """
     first, second = (ModelRequest(name, SYSTEM + "x") for name in ("r1", "r2"))
     cache.step(first, 2)
     cache.step(second, 2)
@@ -199,7 +202,7 @@ def test_unusable_hints_are_reported_when_the_request_is_admitted(
     state = cache.state_of(request.text)
     for _ in range(3):
         cache.retention._find_demand(state, request, 0)
-    assert not caplog.records, "a request that waits is asked in every step"
+    assert not caplog.records, "hints were reported before the admission"
     cache.step(request, 4)
     cache.step(request, 30)
     cache.retention._find_demand(state, request, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least worthy checkpoint gives way first, and none that a request reads."""
+"""The checkpoint of least worth is evicted first, but none that a request reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from unit.retention.small_cache import LAYOUTS, ModelCache, spelled
 from vllm_ascend_kvext.retention.reasons import Origin
 
 LOOKED_AT = 16
-"""The number of checkpoints that every eviction looks at. It takes the worst of so few."""
+"""The number of checkpoints that each eviction looks at.
+
+If there are no more, it takes the worst.
+"""
 Node = dict[str, Any]
 
 
@@ -33,13 +36,13 @@ class World(ModelCache):
         return {key: node for key, node in nodes.items() if node["tail"]}
 
     def evict_one(self) -> set[bytes]:
-        """Evict until there is one more block; returns what was evicted."""
+        """Evict until there is one more block. Return the evicted checkpoints."""
         before = set(self.by_key())
         self.cache_state.make_room(self.num_surplus + 1)
         return before - set(self.by_key())
 
     def worths(self) -> dict[bytes, float]:
-        """The tokens that a use saves per block, times the expected uses per time."""
+        """The tokens that a use saves per block, times the expected uses per unit of time."""
         return self.worths_of(self.savings())
 
     def worths_of(self, savings: dict[bytes, tuple[float, Any, float]]) -> dict[bytes, float]:
@@ -89,9 +92,9 @@ def test_the_least_worthy_goes_first(prompts: list[str], layout: str) -> None:
     while savings := world.savings():
         before = world.worths_of(savings)
         gone = world.evict_one()
-        assert gone, "there is a checkpoint, and no block was found"
-        # The ages that it sees on the way change what it expects: of some it knows the worth from
-        # before, of others from after.
+        assert gone, "no block was found, although there is a checkpoint"
+        # The eviction sees ages, and they change what it expects. It judges some checkpoints by
+        # their worth before this change, and others by their worth after it.
         after = world.worths_of(savings)
         least = min(max(before[key], after[key]) for key in savings)
         assert any(min(before[key], after[key]) <= least * (1 + 1e-9) for key in gone)
@@ -105,18 +108,18 @@ def test_no_more_is_evicted_than_has_to_be(prompts: list[str], layout: str) -> N
         world.serve(prompt)
     while nodes := world.by_key():
         world.cache_state.make_room(world.num_surplus)
-        assert set(world.by_key()) == set(nodes), "there was room"
+        assert set(world.by_key()) == set(nodes), "a checkpoint was evicted although there was room"
         own = {
             key
             for key, node in nodes.items()
             if any(inspection.num_needs(world.cache_state, index) == 1 for index in node["tail"])
         }
         gone = world.evict_one()
-        assert len(gone) == 1 or len(gone & own) <= 1, "one that yields a block is enough"
+        assert len(gone) == 1 or len(gone & own) <= 1, "more was evicted than one checkpoint that yields a block"
 
 
 def test_of_many_the_least_worthy_go_first() -> None:
-    """An eviction does not look at all checkpoints, but still takes one that is worth little."""
+    """An eviction does not look at all checkpoints, but still takes one of little worth."""
     world = World("full and window", 10000)
     for number in range(50):
         world.serve(f"{number:04}" + "a" * 4 + "x")
@@ -147,7 +150,7 @@ def test_what_a_request_has_resumed_from_goes_last(layout: str) -> None:
         assert resumed not in world.evict_one()
     assert set(world.by_key()) == {resumed}
     world.cache_state.make_room(500)
-    assert not world.by_key(), "nothing else is left"
+    assert not world.by_key(), "the last checkpoint was not evicted"
 
 
 def test_a_use_renews_a_checkpoint() -> None:

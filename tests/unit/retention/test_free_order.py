@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of free blocks: those that are not cached, surplus, those that checkpoints need."""
+"""The order of free blocks: uncached blocks, surplus blocks, blocks that checkpoints need."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_cache() -> ModelCache:
 
 
 def put(cache: ModelCache, blocks: list[ModelBlock]) -> None:
-    """Cache blocks with content that no prompt has."""
+    """Cache blocks with contents that no prompt has."""
     for block in blocks:
         block._block_hash = b"loose %d" % block.block_id
         cache.pool.cached_block_hash_to_block.insert(block._block_hash, block)
@@ -39,10 +39,10 @@ def served(cache: ModelCache, text: str) -> bool:
 
 
 class FreeOrderMachine(RuleBasedStateMachine):
-    """Blocks are allocated, cached, freed, hit, needed, and needed no more, in any order.
+    """Blocks are allocated, cached, freed, hit, needed, and no longer needed, in any order.
 
-    The test knows the exact order of the blocks that it allocates itself. For blocks of requests it
-    checks the rules that hold for any order.
+    The test knows the exact order of the blocks that it allocates itself. For the blocks of
+    requests, it checks the rules that hold for any order.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class FreeOrderMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(1, 8))
     def allocate(self, number: int) -> None:
-        """Allocate the first blocks that nothing needs, in their order."""
+        """Allocate the first blocks that nothing needs, in the order in which they are free."""
         uncached, surplus, needed = self.parts()
         number = min(number, len(uncached) + len(surplus))
         taken = self.pool.allocate(number)
@@ -99,7 +99,10 @@ class FreeOrderMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def hit(self, data: st.DataObject) -> None:
-        """Hit blocks. Freed again, they go to the end of the surplus, as `free_some` checks."""
+        """Hit blocks.
+
+        When they are freed again, they join the surplus at its end; see `free_some`.
+        """
         _, surplus, _ = self.parts()
         if surplus:
             blocks = self._draw(data, surplus)
@@ -119,7 +122,7 @@ class FreeOrderMachine(RuleBasedStateMachine):
 
     @rule(units=st.lists(st.sampled_from("aab"), min_size=1, max_size=5))
     def serve(self, units: list[str]) -> None:
-        """Checkpoints come, and some go where room is short."""
+        """Checkpoints come. If there is little room, others are evicted."""
         self._compare_surplus(lambda: served(self.cache, spelled(units)))
 
     @rule(number=st.integers(1, 6))
@@ -131,7 +134,7 @@ class FreeOrderMachine(RuleBasedStateMachine):
         )
 
     def _compare_surplus(self, event: Callable[[], Any]) -> None:
-        """Blocks that were surplus, and stay surplus, come first, in their old order."""
+        """Blocks that were surplus before and after come first. Their order does not change."""
         _, surplus, _ = self.parts()
         before = [(block, block._block_hash) for block in surplus]
         self.touch.reset_mock()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HitGeometry` against a lookup that searches block by block."""
+"""`HitGeometry`, compared with a lookup that searches block by block."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def geometries(draw: st.DrawFn) -> HitGeometry:
         block_tokens = draw(st.sampled_from(divisors))
         use_eagle = kind is not STATE and draw(st.booleans())
         margin_tokens = block_tokens
-        if kind is FULL:  # On Ascend the margin counts rows, and a compressed group has fewer rows.
+        # On Ascend, the margin counts rows, and a compressed group has fewer rows.
+        if kind is FULL:
             margin_tokens = draw(st.sampled_from([d for d in divisors if block_tokens % d == 0]))
         return GroupGeometry(kind, block_tokens, window_tokens, use_eagle, margin_tokens)
 
@@ -38,7 +39,7 @@ def geometries(draw: st.DrawFn) -> HitGeometry:
 
 
 def kept(geometry: HitGeometry, boundary_tokens: int, num_tokens: int) -> Cached:
-    """A cache with the blocks that one boundary needs, of a request of ``num_tokens`` tokens."""
+    """A cache with the blocks that a boundary needs. The request has ``num_tokens`` tokens."""
     full_tokens = geometry.full_tokens(boundary_tokens)
     tails = geometry.tails(boundary_tokens)
     cached: Cached = []
@@ -70,13 +71,14 @@ def test_what_a_full_cache_hits_is_reached_and_one_tail_hits_it(
 @settings(max_examples=sampled(200))
 @given(geometry=geometries())
 def test_no_block_of_a_steady_tail_is_spare(geometry: HitGeometry) -> None:
-    """A tail behind the first window loses its hit if any of its blocks is taken out."""
+    """Behind the first window, a tail loses its hit if any of its blocks is removed."""
     unit_tokens = geometry.unit_tokens
     boundary = geometry.reachable_tokens(12 * unit_tokens)
     limit = geometry.opens_at_tokens(boundary)
     for index, tail in enumerate(geometry.tails(boundary)):
         if geometry.groups[index].window_tokens == 1:
-            continue  # Upstream asks for a window of no blocks, and takes any.
+            # Upstream looks for a window of no blocks, which every cache has.
+            continue
         for block in tail:
             cached = kept(geometry, boundary, limit)
             cached[index].remove(block)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hints that are no positions within the prompt are reported and never fail a request."""
+"""Hints that are no positions inside the prompt are reported. They never fail a request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT = "a" * 100
 
 
 def used_and_reported(hints: object) -> list[int]:
-    """Some hints are used. The others are reported at the admission, which happens once."""
+    """Some hints are used. The others are reported once, at the admission."""
     return used_of(ModelRequest("r7", PROMPT, hints))
 
 
@@ -65,7 +65,7 @@ def test_positions_are_rounded_down_to_boundaries(
 @pytest.mark.parametrize(
     "params",
     [
-        None,  # A pooling request has none.
+        None,  # A pooling request has no hints.
         *(
             SimpleNamespace(extra_args=arguments)
             for arguments in (None, {}, {HINT_ARGUMENT: None}, {"another": [48]})
@@ -129,7 +129,7 @@ def test_the_first_of_too_many_count(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_answers_to_one_request_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    """vLLM makes a request of each of ``n`` answers, and puts its number before the id."""
+    """vLLM makes a request for each of ``n`` answers, with the answer's number before the id."""
     for request_id in ("0_r-5e", "other-5e", "1_r-5e", "15_r-5e", "0_r-6f", "1_r-6f", "r-5e"):
         assert used_of(ModelRequest(request_id, PROMPT, [1])) == []
     reported = [record.getMessage().partition(":")[0] for record in caplog.records]

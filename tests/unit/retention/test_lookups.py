@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many blocks the compiled module looks up: keys count how often they are found."""
+"""How many blocks the compiled module looks up. Keys count how often they are found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_ascend_kvext._native import RetainedRequest
 
 
 class CountedKey(bytes):
-    """A key that counts how often it is compared: each time that it is found."""
+    """A key that counts how often it is compared. It is compared each time that it is found."""
 
     num_found = 0
 
@@ -23,7 +23,7 @@ class CountedKey(bytes):
 
 
 class SomeDict(dict):  # type: ignore[type-arg]
-    """A dict of another type: code that adds to it has to ask the table."""
+    """A dict of another type. Code that adds to it has to ask the table."""
 
 
 class CountedTable(ModelKeyTable):
@@ -41,7 +41,7 @@ def make_cache(layout: str, num_blocks: int) -> ModelCache:
 
 
 def test_the_lookups_of_a_request_do_not_grow_with_its_siblings() -> None:
-    """The prompt is one among few, and one among many that begin alike."""
+    """Few other prompts begin like this prompt, and then many do."""
     counts = []
     for num_siblings in (20, 400):
         cache = make_cache("full and window", 8000)
@@ -63,7 +63,7 @@ def test_the_lookups_of_a_request_do_not_grow_with_its_siblings() -> None:
 def test_what_full_attention_shares_is_found(
     num_cached: int, num_prompt_tokens: int, hit_units: int
 ) -> None:
-    """The search doubles its steps, and then halves them."""
+    """The search doubles its steps first, and then halves them."""
     cache = make_cache("blocks below the unit", 400)
     request = cache.request("r", "a" * 170)
     expected = []

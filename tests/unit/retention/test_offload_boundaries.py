@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where tails are stored, and which suggestions are given up."""
+"""Where tails are stored, and which suggestions are no longer made."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_ends_of_prompts_junctions_and_hints_are_planned(
     boundary: int,
     origin: Origin,
 ) -> None:
-    """They are at the last unit below the ends. The last token of a prompt is always computed."""
+    """They are at the last unit before the ends. The last token of a prompt is always computed."""
     request = a_request(prompt_tokens, **hints)
     plan = OffloadBoundaries(groups, UNIT_TOKENS).plan(request, hit_tokens, shared_tokens)
     assert plan[boundary].origin is origin
@@ -93,7 +93,7 @@ def test_steps_end_at_multiples_of_an_interval() -> None:
 
 
 def test_rung_ends_steps_while_requests_resume_there() -> None:
-    """Each rung costs a prefill step where only the end of a step leaves a state."""
+    """If only the end of a step leaves a state, each rung costs a prefill step."""
     planner = OffloadBoundaries(STATE_GROUPS, UNIT_TOKENS)
     rungs = rungs_of(planner, 0)
     assert len(rungs) > 2
@@ -108,7 +108,7 @@ def test_rung_ends_steps_while_requests_resume_there() -> None:
             planner.note_tried(reason)
         if number % 16 == 0:
             planner.note_hit(useful)
-    # Only one request in so many has all rungs, to find out whether that has changed.
+    # Only some requests have all rungs. They show whether other rungs are used again.
     plans = [set(rungs_of(planner, number)) for number in range(320)]
     assert all(useful in plan for plan in plans)
     assert 3 <= sum(plan == set(rungs) for plan in plans) <= 30
@@ -127,9 +127,9 @@ def test_state_at_the_end_of_a_step_is_stored_wherever_that_is() -> None:
     plan = {496: Reason(Origin.PROMPT)}
     for tokens, expected in (
         (96, [(96, Reason(Origin.CHUNK))]),
-        (97, []),  # no boundary
+        (97, []),  # This is no boundary.
         (496, [(496, Reason(Origin.PROMPT))]),
-        (504, [(496, Reason(Origin.PROMPT))]),  # of the answer
+        (504, [(496, Reason(Origin.PROMPT))]),  # The answer ends here.
     ):
         assert planner.crossed(plan, 0, tokens) == expected
     assert OffloadBoundaries(GROUPS, UNIT_TOKENS).crossed(plan, 0, 88) == []
@@ -146,7 +146,7 @@ def test_state_at_the_end_of_a_step_is_stored_wherever_that_is() -> None:
 def test_suggestion_that_nobody_uses_is_made_less_often(
     reason: Reason, is_used: bool, nums: Sequence[int]
 ) -> None:
-    """Some suggestions are still made, to see whether that has changed."""
+    """Some suggestions are still made, to see whether they are used again."""
     planner = OffloadBoundaries(GROUPS, UNIT_TOKENS)
     num = 0
     for _ in range(1000):
@@ -159,7 +159,7 @@ def test_suggestion_that_nobody_uses_is_made_less_often(
 
 
 def test_grids_rungs_and_ends_of_steps_are_not_asked_for() -> None:
-    """Their tails get less of the pool, and are stored last."""
+    """Their tails get a smaller part of the pool, and are stored last."""
     planner = OffloadBoundaries(GROUPS, UNIT_TOKENS)
     unasked = {origin for origin in Origin if planner.is_unasked(Reason(origin))}
     assert unasked == {Origin.GRID, Origin.LADDER, Origin.CHUNK}

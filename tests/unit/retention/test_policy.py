@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which boundaries outlive a request, and which intervals are refused."""
+"""Which boundaries are kept after their request, and which intervals are refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def adaptive(interval_tokens: int = 0, ladder_budget: float = math.inf) -> Reten
 def test_the_plan_has_a_ladder_below_where_the_prompt_itself_hits(
     num_prompt_tokens: int, replay_tokens: int
 ) -> None:
-    """The last token is always computed."""
+    """The last token of a prompt is always computed."""
     rungs = {replay_tokens - (16 << rung): Reason(Origin.LADDER, rung) for rung in range(6)}
     assert adaptive().plan(num_prompt_tokens) == {replay_tokens: PROMPT, **rungs}
     assert adaptive(ladder_budget=0).plan(num_prompt_tokens) == {replay_tokens: PROMPT}
@@ -96,7 +96,7 @@ def test_boundaries_last_that_are_planned_or_on_the_grid_whatever_the_steps(
     of = RetentionPolicy(geometry(True, window_tokens), 16 * interval_units, is_adaptive)
     plan = of.plan(num_prompt_tokens, 16 * hit_units)
     grid = range(of.grid_tokens, 16 * 30 + 1, of.grid_tokens) if of.grid_tokens else ()
-    # No lookup can hit some of the first ones, in a wide window that looks ahead.
+    # If a wide window looks ahead, no lookup can hit some of the first multiples.
     reasons = {tokens: GRID for tokens in grid if of.geometry.is_boundary(tokens)} | plan
     stops = [0, *(16 * cut for cut in sorted(cuts)), 16 * 30]
     in_steps = [
@@ -116,7 +116,7 @@ def test_boundaries_last_that_are_planned_or_on_the_grid_whatever_the_steps(
     window_tokens=st.integers(2, 70),
     num_windows=st.integers(1, 3),
 )
-@example(64, 0, 8, False, 33, 1)  # The first rungs share blocks with the one above.
+@example(64, 0, 8, False, 33, 1)  # The first rungs share blocks with the rung above.
 def test_rungs_are_at_distances_that_double_until_their_blocks_are_spent(
     top_units: int, after: int, budget: int, use_eagle: bool, window_tokens: int, num_windows: int
 ) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reasons are judged by what became of the checkpoints that were kept for them."""
+"""Reasons are judged by the uses and evictions of the checkpoints that were kept for them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_last_boundaries_lend_what_is_known_to_those_that_are_the_prompts_too(
     for _ in range(100):
         lent.note_age(of_answer, OLDEST_AGE_POOLS, 0)
         lent.count_use(of_prompt, 0, 0)
-    assert rates.uses_per_pool(of_prompt, 0.01) < unknown / 2, "nobody resumed from the others"
+    assert rates.uses_per_pool(of_prompt, 0.01) < unknown / 2, "unused boundaries of answers must lower the estimate"
     assert lent.uses_per_pool(of_prompt, 0) > 5 * lent.uses_per_pool(of_answer, 0)
 
 
@@ -73,7 +73,7 @@ def test_an_eviction_taken_back_counts_as_a_use(rates: Any) -> None:
     rates.count_missed_use(PROMPT, 0, 0)
     assert rates.expected_uses(PROMPT) == 2
     rates.count_missed_use(LADDER, 0, 0)
-    assert rates.expected_uses(LADDER) == 2, "of what nothing is known there is none to take back"
+    assert rates.expected_uses(LADDER) == 2, "without a known eviction, none can be taken back"
 
 
 def test_what_happened_long_ago_is_forgotten(rates: Any) -> None:
@@ -102,10 +102,10 @@ def test_ages_of_long_ago_weigh_less(rates: Any) -> None:
     for _ in range(2 * AGE_MEMORY):
         rates.note_age(PROMPT, 1.2, 0)
     ratio = rates.uses_per_pool(PROMPT, 0.9) / before
-    assert ratio < 0.1, "with all of them remembered a fifth would be left"
+    assert ratio < 0.1, "a fifth would be left if all ages were remembered"
 
 
-# The estimates by age, from all events at once.
+# The estimates by age, computed from all events at once.
 
 
 def edges() -> list[float]:
@@ -125,9 +125,10 @@ def prior_alive(age_pools: float) -> float:
 
 
 def estimated(events: list[tuple[str, float]], age_pools: float) -> float:
-    """Uses per pool: the most of all times for which a checkpoint may be kept.
+    """Uses per pool: the maximum over all times for which a checkpoint may be kept.
 
-    Each time is summed from the start: who is alive, who is used, and how long it takes.
+    Each time is summed from the start: the share that is alive, the share that is used, and the
+    time.
     """
     uses = [age_class(age) for kind, age in events if kind != "unused"]
     ages = [age_class(age) + (kind != "unused") for kind, age in events]

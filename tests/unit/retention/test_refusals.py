@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled module refuses unknown objects with a message, and changes nothing."""
+"""The compiled module refuses unknown objects with a message. It changes nothing then."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step is begun, carried out and ended: what is answered, in which order, what errors leave."""
+"""The beginning, work and end of a step: the results, their order, and the effects of errors."""
 
 from __future__ import annotations
 
@@ -31,11 +31,14 @@ TEXT = spelled("abcdef")
 
 
 class RefusedError(Exception):
-    """The error that caching a run is made to raise."""
+    """The error that the caching of a run raises in these tests."""
 
 
 def make_cache(layout: str = "full and window", has_events: bool = True) -> ModelCache:
-    """Make a cache. With events, upstream's functions cache every run, and all are answered."""
+    """Make a cache.
+
+    With events, upstream's functions cache every run, and all runs are reported.
+    """
     return ModelCache(layout, 60, has_events=has_events, is_upstreams=True)
 
 
@@ -47,7 +50,7 @@ def give_blocks(cache: ModelCache, text: str = TEXT) -> ModelRequest:
 
 
 def admit(cache: ModelCache, text: str = TEXT) -> tuple[ModelRequest, RetainedRequest]:
-    """A request that has blocks for all of its text, none of them cached."""
+    """A request with blocks for all of its text. None of the blocks is cached."""
     request = give_blocks(cache, text)
     return request, cache.retention._admit(request, None)
 
@@ -109,15 +112,15 @@ def test_an_answer_changes_nothing_and_is_given_again(layout: str) -> None:
 def test_runs_of_sparse_groups_come_first_and_those_of_others_end_at_the_boundary() -> None:
     cache = make_cache("two full, two windows")
     request, state = admit(cache, spelled("abcdef") + "yyyy")
-    # Blocks of 2 and 4 tokens in windows, of 4 in full attention. The last token of 29 is computed
-    # again by a request that resumes: its boundary is at 28.
+    # The windows have blocks of 2 and 4 tokens, and full attention has blocks of 4. A request that
+    # resumes computes the last of 29 tokens again, so its boundary is at 28.
     assert begin(cache, request, state) == [(0, 0, 14), (1, 0, 7), (2, 0, 7), (3, 0, 7)]
 
 
 def test_a_boundary_at_the_very_end_waits_for_the_next_token() -> None:
     cache = make_cache()
     request, state = admit(cache, TEXT[:24])
-    # A preempted request computes its last token again, so that it cannot hit at 24 tokens.
+    # A preempted request computes its last token again, so it cannot hit at 24 tokens.
     assert begin(cache, request, state) == [(0, 0, 6), (1, 0, 5)]
     request.text += "g"
     assert begin(cache, request, state) == [(0, 0, 6), (1, 0, 6)]
@@ -141,7 +144,8 @@ def test_upstreams_books_say_how_far_groups_are_cached(has_events: bool) -> None
     cache = make_cache("two full, two windows", has_events)
     request = give_blocks(cache)
     cache.retention.cache(request, 11)
-    # Full attention is cached up to the boundary at 8 tokens, a window up to its last full block.
+    # Full attention is cached up to the boundary at 8 tokens. A window is cached up to its last
+    # full block.
     assert [manager.num_cached_block for manager in cache.managers] == [
         {"r": 2},
         {"r": 2},
@@ -165,7 +169,7 @@ def test_runs_end_at_nulls_and_at_cached_blocks() -> None:
 
 
 def test_runs_of_quiet_groups_are_cached_without_upstreams_functions() -> None:
-    """Steps with states are not quiet, because upstream keeps further records of states."""
+    """Steps with states are not quiet, because upstream keeps more records of states."""
     cache = ModelCache(
         (GroupGeometry(FULL, 4), GroupGeometry(WINDOW, 4, 9), GroupGeometry(STATE, 4)),
         60,
@@ -250,7 +254,7 @@ def test_a_foreign_manager_caches_its_full_attention_blocks_itself(
 
 
 class StoppingTable(ModelKeyTable):
-    """Raises when one block more than ``num_blocks`` is cached.
+    """A table that raises an error when more than ``num_blocks`` blocks are cached.
 
     Its dict is of another type, so the compiled module has to ask the table.
     """
@@ -282,7 +286,7 @@ def test_a_step_that_raises_leaves_nothing_settled_and_is_done_again(
     with pytest.raises(RefusedError):
         cache.retention.cache(request, len(TEXT))
     assert len(table._cache) == num_cached
-    assert not inspection.describe(cache.cache_state), "nothing is kept of half a step"
+    assert not inspection.describe(cache.cache_state), "something is kept of a step that has failed"
     assert not any(manager.num_cached_block for manager in cache.managers)
     table.num_blocks = 100
     # Upstream gives a block its hash before it asks the table.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Retention's line of the log. What is counted is tested in ``test_counted``."""
+"""Retention's line in the log. ``test_counted`` tests its counters."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With which options `check-model` starts an engine."""
+"""The options with which `check-model` starts an engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHECKED = {"selector": "heads", "context": False, "learn": False}
             {"host_memory_gib": 4, "segments": {"selector": "question", "head_tokens": 8}},
             {"host_memory_gib": 4, "segments": {**CHECKED, "head_tokens": 8}},
         ),
-        # The engine refuses these.
+        # The engine refuses these options.
         ({"segments": True}, {"host_memory_gib": 1, "segments": True}),
         ({"segments": False}, {"host_memory_gib": 1, "segments": False}),
     ],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which documents become the context of a salt, and what is found behind it."""
+"""Which documents become the context of a salt, and what is found behind the context."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def document(number: int, num_tokens: int = 3) -> tuple[int, ...]:
 def note_prompts(
     contexts: SegmentContexts, *beginnings: tuple[int, ...], cache_salt: str | None = None
 ) -> None:
-    """Note prompts with these tokens before their first segments, which differ."""
+    """Note prompts with these tokens before their first segments. The segments differ."""
     for number, before in enumerate(beginnings):
         segment = TokenRange(len(before), len(before) + 3)
         prompt = [*before, *document(1000 + number), *range(99)]
@@ -183,7 +183,7 @@ def test_contexts_begin_like_the_prompts_before_them() -> None:
 
 
 def test_contexts_get_a_beginning_once_it_is_known_and_keep_it() -> None:
-    """Segments that were stored behind the earlier sinks are found, too."""
+    """Segments that were stored behind the earlier sinks are still found."""
     contexts = SegmentContexts(FIRST, 1000)
     fill(contexts)
     note_prompts(contexts, *BEGUN)
@@ -265,7 +265,7 @@ def test_prompts_of_other_salts_take_nothing_from_one(monkeypatch: pytest.Monkey
     note_prompts(contexts, *BEGUN)
     begun = token_ids_of(contexts)
     assert len(begun) == 6
-    for number in range(9):  # The salt's prompts are forgotten; its contexts stay.
+    for number in range(9):  # The salt's prompts are forgotten. Its contexts stay.
         note_prompts(contexts, *BEGUN, cache_salt=f"salt {number}")
     note_prompts(contexts, *[(*BEFORE[::-1], 1)] * NUM_PROMPTS)
     assert token_ids_of(contexts) == begun

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that turn with their positions alone are told from those that do not."""
+"""The check tells keys that only rotate with their positions from other keys."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def not_a_number(keys: np.ndarray, values: np.ndarray, model: Model) -> Any:
 
 
 WRONG: dict[str, Callable[[np.ndarray, np.ndarray, Model], Any]] = {
-    # HunYuan scales keys like this: a weight per element, behind the rotation.
+    # HunYuan scales keys like this: each element has a weight, applied after the rotation.
     "scaled": lambda k, v, model: (k * np.linspace(0.9, 1.1, HEAD), v),
     # Learnt positions that are added to embeddings change values, too.
     "positions added": lambda k, v, model: (
@@ -130,7 +130,7 @@ def test_another_signature_fails(dtype: RowDtype, read_as: dict[str, object]) ->
 
 
 def test_a_small_rotated_part_is_seen_beside_a_large_latent() -> None:
-    """The latent is most of the length of an MLA row."""
+    """Most of the length of an MLA row is the latent."""
     signature = signature_of(RowDtype.BFLOAT16, num_pairs=4, offset=8)
 
     def latent(keys: np.ndarray, values: np.ndarray, model: Model) -> Any:
@@ -143,7 +143,7 @@ def test_a_small_rotated_part_is_seen_beside_a_large_latent() -> None:
 
 
 def test_rounding_of_angles_far_away_is_allowed() -> None:
-    """The module's angles are float32: at a million positions they are wrong by 0.03 and more."""
+    """The module's angles are float32. At a million positions, their errors are 0.03 and more."""
 
     class Far(Model):
         def stored_keys(self) -> np.ndarray:
@@ -182,7 +182,7 @@ def test_a_text_with_enough_pairs_is_made_of_any(
     pairs = find_pairs(text)
     assert has_enough_pairs(text) and len(pairs) >= MIN_PAIRS
     assert len({other - one for one, other in pairs}) > 1 or num_different == 1
-    # Otherwise its first chunk would be the document's, and would not be stored and compared again.
+    # Otherwise its first chunk would be the document's. It would not be stored and compared again.
     assert num_different == 1 or text[:5] != document[:5]
 
 
@@ -205,7 +205,7 @@ def test_another_model_fails_by_a_text_of_different_tokens(name: str, dtype: Row
 
 
 def test_positions_between_which_tokens_are_missing_are_turned_as_far() -> None:
-    """Stored chunks of a segment are not stored again."""
+    """Stored chunks of a segment are not stored again, so tokens may be missing in between."""
     model = Model(signature_of())
     model.positions[NUM_TOKENS // 2 :] += 160
     found = model.check()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The questions to a model before its segments are reused, and the judgement of its answers."""
+"""The questions that a model is asked before its segments are reused, and how they are judged."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def prompts(repaired: int = 16, min_reused: int = 32, room: int = 4096) -> GateP
 
 def test_segments_stand_in_place_behind_the_sink_and_elsewhere_in_other_orders() -> None:
     found = prompts()
-    assert found == prompts(), "they are the same each time"
+    assert found == prompts(), "the questions must be the same each time"
     assert len(set(found.segments)) == NUM_SEGMENTS
     assert all(len(find_pairs(segment)) >= MIN_PAIRS for segment in found.segments)
     for prompt, segment in zip(found.in_place, found.segments, strict=True):
@@ -89,10 +89,11 @@ def test_with_little_room_fewer_segments_stand_together() -> None:
 
 
 class FakeEngine:
-    """Gives the same answer to every question, unless a test has set another.
+    """An engine that gives the same answer to every question, unless a test has set another.
 
     Attributes:
-        asked: The questions that were computed together, in order; None for an emptied cache.
+        asked: The questions that were computed together, in order. None stands for an emptied
+        cache.
     """
 
     def __init__(self) -> None:
@@ -138,7 +139,7 @@ def check(engine: FakeEngine, heads: Heads = HEADS, page_tokens: int = PAGE_TOKE
 
 
 def test_what_is_reused_lies_in_several_pages(engine: FakeEngine) -> None:
-    """Segments in one page would hide all faults of page tables."""
+    """If a segment lay in one page, faults of page tables would not show."""
     check(engine, page_tokens=128)
     for segment in (each for question in engine.questions for each in question.segments):
         run = HEADS.reused(segment)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the question of a request is computed, in which blocks, and when it is given up."""
+"""When a request's question is computed, in which blocks, and when this is given up."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from vllm_ascend_kvext.token_range import TokenRange
 
 MANY = 10_000
 OWN_IDS = [[101, 102, 103, 104, 105]]
-"""The blocks of a request that goes on behind its 18th token."""
+"""The blocks of a request that continues behind its 18th token."""
 
 HOLES = [TokenRange(0, 4), TokenRange(8, 12)]
 PLAN = PreviewPlan(TokenRange(18, 26), (TokenRange(2, 4),))
 
 
 class Waiting:
-    """A request that has been loaded, and waits for its question."""
+    """A request that has loaded, and waits for its question."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.queue = HoleQueue(no_windows(pool, {0: PAGE_TOKENS}))
@@ -174,8 +174,8 @@ def test_held_windows_become_part_of_the_tables_as_far_as_the_request_has_no_own
     assert table.blocks[:WINDOW_PAGES] == cached[:num_missing]
     assert table.all_block_ids[2 + num_missing :] == [99]
     assert tables.extend(TokenRange(16, 30)) is tables.by_group
-    tables.leave(30, is_end_of_hole=True)  # A later row may read what this row leaves.
-    windows.release_held()  # The request has begun, so nothing is held for it any more.
+    tables.leave(30, is_end_of_hole=True)  # A later row may read the blocks that this row leaves.
+    windows.release_held()  # The request has begun, so no block is held for it.
     assert pool.num_free == 20 - num_missing
     tables.release()
     tables.release()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which reused tokens are computed because the question attends to them."""
+"""Which reused tokens are computed again because the question attends to them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tokens_of(runs: tuple[TokenRange, ...]) -> set[int]:
 
 @st.composite
 def prompts(draw: st.DrawFn) -> Prompt:
-    """Segments, the reused part of each, and scores of which many are equal."""
+    """Segments, the reused part of each, and scores. Many of the scores are equal."""
     segments: list[TokenRange] = []
     reused: list[TokenRange] = []
     position = draw(st.integers(0, 5))
@@ -43,7 +43,10 @@ TOUCHING = [TokenRange(0, 16), TokenRange(16, 32)]
 @example((TOUCHING, TOUCHING, np.array([9] * 8 + [8] * 24, np.float32)), 0.25, 4)
 @example(([TokenRange(0, 12)], [TokenRange(4, 12)], np.array([9] * 4 + [1] * 8)), 0.0, 8)
 def test_as_tried_one_after_the_other(prompt: Prompt, ratio: float, run_tokens: int) -> None:
-    """The best run of each segment, then the best other runs. Of equal runs, the first."""
+    """The best run of each segment is chosen, then the best other runs.
+
+    Of equal runs, the first.
+    """
     segments, reused, scores = prompt
     score_of = dict(
         zip((token for run in segments for token in range(*run)), scores.tolist(), strict=True)

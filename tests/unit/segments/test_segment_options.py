@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values of the object ``segments``, and the options that are made of them."""
+"""The values of the object ``segments``, and the options that are made from them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEYS = [option.key for option in SEGMENT_OPTIONS]
 FLAG = {True: True, False: False, "true": True, "false": False, " True ": True}
 NO_FLAG = (1, 0, "1", "yes", "", [True])
 
-# The key, its default as it is shown, values with their results, and wrong values.
+# The key, its default as shown, accepted values with their results, and wrong values.
 TABLE: dict[str, tuple[str, list[tuple[Any, Any]], tuple[Any, ...]]] = {
     "selector": ("unset", [("question", Selector.QUESTION)], ("head", "QUESTION", True, "")),
     "head_tokens": ("unset", [(0, 0), (8, 8)], (-1, True, "16", 16.0)),
@@ -73,7 +73,7 @@ def test_users_read_the_default_of_every_key() -> None:
 
 
 def test_an_empty_object_turns_segments_on_with_the_defaults() -> None:
-    assert parse() == SegmentOptions() == parse(**dict.fromkeys(KEYS)), "null is absent"
+    assert parse() == SegmentOptions() == parse(**dict.fromkeys(KEYS)), "null must count as absent"
     _, extension = parse_configuration({"segments": {}}, 1)
     assert extension is not None and extension.key == "segments"
 
@@ -128,7 +128,7 @@ def test_a_key_of_an_earlier_release_is_refused_with_what_stands_in_its_place(
 
 def test_each_key_stands_in_place_of_one_of_an_earlier_release() -> None:
     news = [new.replace("...", "0") for new in FORMER_KEYS.values()]
-    # Segments were off with `false`. The message must not tell to turn them on.
+    # With `false`, segments were off. So the message must not tell users to turn them on.
     assert news[0].endswith(", or nothing where it was false,")
     given = [json.loads("{" + new.partition(", or")[0] + "}") for new in news]
     assert [key for each in given for key in each["segments"]] == KEYS
@@ -153,6 +153,6 @@ def test_holes_are_needed() -> None:
 def test_where_separators_show_segments_they_are_learned(
     given: bool | None, separator: Any, store_policy: str, learns: bool
 ) -> None:
-    """An engine that never stores learns nothing by itself."""
+    """An engine that never stores learns no segments by itself."""
     options = parse(separator=separator, learn=given)
     assert options.learns_new(StorePolicy(store_policy)) is learns

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments in a host tier: found by all that their rows depend on, and by nothing else."""
+"""Segments in a host tier are found by all that their rows depend on, and by nothing else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAYOUT = SegmentLayout(row_bytes=(64, 128))
 
 
 class SmallStore(SegmentStore):
-    """A tier of some bytes, and the calls of requests in one line each."""
+    """A tier of some bytes. Each call of a request takes one line."""
 
     def __init__(self, capacity_bytes: int = 1 << 20) -> None:
         self.tier = HostTier(capacity_bytes, TierGeometry(CHUNK, UNIT, needs_tails=False))
@@ -106,7 +106,7 @@ def test_what_is_there_is_not_stored_again() -> None:
 def test_what_is_found_is_what_was_stored(data: st.DataObject) -> None:
     """Segments with equal beginnings, in a tier that is too small for all of them."""
     store = SmallStore(capacity_bytes=12 * LAYOUT.num_bytes(CHUNK))
-    contents: dict[int, tuple[int, ...]] = {}  # By the place of an entry, its token ids.
+    contents: dict[int, tuple[int, ...]] = {}  # The token ids, by the place of their entry.
     lengths = st.integers(1, 60)
     for _ in range(30):
         tokens = [data.draw(st.integers(0, 1))] * data.draw(st.integers(0, 20))

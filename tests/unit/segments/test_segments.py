@@ -90,7 +90,7 @@ def test_what_is_no_truth_value_is_refused(value: Any) -> None:
     st.lists(st.integers(4, 5), min_size=1, max_size=3),
 )
 def test_separators_split_as_text_is_split(parts: list[list[int]], separator: list[int]) -> None:
-    """The parts have no token of the separator, so there is one way to split."""
+    """No part has a token of the separator, so there is only one way to split."""
     tokens: list[int] = []
     expected = []
     for number, part in enumerate(parts):
@@ -148,5 +148,5 @@ def test_every_token_is_exact_reused_or_computed_once(
     resumed = list(range(plan.resume_tokens, num_tokens))
     assert reused == wanted
     assert sorted(exact + reused + computed + resumed) == list(range(num_tokens))
-    assert resumed, "the last token is computed"
+    assert resumed, "the last token must be computed"
     assert all(run.num_tokens > 0 for run in plan.holes)

@@ -51,7 +51,7 @@ class Engine:
         self.tier.register(memoryview(self.memory))
 
     def within(self, namespace: str) -> Engine:
-        """The same engine in another name space."""
+        """The same engine, in another name space."""
         other = object.__new__(Engine)
         vars(other).update({**vars(self), "namespace": namespace})
         return other
@@ -76,7 +76,10 @@ class Engine:
         return answer, bytes(self.memory[PLACE : PLACE + num_bytes])
 
     def _guard(self, what: SharedObject) -> None:
-        """Fill an object's place and the bytes around it. The bytes around it must stay."""
+        """Fill an object's place and the bytes around it.
+
+        The bytes around the place must not change.
+        """
         end = what.offset_bytes + what.num_bytes + self.spare_bytes
         self.memory[what.offset_bytes - 64 : end + 64] = bytes([GUARD]) * (
             end + 128 - what.offset_bytes
@@ -222,7 +225,7 @@ def test_notes_lead_to_the_object_that_begins_first(engine: Engine) -> None:
     assert engine.exist(*NOTES[:2], *names) == [names[1], "", *names]
     engine.forget(names[1])
     assert engine.exist(*NOTES[:1]) == [""]
-    engine.put(CONTENT, names[0], NOTES[:1])  # The object exists, and its note does not.
+    engine.put(CONTENT, names[0], NOTES[:1])  # The object exists, but its note does not.
     assert engine.exist(*NOTES[:1]) == names[:1]
 
 
@@ -252,7 +255,10 @@ MALFORMED = [
 def test_a_note_with_a_malformed_name_leads_nowhere(
     backend: Backend, engine: Engine, name: str
 ) -> None:
-    """The note's seal is right, because a client wrote it so. An object of its name exists, too."""
+    """The note has a right seal, as if a client had written it.
+
+    An object of its name exists, too.
+    """
     engine.put(CONTENT, notes=NOTES[:2])
     backend.lead(engine, NOTES[0], NAME)  # `lead` writes a note that leads to an object.
     assert engine.exist(*NOTES[:2]) == [NAME, NAME]
@@ -314,7 +320,7 @@ def test_a_damaged_object_is_broken_and_forgotten(
 
 @pytest.mark.parametrize("owner", ["another object", "another rank", "another name space"])
 def test_the_bytes_of_another_are_broken(backend: Backend, engine: Engine, owner: str) -> None:
-    """The seal is right for the object that the bytes come from."""
+    """The seal is right for the object to which the bytes belonged."""
     name = OTHER if owner == "another object" else NAME
     rank = int(owner == "another rank")
     seal = seal_of(backend.sealed_name(name, rank), CONTENT)
@@ -367,11 +373,11 @@ OPERATIONS = st.lists(
 def test_two_engines_do_what_a_dict_does(
     any_backend: Backend, operations: list[tuple[str, int, int, int]]
 ) -> None:
-    """Any of the two engines puts, forgets and damages."""
+    """Both engines put, forget and damage objects."""
     any_backend.namespace = next(any_backend.namespaces)
     names = [f"R0-64-{number:032x}" for number in range(4)]
     notes = ["N" + name[-32:] for name in names]
-    objects: dict[str, bytes | None] = {}  # None: damaged.
+    objects: dict[str, bytes | None] = {}  # None if damaged.
     for operation, number, by, seed in operations:
         engine = any_backend.engine(by)
         name = names[number]

@@ -169,7 +169,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
 
 
 def test_the_bytes_of_another_object_are_broken(engine: Engine, tmp_path: Path) -> None:
-    """A renamed file, or one of another rank. Its trailer is right for the original object."""
+    """A file was renamed, or is of another rank. Its seal fits only its original name and rank."""
     engine.put(CONTENT)
     other = NAME.replace("ab", "cb")
     engine.put(content_of(1), other)
@@ -212,7 +212,7 @@ OTHER_THINGS: dict[str, Callable[[Path], object]] = {
 def test_something_else_in_a_place_concerns_that_object_only(
     engine: Engine, tmp_path: Path, place: str, thing: str
 ) -> None:
-    """The tier must not answer that it is unreachable, because no request would use it then."""
+    """If the tier answered that it is unreachable, no request would use it."""
     other = NAME.replace("ab", "cd")
     engine.put(CONTENT, notes=NOTES)
     engine.put(content_of(1), other, notes=())
@@ -240,11 +240,11 @@ def test_a_folder_that_was_moved_aside_is_not_counted(engine: Engine, tmp_path: 
     assert taken_bytes(tmp_path) == before
 
 
-# Notes. A reader does not open an object to see whether the note is right.
+# Notes. To see whether a note is right, a reader does not open the object.
 
 
 def test_a_note_of_another_object_leads_nowhere(engine: Engine, tmp_path: Path) -> None:
-    """Two exchanged links are still whole files."""
+    """Two notes have exchanged their links. Each link is whole, but has the other note's seal."""
     other = NAME.replace("ab", "cd")
     other_note = f"N{'4' * 32}"
     engine.put(CONTENT, notes=NOTES[:1])
@@ -263,7 +263,7 @@ def test_a_note_of_another_object_leads_nowhere(engine: Engine, tmp_path: Path) 
 def test_an_object_that_gives_way_before_its_note_is_there_counts_as_put(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other engines remove links that lead nowhere, including unfinished ones."""
+    """Other engines remove links that lead nowhere, even links that are not finished."""
     engine.put(CONTENT, notes=NOTES[:1])
     (path,) = object_files(tmp_path)
     path.unlink()
@@ -346,7 +346,7 @@ def test_an_engine_file_that_says_nothing_stops_nobody(
     assert found == [{namespace_of(good): good}]
     assert str(path) in caplog.text and "Delete it" in caplog.text
     caplog.clear()
-    engine.tier.introduce(namespace_of(IDENTITY), IDENTITY)  # An engine with this identity starts.
+    engine.tier.introduce(namespace_of(IDENTITY), IDENTITY)  # An engine of this identity starts.
     assert engine.tier.engines() == {namespace_of(each): each for each in (IDENTITY, good)}
     assert not [each for each in caplog.messages if "expected in" in each]
 
@@ -368,7 +368,7 @@ def test_a_folder_that_is_removed_is_made_again(engine: Engine, tmp_path: Path) 
 def test_errors_of_the_system_are_answers(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:
-    """No unfinished file takes room after an error."""
+    """After an error, no unfinished file takes room."""
     other = NAME.replace("ab", "cd")
     engine.put(CONTENT, other)
 
@@ -433,7 +433,7 @@ def test_what_is_not_a_folder_of_ones_own_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_look_at_its_status_removes_nothing(tmp_path: Path) -> None:
-    """The command does not know the capacity; here it is seven eighths of the file system."""
+    """The command does not know the tier's capacity. Here it is 7/8 of the file system."""
     small = mock.Mock(f_blocks=8, f_frsize=1 << 20, f_bavail=4)
     with mock.patch.object(os, "statvfs", lambda path: small):
         tier = FilesTier(f"file://{tmp_path}", 7 << 20, 0)
@@ -487,7 +487,7 @@ def test_a_get_counts_as_use(engine: Engine, tmp_path: Path) -> None:
 
 
 def test_a_touch_counts_as_use(engine: Engine, tmp_path: Path) -> None:
-    """A touch counts for an object, and for the object to which a note leads."""
+    """A touch of an object counts for the object. So does a touch of a note that leads to it."""
     other = NAME.replace("ab", "cd")
     engine.put(CONTENT, notes=NOTES)
     engine.put(CONTENT, other)
@@ -529,7 +529,7 @@ def test_what_does_not_fit_is_not_put(tmp_path: Path) -> None:
 
 
 def test_engines_evict_at_once_and_keep_the_capacity(tmp_path: Path) -> None:
-    """Puts and gets never bring wrong bytes while several engines remove objects."""
+    """While several engines remove objects, no put or get brings wrong bytes."""
     size = 16 << 10
     capacity_bytes = 40 * (20 << 10)
     wrong: list[object] = []
@@ -601,7 +601,8 @@ def test_a_writer_that_is_killed_leaves_nothing_half(
                 assert engine.tier.get_into(what, lambda num_bytes: None) is Answer.WHOLE
                 engine.forget(path.name)
     assert unfinished
-    engine.put(CONTENT)  # They stay for now, as a writer may only be slow.
+    # The files stay for now, because their writer may be alive but slow.
+    engine.put(CONTENT)
     assert [path for path in unfinished if path.exists()]
     for path in unfinished:
         if path.exists():
@@ -614,7 +615,7 @@ def test_a_writer_that_is_killed_leaves_nothing_half(
 
 
 class FilesAgainstDict(RuleBasedStateMachine):
-    """Two engines on one folder behave like a dict; both put, forget and damage objects."""
+    """Two engines on one folder behave like a dict. Both put, forget and damage objects."""
 
     names = st.integers(0, 5).map(lambda number: f"R0-64-{number:032x}")
 
@@ -622,7 +623,7 @@ class FilesAgainstDict(RuleBasedStateMachine):
     def start(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="kvext-tier-"))
         self.engines = [Engine(self.folder), Engine(self.folder)]
-        self.objects: dict[str, bytes | None] = {}  # None: damaged.
+        self.objects: dict[str, bytes | None] = {}  # None if damaged.
 
     def teardown(self) -> None:
         if hasattr(self, "folder"):

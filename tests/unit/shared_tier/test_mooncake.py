@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared tier in Mooncake Store, whose servers stop, are killed, are full or do not exist."""
+"""The shared tier in Mooncake Store. Its servers stop, are killed, are full or do not exist."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def what(number: int = 0, num_bytes: int = NUM_BYTES) -> SharedObject:
 
 
 class Rank:
-    """A tier with memory. `fill` sets the bytes of the memory."""
+    """A tier with memory. `fill` sets all bytes of the memory."""
 
     def __init__(self, url: str) -> None:
         self.tier = MooncakeTier(url, 0)
@@ -96,14 +96,17 @@ def rank(ranks: tuple[Rank, Rank]) -> Rank:
 
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[Servers]:
-    """Servers for one test, which stops and kills them."""
+    """Servers for one test. The test stops and kills them."""
     started = Servers(tmp_path)
     yield started
     started.end()
 
 
 def in_time(call: Callable[[], Any], most_s: float) -> Any:
-    """The result of a call that Mooncake itself ends, after a time that Mooncake has chosen."""
+    """The result of a call.
+
+    Mooncake itself ends the call, after a time that Mooncake has chosen.
+    """
     began_s = time.monotonic()
     result = call()
     assert time.monotonic() - began_s < most_s
@@ -116,7 +119,10 @@ def in_time(call: Callable[[], Any], most_s: float) -> Any:
 def test_a_seal_lies_in_spare_bytes_of_its_place(
     ranks: tuple[Rank, Rank], running: Servers
 ) -> None:
-    """It is neither in the next place nor behind the last place, where memory ends."""
+    """The seal is not in the next place.
+
+    Behind the last place, it does not lie beyond the memory.
+    """
     num_bytes = (1 << 20) - ALIGNMENT_BYTES
     num_places = 8
     arena = Arena(len(ranks[0].memory), ConnectorOptions(shared_tier=running.url).spare_bytes)
@@ -138,7 +144,7 @@ def test_a_seal_lies_in_spare_bytes_of_its_place(
 
 
 def test_engines_that_put_at_once_leave_one_of_both(rank: Rank, ranks: tuple[Rank, Rank]) -> None:
-    """KV of the same tokens has other last bits if it is computed in another batch."""
+    """KV of the same tokens differs in its last bits if it is computed in another batch."""
     for number in range(20):
         barrier = threading.Barrier(2)
 
@@ -186,7 +192,7 @@ def test_what_does_not_fit_is_not_there(rank: Rank, ranks: tuple[Rank, Rank]) ->
 
 
 def test_what_is_evicted_is_not_there(rank: Rank, ranks: tuple[Rank, Rank]) -> None:
-    answers = [rank.put(number) for number in range(200)]  # objects of 1 MB, and room for 128
+    answers = [rank.put(number) for number in range(200)]  # There is room for 128 objects of 1 MB.
     assert {*answers} <= {Answer.WHOLE, Answer.UNREACHABLE}
     found = [ranks[1].get(number) for number in range(200)]
     assert {*found} == {Answer.WHOLE, Answer.ABSENT}
@@ -204,7 +210,7 @@ def test_identities_are_not_evicted(rank: Rank) -> None:
     "content", [None, b"5", b"[1]", b"{", b"\xff", b"[" * 100_000, b'{"dtype": "fp16"}']
 )
 def test_an_identity_that_is_damaged_is_not_shown(rank: Rank, content: bytes | None) -> None:
-    """The content is damaged by chance, or has a seal that is right."""
+    """The content is damaged by accident, or is wrong with a right seal."""
     identity = {"dtype": "bf16"}
     rank.tier.introduce(namespace_of(identity), identity)
     (key,) = rank.tier._there([f"kvext3/engine-{number}" for number in range(1024)])
@@ -216,12 +222,12 @@ def test_an_identity_that_is_damaged_is_not_shown(rank: Rank, content: bytes | N
 
 
 def test_what_is_touched_is_not_evicted(rank: Rank, ranks: tuple[Rank, Rank]) -> None:
-    """Objects that were put at the same time and were not used since are evicted first."""
+    """Of objects put at the same time, those that were not used since then are evicted first."""
     hot = range(5)
     cold = range(5, 10)
     for number in (*hot, *cold):
         assert until(lambda number=number: rank.put(number) is Answer.WHOLE)
-    for number in range(10, 300):  # objects of 1 MB, and room for 128
+    for number in range(10, 300):  # There is room for 128 objects of 1 MB.
         names = [f"space/{note}" for each in hot for note in what(each).notes]
         assert ranks[1].tier.touch(names) == [True] * len(hot)
         rank.put(number)
@@ -229,7 +235,7 @@ def test_what_is_touched_is_not_evicted(rank: Rank, ranks: tuple[Rank, Rank]) ->
     assert {ranks[1].get(number) for number in cold} == {Answer.ABSENT}
 
 
-# Servers that are killed, and stop.
+# Servers that are killed or stopped.
 
 
 def test_an_owner_that_is_killed(servers: Servers) -> None:
@@ -248,7 +254,7 @@ def test_an_owner_that_is_killed(servers: Servers) -> None:
 
 
 def test_a_master_that_is_killed(servers: Servers) -> None:
-    """The next master has no objects. Engines find it without a restart."""
+    """The next master has no objects. Engines find the new master without a restart."""
     rank = Rank(servers.url)
     assert rank.put() is Answer.WHOLE
     servers.master.kill()
@@ -264,7 +270,7 @@ def test_a_master_that_is_killed(servers: Servers) -> None:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop a process. On a busy machine it takes time until all of its threads stop."""
+    """Stop a process. On a busy machine, it takes time until all of its threads have stopped."""
     process.send_signal(signal.SIGSTOP)
     threads = Path("/proc", str(process.pid), "task")
     while any(
@@ -286,9 +292,9 @@ def test_a_master_that_stops(servers: Servers) -> None:
     rank.tier.close()
 
 
-@pytest.mark.skipif(not IS_LONG, reason="takes a minute")
+@pytest.mark.skipif(not IS_LONG, reason="only `make test-long` takes the minute for it")
 def test_of_an_owner_that_stops_in_a_get_no_bytes_come_later(tmp_path: Path) -> None:
-    """After the end of a get, its place belongs to another entry."""
+    """After the end of a get, the get's place belongs to another entry."""
     size = 400 << 20
     servers = Servers(tmp_path, "900 MB", "--client_ttl=200", "--default_kv_lease_ttl=200000")
     try:
@@ -322,7 +328,7 @@ def test_of_an_owner_that_stops_in_a_get_no_bytes_come_later(tmp_path: Path) -> 
 def test_of_a_transfer_that_mooncake_gave_up_nobody_hears(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a transfer continues and writes into its place, which must not be reused."""
+    """Such a transfer still writes into its place, so the place must not be reused."""
     monkeypatch.setattr(mooncake, "_GIVEN_UP_S", -1.0)
     rank.put()
     assert rank.get() is Answer.WHOLE
@@ -366,7 +372,8 @@ def test_a_writer_that_is_killed_leaves_nothing_half(
         writer.stdout.close()
         for number in range(50):
             answer = rank.get(number, ord("x"))
-            assert answer in (Answer.WHOLE, Answer.ABSENT, Answer.BROKEN)  # broken if it is larger
+            # An object is broken if it is larger than expected.
+            assert answer in (Answer.WHOLE, Answer.ABSENT, Answer.BROKEN)
             assert rank.put(number, ord("x")) in (Answer.WHOLE, Answer.UNREACHABLE)
         rank.raw.remove_all(True)
 
@@ -390,7 +397,7 @@ def test_without_a_master_there_is_no_tier() -> None:
 
 
 def test_another_server_is_no_master() -> None:
-    """The test has its own process, because Mooncake tries for a while."""
+    """The test runs in its own process, because Mooncake keeps trying for a while."""
     require()
     code = "import sys; from vllm_ascend_kvext.shared_tier.mooncake import MooncakeTier\n"
     code += "try: MooncakeTier(sys.argv[1], 0)\nexcept ValueError as error: print(error)"
@@ -420,7 +427,7 @@ def test_without_the_package_it_is_named(running: Servers, monkeypatch: pytest.M
 
 def test_memory_that_cannot_be_registered_is_refused(rank: Rank) -> None:
     with pytest.raises(SettingsError, match="found code -600"):
-        rank.tier.register(memoryview(rank.memory))  # It is registered already.
+        rank.tier.register(memoryview(rank.memory))  # This memory is registered already.
 
 
 def test_what_a_user_has_set_stays(running: Servers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name spaces of identities, the messages about differences, and the output of ``status``."""
+"""Name spaces of identities, messages about their differences, and the output of ``status``."""
 
 from __future__ import annotations
 

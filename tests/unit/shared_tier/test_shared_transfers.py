@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker gets and puts, and what it reports of that."""
+"""What a worker gets and puts, and what it reports about it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WHAT = SharedObject(1, f"engine/R0-64-{'a' * 32}", 64, NUM_BYTES)
 
 
 class Worker:
-    """One rank, with its memory; ``results`` is all that it has reported."""
+    """One rank with its memory. ``results`` has all of its reports."""
 
     def __init__(self, folder: Path, rank: int = 0, num_equal_ranks: int = 1) -> None:
         self.memory = np.arange(8 << 20, dtype=np.uint32).view(np.uint8)
@@ -59,7 +59,7 @@ class Worker:
 
 
 def told_in(results: WorkerOutput) -> SharedOutput:
-    """What is reported beside the ends of jobs."""
+    """What is reported in addition to the ends of jobs."""
     assert results.secondary is None or isinstance(results.secondary, SharedOutput)
     return results.secondary or SharedOutput()
 
@@ -70,7 +70,7 @@ def make(tmp_path: Path) -> Callable[..., Worker]:
 
 
 def hold_gets(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> list[int]:
-    """Let gets wait; the numbers of those that have begun."""
+    """Let gets wait. Return the list of the gets that have begun, by number."""
     begun: list[int] = []
 
     def get_into(tier: FilesTier, what: SharedObject, on_bytes: Any) -> Answer:
@@ -151,7 +151,7 @@ def test_new_weights_of_one_worker_are_those_of_the_engine() -> None:
 def test_what_has_waited_too_long_is_not_begun(
     make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for it, and its place is wanted."""
+    """No request waits for the get any more, and its place is needed."""
     monkeypatch.setattr(files, "_MAX_GET_THREADS", 1)
     worker, gate = make(), threading.Event()
     begun = hold_gets(monkeypatch, gate)
@@ -171,7 +171,7 @@ def test_what_has_waited_too_long_is_not_begun(
 def test_what_was_queued_behind_a_slow_failure_is_not_begun(
     make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each would fail as slowly, and keep its place until then."""
+    """Each put would fail as slowly, and would keep its place until then."""
     worker, gate, begun = make(), threading.Event(), []
 
     def put(tier: FilesTier, what: SharedObject) -> Answer:
@@ -189,7 +189,7 @@ def test_what_was_queued_behind_a_slow_failure_is_not_begun(
     assert begun in ([2], [2, 4]) and worker.results.failed_jobs == {2, 3, 4}
 
 
-# What hangs.
+# Calls that hang.
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def hangs_early(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gets_go_on_beside_those_that_hang(
     make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, num_threads: int
 ) -> None:
-    """As many as there are threads. What hangs is not reported before it has ended."""
+    """As many gets hang as there are threads. A get that hangs is reported only after its end."""
     monkeypatch.setattr(files, "_MAX_GET_THREADS", num_threads)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(num_threads))
     worker, gate, get_into = make(), threading.Event(), FilesTier.get_into
@@ -226,7 +226,8 @@ def test_gets_go_on_beside_those_that_hang(
     assert worker.results.jobs_ended.keys().isdisjoint(hanging)
     gate.set()
     until(lambda: not worker.transfers.wait_for_end(0.01), "the end of those that hung")
-    worker.run(gets=[WHAT._replace(number=300)])  # Threads that were left behind serve no more.
+    # The threads that were left behind do no more work.
+    worker.run(gets=[WHAT._replace(number=300)])
     assert worker.results.jobs_ended.keys() >= {*hanging} and not worker.results.failed_jobs
     worker.transfers.shutdown()
 
@@ -235,7 +236,7 @@ def test_gets_go_on_beside_those_that_hang(
 def test_what_was_queued_behind_gets_that_hang_is_not_begun(
     make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its place is free at once."""
+    """The place of the queued get is free at once."""
     monkeypatch.setattr(files, "_MAX_GET_THREADS", 1)
     worker, gate = make(), threading.Event()
     begun = hold_gets(monkeypatch, gate)
@@ -284,7 +285,7 @@ def test_few_threads_are_left_behind(
     worker.transfers.shutdown()
 
 
-# What is used.
+# Objects that are used.
 
 
 def used(number: int, *names: str) -> UsedObjects:
@@ -293,7 +294,8 @@ def used(number: int, *names: str) -> UsedObjects:
 
 def test_a_touch_says_what_is_absent(make: Callable[..., Worker]) -> None:
     worker, other = make(), WHAT.name.replace("a" * 32, "b" * 32)
-    worker.submit([], [WHAT], [used(2, other, WHAT.name, other)])  # Behind the put.
+    # The touch is queued behind the put.
+    worker.submit([], [WHAT], [used(2, other, WHAT.name, other)])
     worker.run()
     until(lambda: not worker.transfers.wait_for_end(0.01), "the end")
     worker.results.add(worker.transfers.take_output())
@@ -338,7 +340,7 @@ def test_a_touch_that_fails_is_told(
 def test_a_tier_is_closed_unless_it_is_at_a_call(
     make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A backend may not survive a call after its end."""
+    """A backend may crash if it is closed during a call."""
     closed: list[FilesTier] = []
     monkeypatch.setattr(FilesTier, "close", lambda tier: closed.append(tier))
     worker, gate, begun = make(), threading.Event(), threading.Event()

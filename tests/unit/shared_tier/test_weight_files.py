@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights are known by their content, unless they were changed while they were loaded."""
+"""Weights are known by their content, except if they were changed during the load."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_same_weights_elsewhere_are_the_same(model: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["small", "medium", "large"])
 def test_a_tensor_of_other_weights_is_noticed(model: Path, name: str) -> None:
-    """Of the same size, at the same path, with the same times."""
+    """The new file has the same size, path and times."""
     before, path = digest(model), model / "a.safetensors"
     others = {**tensors_of(1), name: tensors_of(2)[name]}
     with_its_times(path, lambda: write_safetensors(path, others))
@@ -93,7 +93,7 @@ def test_one_trained_row_of_an_embedding_is_noticed(model: Path, place: int) -> 
 
 
 def test_one_changed_byte_of_a_file_of_torch_is_noticed(model: Path) -> None:
-    """Its tensors are parts of an archive, which has their checksums."""
+    """Its tensors are parts of an archive. The archive has their checksums."""
 
     def write(content: bytes) -> None:
         with zipfile.ZipFile(model / "b.bin", "w") as archive:
@@ -135,7 +135,7 @@ def test_what_is_not_loaded_does_not_matter(model: Path) -> None:
 
 
 def test_the_owner_and_the_mode_of_a_file_may_change(model: Path, tmp_path: Path) -> None:
-    """As where a volume is handed to another machine, or a backup links what it has seen."""
+    """This happens when a volume moves to another machine, or a backup links files."""
     files = files_of(model)
     path = model / "a.safetensors"
     path.chmod(0o400)
@@ -172,7 +172,7 @@ def test_weights_that_were_replaced_since_have_no_digest(model: Path, how: str) 
 
 
 def test_a_folder_that_becomes_another_is_noticed(model: Path, tmp_path: Path) -> None:
-    """As where a link names the latest of several folders."""
+    """This happens if a link names the latest of several folders."""
     latest, other = tmp_path / "latest", tmp_path / "other"
     shutil.copytree(model, other)
     latest.symlink_to(model)
@@ -206,7 +206,7 @@ def test_weights_that_are_no_files_are_refused(paths: list[str]) -> None:
 
 
 class Module:
-    """As much of ``torch.nn.Module`` as is asked for."""
+    """The parts of ``torch.nn.Module`` that are used."""
 
     def __init__(self, *parts: Module) -> None:
         self._modules = {str(number): part for number, part in enumerate(parts)}
@@ -246,7 +246,7 @@ def test_an_engine_has_the_weights_of_its_model_and_its_draft(model: Path, tmp_p
 
 @pytest.mark.usefixtures("no_models")
 def test_layers_in_a_dictionary_of_a_model_are_its_own(model: Path) -> None:
-    """As those of vLLM's Transformers models are."""
+    """Layers of vLLM's Transformers models are in such dictionaries."""
     layer: Any = Module()
     held = load(model)
     held.by_number[0] = layer
@@ -255,7 +255,7 @@ def test_layers_in_a_dictionary_of_a_model_are_its_own(model: Path) -> None:
 
 @pytest.mark.usefixtures("no_models")
 def test_a_model_that_no_file_was_read_for_is_refused(model: Path) -> None:
-    """Not even where another model of the engine has its weights from files."""
+    """The model is refused even if another model of the engine has weights from files."""
     mine, drafted = Module(), Module()
     held = [load(None, mine), load(model, drafted)]
     layers: list[Any] = [mine, drafted]

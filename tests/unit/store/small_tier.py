@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tier with a few places, and one-line calls for the actions of requests."""
+"""A tier with a few places. Each action of a request takes one line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLACE_BYTES = 64
 
 
 class SmallTier(HostTier):
-    """A tier with chunks of 12 tokens and units of 2. An entry takes one place by default.
+    """A tier with chunks of 12 tokens and units of 2. By default, an entry takes one place.
 
     Attributes:
         removed: Entries that the tier has reported as removed.
@@ -42,7 +42,7 @@ class SmallTier(HostTier):
         return self.begin_store(TextPrefix(text), piece, num_places * PLACE_BYTES, use)
 
     def store(self, text: str, piece: Piece, num_places: int = 1, use: int | None = None) -> Entry:
-        """Store a piece. Without a use, it belongs to a new request."""
+        """Store a piece. Without ``use``, the piece belongs to a new request."""
         entry = self.begin(text, piece, num_places, use)
         assert isinstance(entry, Entry), entry
         self.finish_store(entry)

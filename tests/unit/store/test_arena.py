@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places in the host buffer, compared with a model of intervals."""
+"""Places in the host buffer, compared with a model that has intervals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Places = dict[int, int]
 
 
 def gaps_between(places: Places) -> list[tuple[int, int]]:
-    """Size and offset of each gap between places."""
+    """The size and the offset of each gap between places."""
     gaps = []
     position = 0
     for offset, size in [*sorted(places.items()), (CAPACITY_BYTES, 0)]:
@@ -32,7 +32,7 @@ def gaps_between(places: Places) -> list[tuple[int, int]]:
 def cheapest_windows(
     places: Places, center: int, num_bytes: int, fixed: set[int]
 ) -> list[list[int]]:
-    """The large enough runs of places and gaps around a place that free the fewest bytes."""
+    """Runs of places and gaps around a place: large enough ones that free the fewest bytes."""
     parts = sorted([*places.items(), *((offset, size) for size, offset in gaps_between(places))])
     windows: dict[int, list[list[int]]] = {}
     for first, end in itertools.combinations(range(len(parts) + 1), 2):
@@ -45,7 +45,7 @@ def cheapest_windows(
 
 @given(st.data(), st.sampled_from([0, 1, 68]))
 def test_places_are_those_of_the_model(data: st.DataObject, spare_bytes: int) -> None:
-    """Places are taken and given back in any order."""
+    """Places are taken and returned in any order."""
     arena = Arena(CAPACITY_BYTES + 63, spare_bytes)
     places = Places()
     for _ in range(30):
@@ -81,7 +81,7 @@ def test_an_arena_without_room_for_anything_is_refused() -> None:
 
 @pytest.mark.parametrize("spare_bytes", [0, ALIGNMENT_BYTES])
 def test_contents_fill_their_places_but_for_spare_bytes(spare_bytes: int) -> None:
-    """A shared tier takes the size of an object from its place."""
+    """A shared tier derives the size of an object from its place."""
     arena = Arena(1 << 20, spare_bytes)
     for num_bytes in range(HOST_ALIGNMENT_BYTES, 4096, HOST_ALIGNMENT_BYTES):
         assert arena.place_bytes(num_bytes) == num_bytes + spare_bytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning from the times when chunks are looked up again, and eviction that uses it."""
+"""The tier learns when chunks are looked up again. Eviction uses what it has learned."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from vllm_ascend_kvext.store.reuse import NUM_CLASSES, NUM_STAGES, Reuse, densit
 
 
 class PlainReuse:
-    """A model that looks at every chunk at every use.
+    """A model that looks at every chunk in every use.
 
-    ``known`` has origin, latest use, and number of lookups, by key.
+    ``known`` has the origin, the latest use and the number of lookups of each key.
     """
 
     def __init__(self, max_keys: int) -> None:
@@ -28,7 +28,7 @@ class PlainReuse:
         self.came_back = [[0] * NUM_STAGES for _ in range(NUM_CLASSES)]
 
     def place(self, key: bytes, now: int) -> tuple[int, int]:
-        """Class and stage of a chunk at some use."""
+        """The class and the stage of a chunk at some use."""
         origin, asked_at, num_asked = self.known[key]
         stage = 0
         while stage < NUM_STAGES - 1 and 2 << stage <= now - asked_at:
@@ -102,13 +102,13 @@ def test_a_density_is_hits_per_use() -> None:
     assert densities([0.0] * NUM_STAGES) == [0.0] * NUM_STAGES
     assert densities([0.5] * NUM_STAGES)[0] == pytest.approx(0.5, rel=0.4)
     soon = densities([0.0, 0.0, 0.9, *[0.0] * (NUM_STAGES - 3)])
-    # A chunk that is about to come back has a higher density than one that has just been looked up
-    # or that does not come back any more.
+    # A chunk that will soon come back has the highest density. A chunk that was just looked up has
+    # a lower density, and one that does not come back has the lowest.
     assert soon[2] > soon[1] > soon[0] > soon[3] == 0.0
 
 
 def share_found(texts: list[tuple[int, int]], num_places: int) -> float:
-    """The share of chunks that are found when texts (number, chunks) are looked up in turn."""
+    """The share of found chunks when texts (number, chunks) are looked up one after the other."""
     tier = SmallTier(num_places)
     num_found = 0
     for number, num_chunks in texts:

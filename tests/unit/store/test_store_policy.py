@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of chunks that are stored."""
+"""Which chunks are stored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm_ascend_kvext.store.remembered_keys import RememberedKeys
 from vllm_ascend_kvext.store.store_policy import StoreChooser, StorePolicy
 
 ASKED = [
-    # A key and the request that looks it up.
+    # A key, and the request that looks it up.
     (b"key", "one"),
     (b"key", "one"),  # The same request looks it up again after a preemption.
     (b"key", "two"),

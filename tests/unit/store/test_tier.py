@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of lookups, refused calls, and cases that the machine of random calls does not reach."""
+"""The cost of lookups, refused calls, and cases that the tier machine does not reach."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_ascend_kvext.store.prefix import HashedPrefix, TierGeometry
 
 
 class CountingPrefix(TextPrefix):
-    """Counts the keys that a lookup asks for."""
+    """A prefix that counts the keys for which a lookup asks."""
 
     num_asked = 0
 
@@ -86,7 +86,7 @@ def test_a_geometry_that_cannot_be_is_refused(
 def test_the_hashes_of_a_request_are_keys(first: int, stop: int, step: int) -> None:
     hashes = [bytes([number]) for number in range(7)]
     prefix = HashedPrefix(hashes, 16)
-    hashes.append(bytes([7]))  # vLLM's list grows with the request.
+    hashes.append(bytes([7]))  # vLLM's list of hashes grows with the request.
     assert prefix.num_tokens == 128
     boundaries = range(first, stop, step)
     keys = [hashes[each // 16 - 1] for each in boundaries]
@@ -111,7 +111,7 @@ CHUNK = Piece.rows(0, 12)
 
 
 def text_of(number: int) -> str:
-    """A chunk that shares no prefix with other chunks."""
+    """The text of a chunk that shares no prefix with other chunks."""
     return chr(256 + number) * 12
 
 
@@ -143,7 +143,7 @@ def store_small_among_large(tier: SmallTier, num_small: int) -> tuple[list[Entry
 def test_what_is_tried_before_a_place_is_found_goes_with_it() -> None:
     tier = SmallTier(6)
     entries = [store_chunk(tier, number) for number in range(6)]
-    for number in (0, 2, 3):  # entries 1, 4 and 5 are tried first
+    for number in (0, 2, 3):  # So the tier tries entries 1, 4 and 5 first.
         tier.renew(TextPrefix(text_of(number)), 12, tier.next_use())
     tier.store(text_of(9), CHUNK, num_places=2)
     assert tier.evicted() == [entries[1], entries[4], entries[5]]
@@ -163,7 +163,7 @@ def test_where_none_is_large_enough_lesser_neighbours_go_together() -> None:
     pin(tier, plan_of_hit(tier.find(text_of(1000))), large[0].use)
     tier.store(text_of(5000), CHUNK, 5)
     assert tier.evicted() == [*small, *large[1:3]]
-    assert large[0].state is EntryState.STORED, "it is being loaded"
+    assert large[0].state is EntryState.STORED, "an entry was evicted while it is loaded"
 
 
 def test_what_is_larger_than_the_tier_is_refused() -> None:
@@ -174,7 +174,7 @@ def test_what_is_larger_than_the_tier_is_refused() -> None:
 
 
 def test_few_of_many_entries_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier may have a hundred thousand entries, and the engine waits for the plan of a store."""
+    """A tier may have a hundred thousand entries. The engine waits for the plan of a store."""
     num_places = 2000
     num_looks = 0
     tier = SmallTier(num_places)
@@ -188,7 +188,7 @@ def test_few_of_many_entries_are_compared(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(EvictionOrder, "_priority_of", watched)
     entries = [store_chunk(tier, number) for number in range(2 * num_places)]
     assert num_looks <= (NUM_SAMPLED + 1) * num_places
-    # Candidates are chosen at random, but nearly all evicted entries are among the oldest.
+    # Candidates are chosen at random. Still, nearly all evicted entries are among the oldest.
     young = sum(entry.state is EntryState.GONE for entry in entries[-num_places // 2 :])
     assert young < 0.01 * num_places
 

@@ -36,7 +36,7 @@ REASONS = {Removal.EVICTED: Shortfall.EVICTED, Removal.LOAD_FAILED: Shortfall.FA
 
 
 def text_of(num_units: int, other_unit: int) -> str:
-    """One of a family of prompts, which differ from some unit on."""
+    """One of a family of prompts. They differ from some unit on."""
     letters = ["b" if unit == other_unit else "a" for unit in range(num_units)]
     return "".join(letter * UNIT_TOKENS for letter in letters)
 
@@ -183,7 +183,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(text=texts, grown_units=st.integers(1, 3), reads=st.sampled_from([True] * 3 + [False]))
     def take_a_turn(self, text: str, grown_units: int, reads: bool) -> None:
-        """A request loads the stored part of its text, and stores the new part."""
+        """Let a request load the stored part of its text, and store the new part."""
         self.next_request()
         self.load(text, 0)
         load = self.loads.pop()
@@ -247,7 +247,7 @@ class TierMachine(RuleBasedStateMachine):
     # The same actions in the model.
 
     def _check_missing(self, text: str, first: int, pieces: list[Piece]) -> None:
-        """Each unit is stored or in one piece. Both is right only if its chunk is stored again."""
+        """Each unit is stored or in one piece, or both if its chunk has to be stored again."""
         states = (EntryState.STORED, EntryState.STORING)
         for boundary in range(
             first - first % CHUNK_TOKENS + UNIT_TOKENS, len(text) + 1, UNIT_TOKENS
@@ -261,7 +261,7 @@ class TierMachine(RuleBasedStateMachine):
     def _check_runs(self, text: str, after: int, limit: int, stored: set[int]) -> None:
         """Runs are stored rows with gaps between them.
 
-        The first run has the rows that follow without a gap. Each stored chunk is in one run.
+        The first run has all rows that follow without a gap. Each stored chunk lies in one run.
         """
         runs = self.tier.lookup(TextPrefix(text)).find_runs(limit, after)
         assert all(one.end_tokens < other.first_tokens for one, other in pairwise(runs))
@@ -300,7 +300,7 @@ class TierMachine(RuleBasedStateMachine):
             return
         for state in (EntryState.STORED, EntryState.STORING):
             for each in self.model.holding(piece.kind, text, [state]):
-                assert each.piece.first_tokens > piece.first_tokens, "it is there already"
+                assert each.piece.first_tokens > piece.first_tokens, "the piece is stored already"
         self.model.renew(text, self.use)
         model = self.model
         wanted = entry
@@ -324,7 +324,7 @@ class TierMachine(RuleBasedStateMachine):
         assert all(victim in lesser for victim in victims)
         assert all(victim in ends or victim.use < self.use for victim in victims)
         if victims:
-            assert model.largest_run_bytes([]) < size_bytes, "there was room"
+            assert model.largest_run_bytes([]) < size_bytes, "an entry was evicted although there was room"
             least = min(ends, key=lambda each: priority[id(each)])
             assert victims == [least] if self.has_one_size else least in victims
         self._follow_removals({Removal.EVICTED})
@@ -362,7 +362,7 @@ class TierMachine(RuleBasedStateMachine):
             assert entry is not known.entry
             replaced = self.model.of(entry)
             for text in self.model.texts_of(replaced):
-                assert len(self.model.holding(replaced.piece.kind, text)) > 1, "it was of use"
+                assert len(self.model.holding(replaced.piece.kind, text)) > 1, "an entry was replaced that was still needed"
         self._follow_removals({Removal.REPLACED})
 
     def _follow_removals(self, allowed: set[Removal]) -> None:
@@ -406,7 +406,7 @@ class TierMachine(RuleBasedStateMachine):
         )
 
     def teardown(self) -> None:
-        """After the end of all transfers, nothing is pinned and only stored entries take room."""
+        """After all transfers have ended, nothing is pinned, and only stored entries take room."""
         for load in self.loads:
             self.tier.end_load(load)
         for entry in list(self.tier._entries.values()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes that are their own keys, and a model of the host tier that is a list."""
+"""Prefixes that are their own keys, and a model of the host tier that uses a list."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class ModelTier:
     def holding(
         self, kind: Kind, text: str, states: Iterable[EntryState] = (EntryState.STORED,)
     ) -> list[ModelEntry]:
-        """Entries that hold the tokens just before the end of a text."""
+        """The entries that hold the tokens just before the end of a text."""
         end_tokens = len(text)
         return [
             each
@@ -134,7 +134,10 @@ class ModelTier:
         each.settled = self.num_settled
 
     def renew(self, text: str, use: int) -> None:
-        """Renew all rows of a prefix, also while they are stored, up to the first renewed one."""
+        """Renew all rows of a prefix from its end, up to the first renewed row.
+
+        Rows may be in a store.
+        """
         boundary = len(text) - len(text) % self.geometry.unit_tokens
         while boundary > 0 and self.geometry.needs_rows:
             states = (EntryState.STORED, EntryState.STORING)
@@ -169,7 +172,7 @@ class ModelTier:
         return None
 
     def can_load(self, plan: LoadPlan) -> bool:
-        """Whether the entries of a plan suffice for a resume at its boundary."""
+        """Whether the entries of a plan are enough to resume at its boundary."""
         if not plan.num_tokens:
             return True
         text = plan.prefix.text  # type: ignore[attr-defined]
@@ -184,7 +187,7 @@ class ModelTier:
         return not self.geometry.needs_tails or any(each in loaded for each in tails)
 
     def texts_of(self, each: ModelEntry) -> list[str]:
-        """The prefixes at whose end an entry can be found."""
+        """The prefixes at whose ends an entry can be found."""
         if each.piece.kind is Kind.TAILS:
             return [each.text]
         first, end = each.piece.first_tokens, each.piece.end_tokens
@@ -192,7 +195,7 @@ class ModelTier:
         return [each.text[:tokens] for tokens in range(first + unit_tokens, end + 1, unit_tokens)]
 
     def lose(self, each: ModelEntry, reason: Shortfall | None) -> None:
-        """Have an entry not be found any more."""
+        """Let an entry not be found any more."""
         each.state = EntryState.LEAVING
         for text in self.texts_of(each):
             if reason is not None and not self.holding(each.piece.kind, text):
@@ -205,13 +208,13 @@ class ModelTier:
             self.entries.remove(each)
 
     def want(self, each: ModelEntry) -> None:
-        """Note that a place is requested."""
+        """Note that a place for an entry is requested."""
         if self.wanted[-1][0] < each.use:
             self.wanted.append([each.use, 0])
         self.wanted[-1][1] += each.size_bytes
 
     def recent_use(self) -> int:
-        """The first of the latest uses that requested no more than a sixth of the tier together."""
+        """The first of the latest uses that together requested at most a sixth of the tier."""
         recent_use = self.wanted[-1][0] + 1
         sum_bytes = 0
         for use, num_bytes in reversed(self.wanted):
@@ -222,7 +225,10 @@ class ModelTier:
         return recent_use
 
     def priority(self, each: ModelEntry, recent_use: int) -> tuple[float, ...]:
-        """The entry with the least priority is evicted first. Recently used entries are last."""
+        """Entries with the lowest priority are evicted first.
+
+        Recently used entries are evicted last.
+        """
         piece = each.piece
         first_unit = self.geometry.chunk_start(piece.end_tokens) + self.geometry.unit_tokens
         density = self.density(each.text[:first_unit].encode())
@@ -233,7 +239,7 @@ class ModelTier:
         return is_recent, density, each.use, -piece.end_tokens, piece.kind, each.entry.number
 
     def is_end(self, each: ModelEntry, others: Iterable[ModelEntry]) -> bool:
-        """Whether none of some entries begins just behind the rows of an entry."""
+        """Whether none of the others begins right behind the rows of this entry."""
         if not self.ends_first or each.piece.kind is Kind.TAILS or not self.geometry.needs_rows:
             return True
         texts = self.texts_of(each)
@@ -244,7 +250,7 @@ class ModelTier:
         )
 
     def is_orphan(self, piece: Piece, text: str) -> bool:
-        """Whether a piece has tails whose rows are gone."""
+        """Whether a piece is tails whose rows are gone."""
         states = (EntryState.STORED, EntryState.STORING)
         return (
             piece.kind is Kind.TAILS
@@ -253,7 +259,7 @@ class ModelTier:
         )
 
     def largest_run_bytes(self, may_free: list[ModelEntry]) -> int:
-        """Size of the largest hole that freeing some entries can make."""
+        """The size of the largest hole that can be made by freeing these entries."""
         largest = 0
         position = 0
         for each in sorted(self.entries, key=lambda each: each.span):

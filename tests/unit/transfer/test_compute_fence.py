@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order of calls to an NPU. Only hardware can show that the NPU keeps this order.
 
-torch is imported when a test runs, so that the tests can be collected without torch.
+torch is imported when a test runs, so the tests can be collected without torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NPU = SimpleNamespace(type="npu", index=3)
 
 @pytest.fixture
 def npu(mocker: MockerFixture) -> mock.MagicMock:
-    """`torch.npu`. All of its events are one event, which was recorded a millisecond ago."""
+    """`torch.npu`. All of its events are one event that was recorded a millisecond ago."""
     pytest.importorskip("torch")
     npu = mocker.patch("torch.npu", create=True)
     npu.Event.return_value.elapsed_time.return_value = 1.0
@@ -46,7 +46,7 @@ def test_copies_wait_for_kernels_and_the_thread_for_copies(
     assert fence.record() is recorded
     recorded.record.assert_called_once_with(npu.current_stream())
     npu.device.assert_called_once_with(NPU)
-    assert fence.run(recorded, calls.copy) == 0.001, "waiting for kernels does not count"
+    assert fence.run(recorded, calls.copy) == 0.001, "the wait for kernels must not count"
     stream = npu.Stream.return_value
     assert calls.mock_calls == [
         mock.call.stream.wait_event(recorded),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPUs that copies get by default, beside the threads of vLLM's CPU platform in a worker."""
+"""The CPUs that copies get by default, next to a worker's threads of vLLM's CPU platform."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BOUND_TO_TWO = {"OMP_PLACES": "{0,1}", **BINDING}
         ({"GOMP_CPU_AFFINITY": "0-6:3,7"}, {0, 3, 6, 7}, False),
         ({"OMP_PLACES": "{4,5}", **BINDING}, {4, 5}, False),
         ({"OMP_PLACES": "{4},{5}"}, {4, 5}, False),
-        # These values are not read. The CPUs of the process are taken.
+        # These values are not read, so the CPUs of the process are taken.
         (BINDING, {2}, False),
         ({"OMP_PLACES": "cores"}, {2}, False),
         ({"OMP_PLACES": "{0:4}", "OMP_PROC_BIND": "close"}, {2}, False),
@@ -54,8 +54,8 @@ def test_the_models_cpus_are_read_from_openmps_variables(
     ("process", "model", "has_all_workers", "expected"),
     [
         (ALL, set(), False, ALL),
-        # The model has a CPU of one core of the first socket. Both threads of the other core come
-        # first.
+        # The model has a CPU on one core of the first socket. Both threads of the socket's other
+        # core come first.
         (ALL, {4}, False, {1, 5}),
         # No core is free, but one thread of each core is.
         (ALL, {4, 5}, False, {0, 1}),
@@ -69,7 +69,7 @@ def test_the_models_cpus_are_read_from_openmps_variables(
 def test_copies_get_what_the_model_leaves_free(process, model, has_all_workers, expected) -> None:
     model_cpus = ModelCpus(frozenset(model), has_all_workers)
     assert choose_cpus(frozenset(process), model_cpus, TWO_SOCKETS) == frozenset(expected)
-    # If no memory node is known, all CPUs count as one node.
+    # If memory nodes are not known, all CPUs count as one node.
     assert choose_cpus(frozenset(process), model_cpus, CpuTopology()) == process - model
 
 
@@ -161,7 +161,7 @@ EVERY = " ".join(map(str, CPUS))
             IN_A_WORKER,
             {**BINDING, "OMP_PLACES": f"{{{FIRST}}}", "VLLM_CPU_OMP_THREADS_BIND": FIRST},
         ),
-        # The CPUs that a process had before it was bound are its own.
+        # The CPUs that a process had before it was bound are its own CPUs.
         (
             IN_A_PROCESS_BOUND_LATER,
             {"GOMP_CPU_AFFINITY": FIRST, "VLLM_CPU_OMP_THREADS_BIND": FIRST},
@@ -183,8 +183,8 @@ ALL_CPUS = ",".join(map(str, CPUS))
 @pytest.mark.parametrize(
     ("script", "variables", "cpus"),
     [
-        # OpenMP binds the main thread to the first place, and the model's other threads to the next
-        # places.
+        # OpenMP binds the main thread to the first place, and the model's other threads to the
+        # following places.
         (IN_A_WORKER, BINDING, EVERY),
         (IN_A_WORKER, {"OMP_PLACES": "cores"}, EVERY),
         (IN_A_WORKER, {"KMP_AFFINITY": "compact,1,0"}, EVERY),
@@ -193,8 +193,8 @@ ALL_CPUS = ",".join(map(str, CPUS))
             {**BINDING, "OMP_PLACES": f"{{{ALL_CPUS}}}", "VLLM_CPU_OMP_THREADS_BIND": ALL_CPUS},
             EVERY,
         ),
-        # If the first mask is not known, it may be the mask of ``taskset``. The shell's mask does
-        # not show it.
+        # If the first mask is not known, it may come from ``taskset``. The shell's mask does not
+        # show this.
         (IN_THE_USERS_PROCESS, BINDING, FIRST),
         (IN_AN_ORPHAN, BINDING, FIRST),
     ],
