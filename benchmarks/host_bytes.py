@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints the host memory of a chunk of 1,024 tokens, beside that of dense storage of every group.
+"""Prints the host memory of a chunk of 1,024 tokens, and its size with dense storage of all groups.
 
     [KVEXT_ASCEND_SOURCES=FOLDER] python benchmarks/host_bytes.py
 
 There is one line per layout that the tests move byte by byte. The installed vLLM plans and shapes
-the layouts. If the variable names a folder with the unpacked vllm-ascend, it does so, too (see
-``tests/ascend``). The numbers are exact and do not depend on the machine; nothing is timed.
+the layouts. If the variable names a folder with the unpacked vllm-ascend, vllm-ascend does so, too
+(see ``tests/ascend``). The numbers are exact and do not depend on the machine, because nothing is
+timed.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def main() -> None:
     print(f"{'layout':32}" + "".join(f"{column:>12}" for column in columns) + "   dense / kept")
     print_lines(vllm_layouts())
     if has_ascend():
-        # It runs in its own process, because its patches would also plan the other layouts.
+        # vllm-ascend has its own process, because its patches would also plan the other layouts.
         with processes(1, is_ascend=True) as process:
             process.submit(print_ascend_lines).result()
     else:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler's process needs beside host memory: bytes of Python objects per GiB of it.
+"""Measures the bytes of the scheduler's Python objects per GiB of host memory.
 
     [KVEXT_ASCEND_SOURCES=FOLDER] python benchmarks/host_memory_index.py [--quick] [--out FOLDER]
 
 The real host tier is filled with prompts of one length, in the default chunks of 1,024 tokens, with
-tails at the end of each prompt. Counted is what Python has allocated for it (``tracemalloc``). Host
-memory itself is counted and not allocated. The last lines say what is remembered of keys that are
-not stored: it has a bound, whatever the size of host memory.
+tails at the end of each prompt. The benchmark counts what Python has allocated for the tier
+(``tracemalloc``). Host memory itself is not allocated. The last lines say what is remembered of
+keys that are not stored. This has a bound, whatever the size of host memory.
 
-Independent of the machine: nothing is timed.
+The numbers do not depend on the machine, because nothing is timed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ QUICK_CAPACITY_BYTES = 4 * GIB
 MAX_MODEL_TOKENS = 1 << 17
 PROMPTS_TOKENS = (800, 8_000)
 KEY_BYTES = 32
-"""Of vLLM's default hash, SHA-256."""
+"""The bytes of a key: vLLM's default hash is SHA-256."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def models() -> Sequence[Model]:
 
 
 def ascend_models() -> Sequence[Model]:
-    """DeepSeek-V4 as vllm-ascend plans it; in a process in which that is active."""
+    """DeepSeek-V4 as vllm-ascend plans it. vllm-ascend must be active in this process."""
     return [
         Model(f"DeepSeek-V4 on Ascend, {size}", partial(pages_of, name, 4), size)
         for name, size in ASCEND_BLOCK_SIZES.items()
@@ -155,7 +155,7 @@ def _store_prompt(
 
 
 def remembered_bytes() -> dict[str, int]:
-    """What is known of keys that are not stored, once as many are known as may be."""
+    """The bytes for keys that are not stored, when the maximum number of them is known."""
     return {
         "keys that were stored, and chunks that were asked for": _traced(_forgotten_tier),
         "keys that were seen once (store_policy=second_touch)": _traced(_full_chooser),
@@ -174,7 +174,7 @@ def _traced(make: Callable[[], Any]) -> int:
 
 
 def _forgotten_tier() -> HostTier:
-    """A tier with nothing in it that remembers as many keys of both kinds as it may."""
+    """An empty tier that remembers the maximum number of keys of both kinds."""
     tier = HostTier(1 << 20, TierGeometry(16, 16))
     rng = random.Random(0)
     for _ in range(70_000):
@@ -210,7 +210,7 @@ def line_of(row: Row) -> str:
 
 
 def rows_of(has_ascend_models: bool, capacity_bytes: int) -> list[Row]:
-    """Measured in this process."""
+    """The rows that are measured in this process."""
     found = ascend_models() if has_ascend_models else models()
     measured = [
         measure(model, prompt_tokens, capacity_bytes)
@@ -225,7 +225,7 @@ def main() -> None:
     capacity_bytes = QUICK_CAPACITY_BYTES if arguments.quick else CAPACITY_BYTES
     rows = rows_of(False, capacity_bytes)
     if has_ascend():
-        # In a process of its own: its patches would plan the other layouts, too.
+        # vllm-ascend has its own process, because its patches would also plan the other layouts.
         with processes(1, is_ascend=True) as process:
             rows += process.submit(rows_of, True, capacity_bytes).result()
     lines = [TABLE.head, *map(line_of, rows)]

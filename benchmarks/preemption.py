@@ -5,7 +5,7 @@
 
 The answers of some requests outgrow the pool, so vLLM preempts the latest requests. The benchmark
 prints the computed tokens and the seconds to the last answer, also as ratios to vLLM alone. The
-ways take turns, each in a new engine. The shortest of several times is printed.
+ways of serving take turns, each in a new engine. The shortest of several times is printed.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ If ``KVEXT_ASCEND_SOURCES`` names a folder with the unpacked vllm-ascend, its bl
 The variants take turns, and the patches are installed and taken back at every turn. So other work
 of the machine affects all of them. Times are medians of the thread's CPU time. Every turn begins
 with an empty prefix cache and with hashed requests; the hashing of prompts is not measured. At the
-end, the operations are listed that are slower than upstream's, and those below their targets.
+end, the benchmark lists the operations that are slower than upstream's or below their targets.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ TARGETS = {"full hit": 3, "window lost": 6, "whole prefill": 3, "free": 10, "dec
 
 @contextmanager
 def entered(variant: str, plans: dict[str, FeaturePlan]) -> Iterator[None]:
-    """Turn this process into that of a variant, inside the block."""
+    """Install a variant in this process, inside the block."""
     names: list[str] = []
     if variant != STOCK:
         wanted = wanted_features(Settings.from_environ(ENVIRONMENTS[variant]))

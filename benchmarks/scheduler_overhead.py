@@ -173,7 +173,7 @@ Plans = tuple[FeaturePlan, ...]
 
 @contextmanager
 def entered(variant: Variant, plans: Plans) -> Iterator[None]:
-    """Turn this process into that of a variant, inside the block."""
+    """Install a variant in this process, inside the block."""
     os.environ.pop(INTERVAL_VARIABLE, None)
     if variant.interval_tokens is not None:
         os.environ[INTERVAL_VARIABLE] = str(variant.interval_tokens)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which prompts a coordinator's prefix cache can hit, in tokens.
 
-Describes a coordinator, upstream's or vllm-ascend's, to `vllm_ascend_kvext.retention.geometry`.
+The module describes a coordinator of upstream or vllm-ascend in the terms of
+`vllm_ascend_kvext.retention.geometry`.
 """
 
 from __future__ import annotations

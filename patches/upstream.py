@@ -46,7 +46,7 @@ def hit_unit_tokens(coordinator: KVCacheCoordinator) -> int:
     Since vLLM 0.30, coordinators of several groups name the number. With partial hits, the number
     is less than a block. Before 0.30, vLLM-Ascend aligns hits to ``lcm_block_size`` (with the
     compress ratios), and vLLM to ``scheduler_block_size``. The coordinator of a single group aligns
-    them to its block size.
+    hits to the group's block size.
     """
     for name in _HIT_UNITS:
         unit_tokens: int | None = getattr(coordinator, name, None)
@@ -135,8 +135,8 @@ def step_start_tokens(
     """The tokens of a request before a step that is being planned.
 
     Args:
-        num_new_local_computed_tokens: The tokens that it has just hit in the prefix cache.
-        num_external_computed_tokens: The tokens that its connector loads.
+        num_new_local_computed_tokens: The tokens that the request has just hit in the prefix cache.
+        num_external_computed_tokens: The tokens that the connector loads.
     """
     return (
         request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
@@ -157,7 +157,7 @@ def uncache(block_pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
 
 
 def set_external_hit_tokens(found: PrefillStats, num_tokens: int) -> None:
-    """Correct the number of a request's tokens that its connector had. All else stays."""
+    """Correct the number of a request's tokens that the connector had. All else stays."""
     found.set(
         num_prompt_tokens=found.num_prompt_tokens,
         num_local_cached_tokens=found.num_local_cached_tokens,
@@ -180,13 +180,13 @@ def drop_nulls(manager: SingleTypeKVCacheManager, request_id: str) -> int:
     live = live_blocks(blocks)
     num_nulls = len(blocks) - len(live)
     if num_nulls:
-        # The list is a new one, because code that was handed the table may still read it.
+        # This is a new list, because code that was handed the table may still read it.
         manager.req_to_blocks[request_id] = live
     return num_nulls
 
 
 def live_blocks(blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
-    """The blocks of a table that are not null, in their order. Without nulls, the table itself."""
+    """The blocks of a table that are not null, in their order. The table itself if none is null."""
     stop = len(blocks)
     while stop and not blocks[stop - 1].is_null:
         stop -= 1

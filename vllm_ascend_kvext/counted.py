@@ -128,7 +128,7 @@ class MetricTable:
         """
         if not reported:
             return dict(zip(self._keys, values, strict=True))
-        # Every report has all gauges. If a report is lost, the next one has the value again.
+        # Every report has all gauges. If a report is lost, the next report has the value again.
         return {
             key: value if key in self._gauge_keys else value - before
             for key, value, before in zip(self._keys, values, reported, strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exceptions of this package. It raises no other errors on purpose."""
+"""The exceptions of this package. The package raises no other errors on purpose."""
 
 
 class KvextError(Exception):

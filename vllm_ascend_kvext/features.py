@@ -32,7 +32,7 @@ REPAIRS = (
 """Repairs of upstream defects. They are on by default, and independent of each other."""
 
 FAST_PREFIX_CACHE = Feature("fast-prefix-cache")
-"""The fast path changes no decision. It is installed first, so that others wrap its functions."""
+"""The fast path changes no decision. It comes first, so that later features wrap its functions."""
 
 CONNECTOR = Feature("connector", default_on=True)
 """The feature changes nothing in an engine that is started without KvextConnector."""

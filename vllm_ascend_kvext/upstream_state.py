@@ -68,8 +68,8 @@ class PoolState(_OfObject):
     """The keys of a group, by group id and tokens per block."""
 
     on_uncached: Callable[[list[Any]], None] | None = None
-    """Called with free blocks that have left the prefix cache and are the next ones to be
-    reallocated. None if only upstream keeps records of the pool."""
+    """Called with free blocks that have left the prefix cache and will be reallocated next. None if
+    only upstream keeps records of the pool."""
 
 
 @dataclass(slots=True)

@@ -49,7 +49,7 @@ class Answers:
     """The answers of one mode.
 
     Attributes:
-        store_s: The seconds for each stored document, with those of contexts, if there are any.
+        store_s: The seconds for each stored document, including its stores behind contexts.
     """
 
     store_s: list[float] = field(default_factory=list)
@@ -69,7 +69,7 @@ def ask(engine: CpuEngine, prompt: Prompt, num_tokens: int = ANSWER_TOKENS, **ex
 
 
 def store(engine: CpuEngine, segment: Sequence[int]) -> float:
-    """The seconds until a segment is computed alone and stored."""
+    """Store a segment that is computed alone. Returns the seconds."""
     began_s = time.perf_counter()
     engine.ask(segment, extra_args=STORE)
     engine.settle()
@@ -77,13 +77,13 @@ def store(engine: CpuEngine, segment: Sequence[int]) -> float:
 
 
 def finish_learning(engine: CpuEngine) -> None:
-    """Until the engine has stored what it stores by itself, as it does while it is not busy."""
+    """Wait until the engine has stored what it stores by itself while it is not busy."""
     from vllm_ascend_kvext.segments.scheduler.segments_side import segments_of
 
     segments = segments_of(engine.scheduler.connector.scheduler_side)
     learning = None if segments is None else segments.learning
     while learning is not None and (learning.has_queue or learning.request_ids):
-        engine.ask(WARM_UP, num_output_tokens=4)  # In the first step this request waits.
+        engine.ask(WARM_UP, num_output_tokens=4)  # This request waits during the first step.
         engine.settle()
 
 
@@ -150,7 +150,7 @@ def _text_sink(model: Path) -> list[int]:
 
 
 def _forcing() -> type:
-    """A logits processor that forces the next token that the request wants.
+    """A logits processor that makes each next token the token that the request wants.
 
     vLLM returns the log-probabilities from before the processor.
     """

@@ -9,8 +9,8 @@ document. Three engines take turns, round by round. The first has prefix caching
 the second has stored the documents before. The third gets only the separator, and learns segments.
 
 There are two loads. In *idle*, prompts come one by one, and the engine finishes all other work
-before the next one. In *busy*, four clients send the next prompt as soon as they have an answer;
-there, learning takes time from the other requests.
+before the next prompt. In *busy*, four clients send the next prompt as soon as they have an answer.
+In this load, learning takes time from the other requests.
 
 *Hit* is the share of a prompt's tokens that were in any cache. *First token* and *time* (of the
 whole round) are ratios to prefix caching in the same round. *Computed* is the same ratio of all
@@ -49,7 +49,7 @@ DOCUMENT_TOKENS = (100, 200)
 QUESTION_TOKENS = 20
 SEPARATOR = (1, 2, 3)
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""With one thread, other processes disturb the times less."""
+"""With one thread, other processes affect the times less."""
 
 LOADS = {"idle": 1, "busy": 4}
 """The number of clients of each load."""

@@ -38,8 +38,9 @@ def exact_match(said: str, wanted: str) -> float:
 def divergence(reference: LogProbs, other: LogProbs) -> float:
     """Kullback-Leibler divergence of two next-token distributions, in nats.
 
-    Each distribution has only its most probable tokens. Tokens of both count one by one, and all
-    others count as one token. The result is a lower bound of the divergence over the vocabulary.
+    Each distribution has only its most probable tokens. Tokens that both distributions have count
+    one by one, and all other tokens count as one token. The result is a lower bound of the
+    divergence over the vocabulary.
     """
     common = reference.keys() & other.keys()
     total = sum(math.exp(reference[token]) * (reference[token] - other[token]) for token in common)

@@ -59,7 +59,7 @@ def _behind_text(mode: Mode) -> Mode:
 
 
 def behind_context(mode: Mode) -> Mode:
-    """Documents are stored behind some of the first ones, too."""
+    """The same mode, with documents also stored behind some of the first documents."""
     options = {**(mode.options or {}), "context": True}
     return replace(mode, name=f"{mode.name}, context", options=options)
 

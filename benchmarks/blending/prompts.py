@@ -36,7 +36,8 @@ class Prompt:
     """One prompt.
 
     Attributes:
-        segments: For each document, the index of its first token and the index behind its last.
+        segments: For each document, the index of its first token and the index behind its last
+            token.
         num_missing: The number of its documents that were not stored before.
     """
 

@@ -7,8 +7,8 @@ Three kinds of questions:
 - *reference*: a document begins with "It ..."; the end of the document before says what "it" is.
 - *cut*: a sentence begins at the end of a document and ends at the beginning of the next.
 
-The document before is another one in every prompt, so the answers to the last two kinds depend on
-the order. This module does not know tokens; see `prompts.py`.
+The document before is another document in every prompt, so the answers to the last two kinds depend
+on the order. This module does not know tokens; see `prompts.py`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Document:
 
     Attributes:
         is_stored: Whether its KV is stored before the first prompt. Other documents are missing.
-        role: How it begins and ends.
+        role: How the document begins and ends.
         questions: The questions that it answers alone.
         begins_with: The value at its beginning, which belongs to the document before it.
         ends_with: The thing at its end, which belongs to the next document.

@@ -15,7 +15,7 @@ Exact match (EM) is measured on the answer that a mode generates. KL and top-1 a
 full recompute, over its answer. Intervals are a paired bootstrap over questions. *Computed* is the
 number of prompt tokens that the engine computes until the first token. *Of segments* is the share
 of stored documents that is recomputed. A table and all numbers as JSON are written to --out. With
---resume, results there of the same prompts are not measured again.
+--resume, modes whose results for the same prompts are in --out are not measured again.
 """
 
 from __future__ import annotations

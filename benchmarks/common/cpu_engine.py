@@ -76,7 +76,7 @@ class CpuEngine:
             "enforce_eager": True,
             "enable_prefix_caching": True,
             "disable_hybrid_kv_cache_manager": False,
-            # Without it, the tokens and the time of a step belong together.
+            # Without asynchronous scheduling, the tokens and the time of a step belong together.
             "async_scheduling": False,
             "seed": 0,
         }
@@ -164,5 +164,5 @@ class CpuEngine:
             self.step()
 
     def close(self) -> None:
-        """End the engine, so that another one may start in this process."""
+        """End the engine, so that another engine may start in this process."""
         self._engine.engine_core.shutdown()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two models with random weights. They compute little, and have the KV per token of real ones."""
+"""Two models with random weights. They compute little, but have the KV per token of real models."""
 
 from __future__ import annotations
 

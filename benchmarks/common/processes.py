@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts processes for work that cannot share one, such as engines, or code with vllm-ascend."""
+"""Starts processes for work that needs its own, such as engines, or code with vllm-ascend."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from vllm_ascend_kvext.patching.plan import FeaturePlan
 
 
 def whose_methods_stay(plans: Iterable[FeaturePlan]) -> tuple[FeaturePlan, ...]:
-    """Plans that, taken back, give classes back, and leave single objects the methods they have.
+    """Plans whose undoing restores classes, but leaves single objects the methods that they have.
 
     Each variant has engines of its own, made at its first turn. What a feature has bound to their
     objects concerns no other variant.

@@ -3,12 +3,11 @@
 
     python benchmarks/holes/admission.py [--quick] [--rounds R] [--tokens N ...] [--out FOLDER]
 
-Compared with ``KVCacheManager.get_computed_blocks`` of stock vLLM, for a prompt that the device has
-as a whole, is ``get_num_new_matched_tokens`` of the connector's scheduler side: the first call for
-a prompt that host memory has as a whole, with a tenth of its chunks missing, and with every other
-chunk missing.
-Rows named *idle* are those of an engine on which nothing runs. While a request waits, vLLM asks
-again in every step: *again* is what such a call costs.
+The benchmark times ``get_num_new_matched_tokens`` of the connector's scheduler side: the first call
+for a prompt that host memory has as a whole, with a tenth of its chunks missing, and with every
+other chunk missing. The time is compared with ``KVCacheManager.get_computed_blocks`` of stock vLLM
+for a prompt that the device has as a whole. Rows named *idle* belong to an engine on which nothing
+runs. While a request waits, vLLM asks again in every step. *Again* is the time of such a call.
 
 All cases take turns in one process. Stock vLLM runs without the patches of this package. Times are
 medians of the thread's CPU time; a ratio is the median of the ratios of all turns. The layout has
@@ -66,7 +65,8 @@ class Result:
     Attributes:
         num_tokens: The tokens of the prompt, without the question.
         ratio: The ratio to stock's time, as the median of the turns.
-        again_us: The time of a lookup while the request waits; None for stock, which has none.
+        again_us: The time of a lookup while the request waits; None for stock, which has no such
+            lookup.
     """
 
     num_tokens: int
@@ -145,7 +145,7 @@ class HostLookup:
         self.num_holes = self._check(len(prompt), missing, chunk_tokens)
 
     def time(self) -> tuple[float, float]:
-        """The seconds of the first lookup, and of another one while the request waits."""
+        """The seconds of the first lookup, and of a second lookup while the request waits."""
         began_s = time.thread_time()
         self._side.get_num_new_matched_tokens(self._request, 0)
         found_s = time.thread_time()
@@ -161,7 +161,7 @@ class HostLookup:
         assert state.admission.pinned is not None
         plan = state.admission.pinned.plan
         self._side.request_finished(self._request, is_end_of_turn=False)
-        # A missing last chunk is no hole: the request computes it as the end of the prompt.
+        # A missing last chunk is no hole, because the request computes it as the end of the prompt.
         num_end_missing = 1 if num_tokens // chunk_tokens - 1 in missing else 0
         assert num_found == num_tokens - num_end_missing * chunk_tokens
         assert plan.hole_tokens == (len(missing) - num_end_missing) * chunk_tokens

@@ -34,7 +34,7 @@ POOL_SHARE = 0.04
 """The share of a trace's tokens, each counted once, that the device pool holds."""
 
 MIN_REQUESTS = 1.5
-"""The device pool holds at least so many of the trace's longest requests, with their answers."""
+"""The device pool holds at least this many of the trace's longest requests, with answers."""
 
 
 class Bench:
@@ -111,7 +111,7 @@ class Bench:
 
 @contextlib.contextmanager
 def _latest_use() -> Iterator[None]:
-    """Evict the least recently used of all entries, which no option of the tier does."""
+    """Evict the least recently used of all entries. No option of the tier does this."""
     with (
         mock.patch.object(Reuse, "density", lambda *_: 0.0),
         mock.patch.object(eviction, "NUM_SAMPLED", MAX_ENTRIES),

@@ -7,7 +7,7 @@
 behind the first missing chunk, or only the holes. *Rows*: the additional time if missing tokens are
 apart, and each part needs a row of its own, for ``MIN_RUN_TOKENS``. All rows are measured in turns
 in one engine. A number is the median of the rounds. vLLM's process has one CPU for the model, and
-another one for copies.
+another CPU for copies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHUNK_TOKENS = 128
 BLOCK_TOKENS = 128
 STEP_TOKENS = 1024
 GAPS = {"together": 1, "apart": 3}
-"""The distance from a missing chunk to the next one, in chunks."""
+"""The distance from a missing chunk to the next missing chunk, in chunks."""
 
 ONE_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": str(max(os.sched_getaffinity(0))),

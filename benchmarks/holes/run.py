@@ -13,7 +13,7 @@ pool. A stand-in for the worker plans every transfer and moves nothing. The benc
 
 Host memory has 50, 25 or 10 % of what the trace leaves in an endless tier. The default policy
 decides what is stored (``second_touch``, which stores everything of a request that has ended),
-unless --store-policy names another one.
+unless --store-policy names another policy.
 
 The benchmark counts the computed prompt tokens, also in holes, and again after preemptions. It also
 counts each of these tokens as often as there are tokens before it, which is the cost of attention.

@@ -16,7 +16,7 @@ SUMMARY_TOKENS = (600, 1500)
 
 
 def write_questions(script: Script, scale: float) -> None:
-    """Many questions about long documents, a few of which are asked about most of the time."""
+    """Many questions about long documents. Most questions are about a few of the documents."""
     documents = [script.text(4000, 24000) for _ in range(round(48 * scale))]
     _ask_about(script, documents, round(400 * scale))
 

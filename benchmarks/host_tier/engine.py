@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's real scheduler on a layout of the benchmark, with or without KvextConnector.
 
-The module knows no trace. The CPU time is that of the scheduler with its connector, without that of
-the worker.
+The module knows no trace. The CPU time is the time of the scheduler with its connector, without the
+worker's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pages that a worker would register for each layout of the benchmark, without memory.
 
-The planning and shaping code of vLLM or vllm-ascend makes the pages of DeepSeek-V4. The others are
-made here, with the sizes of one model each.
+The planning and shaping code of vLLM or vllm-ascend makes the pages of DeepSeek-V4. The pages of
+other layouts are made here, each with the sizes of one model.
 """
 
 from __future__ import annotations

@@ -3,13 +3,14 @@
 
     python benchmarks/host_tier/run.py [--layout L] [--trace T] [--scale S] [--pool P] [--out DIR]
 
-Options but --scale and --out may be repeated; left out, they stand for everything. Served by
-vLLM's real scheduler with the connector's scheduler side; a stand-in for the worker plans every
-transfer, moves nothing, and is done at once. The smallest of the pools that every variant fits is
-used. A table and all numbers as JSON are written to --out; the exit status is 1 if a row misses the
-ceiling of an endless cache with a hit unit of 128 tokens by more than 5 points, or leaks.
+All options except --scale and --out may be repeated. Without an option, all its values are used.
+vLLM's real scheduler serves the traces with the connector's scheduler side. A stand-in for the
+worker plans every transfer, moves nothing, and is done at once. Of the pools that are large enough
+for every variant, the smallest is used. A table and all numbers as JSON are written to --out. The
+exit status is 1 if a row misses the ceiling of an endless cache with a hit unit of 128 tokens by
+more than 5 points, or leaks.
 
-Layouts of vllm-ascend run where KVEXT_ASCEND_SOURCES names an unpacked vllm-ascend wheel.
+Layouts of vllm-ascend run if KVEXT_ASCEND_SOURCES names an unpacked vllm-ascend wheel.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ POOLS = (0.2, 0.3, 0.4)
 SCALE = 0.5
 QUICK_SCALE = 0.1
 SCALES = {"dsv4-ascend128": 2.0, "dsv4-ascend32": 2.0}
-"""The scales of layouts with large pages. On a smaller trace, a fifth of its pages would not hold
+"""The scales of layouts with large pages. A fifth of the pages of a smaller trace would not hold
 one request."""
 
 

@@ -16,7 +16,7 @@ from retention.traces import Trace
 from host_tier.engine import Engine
 
 MAX_IDLE_STEPS = 1000
-"""After so many steps without progress, the pool is too small."""
+"""After this many steps without progress, the pool is too small."""
 
 
 @dataclass(slots=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contenders: the options of vLLM for each, and the server that it needs."""
+"""The contenders: vLLM's options for each, and the server that the contender needs."""
 
 from __future__ import annotations
 

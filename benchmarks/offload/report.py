@@ -19,7 +19,8 @@ from offload.workload import OFFLOADED_TOKENS, Prompt, Step, Visit, VisitKind, d
 MIN_TIMES_FASTER = 3.0
 MAX_P99_RATIO = 1.10
 MIN_STEPS = 50
-"""The least number of steps for a 99th percentile. Of fewer steps, it is just the largest value."""
+"""The minimum number of steps for a 99th percentile. With fewer steps, the percentile is just the
+largest value."""
 
 
 @dataclass(slots=True)
@@ -31,8 +32,8 @@ class Measured:
         kv_bytes: The KV bytes if every layer keeps the offloaded tokens.
         prompts: The prompts by contender.
         visits: The valid visits, by contender and kind.
-        limit_s: By the number of threads: the seconds of a streaming copy of ``kv_bytes``, in every
-            round.
+        limit_s: For each number of threads, the seconds of a streaming copy of ``kv_bytes`` in
+            every round.
         notes: Further lines to print.
     """
 

@@ -3,11 +3,11 @@
 
     python benchmarks/offload/run.py [--quick] [--model M] [--contender C] [--out FOLDER]
 
-The options of the last line may be repeated; without one of them, all of its values are measured.
-Every contender has an engine in its own process, with the model on one CPU. All engines run at the
-same time and take turns, prompt by prompt, so that other load of the machine affects them equally.
-A ratio is the median over the rounds. A prompt is sent cold, and sent again when only host memory
-has its KV. Then other requests decode while long prompts come one after the other. The KV of a long
+--model and --contender may be repeated. Without one of them, all of its values are measured. Every
+contender has an engine in its own process, with the model on one CPU. All engines run at the same
+time and take turns, prompt by prompt, so that other load of the machine affects them equally. A
+ratio is the median over the rounds. A prompt is sent cold, and sent again when only host memory has
+its KV. Then other requests decode while long prompts come one after the other. The KV of a long
 prompt is on the device, in host memory, or nowhere.
 """
 
@@ -51,8 +51,8 @@ _BLOCK_TOKENS = 128
 _DECODER_BLOCKS = 4
 _SPARE_BLOCKS = 44
 STORED_VISITORS = 6
-"""The number of visitors whose KV is in host memory. Before one visits again, others have taken its
-blocks on the device."""
+"""The number of visitors whose KV is in host memory. Before a visitor comes again, others have
+taken its blocks on the device."""
 
 NEW_SEED = 1_000_000
 
@@ -122,7 +122,7 @@ def running(
     """Start the engines, and the servers by the name of their contender."""
     servers: dict[str, LMCacheServer] = {}
     engines: list[EngineProcess] = []
-    # The last CPU is used, because a machine's own work mostly runs on the first one.
+    # The last CPU is used, because a machine's own work mostly runs on the first CPU.
     cpu = max(os.sched_getaffinity(0))
     try:
         for number, contender in enumerate(chosen):
@@ -158,7 +158,7 @@ def measure(
             measure_prompts(measured, engines, copy, arguments.prompts)
             for round_number in range(arguments.rounds):
                 print(f"decoding, load average {os.getloadavg()[0]:.1f}", flush=True)
-                # The order alternates, because the first one may find a quieter machine.
+                # The order alternates, because the first engine may find a quieter machine.
                 turn = engines[:: -1 if round_number % 2 else 1]
                 for engine in turn:
                     measure_decoding(measured, engine, copy, round_number, arguments.visits)

@@ -155,7 +155,7 @@ class LMCacheTap(Tap):
 class KvextTap(Tap):
     """Measures a job from its submission to the transfer thread until it has run.
 
-    Bytes and the seconds of the copies are those of the connector's statistics. They are read from
+    Bytes and the seconds of copies are counted as in the connector's statistics. They are read from
     each job, because the statistics come a second later.
     """
 

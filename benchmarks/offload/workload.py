@@ -14,12 +14,12 @@ VisitKind = Literal["loaded", "local", "new"]
 
 OFFLOADED_TOKENS = 4096
 PROMPT_TOKENS = OFFLOADED_TOKENS + 14
-"""The length of a prompt, no whole number of blocks or chunks. 4,096 tokens can be hit, and a few
-are computed."""
+"""The length of a prompt. It is no whole number of blocks or chunks, so 4,096 tokens can be hit,
+and a few are computed."""
 
 STEP_TOKENS = 5120
-"""The tokens of a step. It has room for a whole prompt and the decoding requests, so that no store
-runs beside a prefill."""
+"""The tokens of a step. A step has room for a whole prompt and the decoding requests, so that no
+store runs beside a prefill."""
 
 NUM_DECODERS = 4
 DECODER_PROMPT_TOKENS = 64
@@ -73,7 +73,7 @@ class Prompt:
     def why_not(self) -> str | None:
         """Why the prompt is not valid; None if it is.
 
-        Without this check, a missing store or load would count as the fastest one.
+        Without this check, a missing store or load would count as the fastest of all.
         """
         if self.cold_hit_tokens:
             return f"the cold request hit {self.cold_hit_tokens} tokens"
@@ -96,7 +96,7 @@ class Step:
     Attributes:
         seconds: The seconds by the clock.
         cpu_seconds: The CPU time of the thread that runs the model. Waiting and other processes on
-            its CPU do not count. Their use of memory and caches has an effect.
+            this CPU do not count, but their use of memory and caches has an effect.
         has_prefill: Whether the step also computed tokens of a prompt.
         has_transfer: Whether a transfer was under way during the step.
     """

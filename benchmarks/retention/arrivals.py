@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the requests of a trace arrive: at fixed times, or some steps after another has ended."""
+"""When the requests of a trace arrive: at fixed times, or some time after another request ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from retention.traces import Trace
 
 
 class Arrivals:
-    """The requests of a trace that have not arrived. It is true while some arrival is known."""
+    """The requests of a trace that have not arrived.
+
+    An object is true while some arrival is known.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self._delays_steps = [traced.delay_steps for traced in trace.requests]

@@ -30,8 +30,8 @@ DSV4 = Layout(
         Group(Attention.WINDOW_MLA, 8, 128),
     ),
 )
-# In "align" mode, the page of an attention block is as large as that of a state, and one state is
-# saved per such block. So all groups have the same block size of several hundred tokens.
+# In "align" mode, the page of an attention block is as large as the page of a state, and one state
+# is saved per such block. So all groups have the same block size of several hundred tokens.
 MAMBA = Layout("mamba", (Group(Attention.FULL, 512), *[Group(Attention.MAMBA, 512)] * 3))
 
 PLAIN_LAYOUTS = {layout.name: layout for layout in (FULL, GPTOSS, GEMMA, DSV4, MAMBA)}
@@ -45,7 +45,7 @@ ASCEND_BLOCK_SIZES = {"dsv4-ascend32": 32, "dsv4-ascend128": 128}
 
 ASCEND_TEXTS = {32: (2.0, 0.45), 128: (5.0, 0.25)}
 """By ``--block-size``: factors on the length and on the number of texts. Texts are longer so that
-hits are possible at a unit of thousands of tokens. There are fewer of them, so that not many more
+hits are possible at a unit of thousands of tokens. There are fewer texts, so that not many more
 tokens are served than on the other layouts."""
 
 ASCEND_STEP_TOKENS = 2048

@@ -11,7 +11,7 @@ token. The difference ``ideal - hit`` is split from the ideal down to the hit:
     The loss down to the best boundary whose blocks have all been cached at some time. The policy
     has this loss also in an infinite pool.
 ``evicted``
-    The rest, which was cached and then evicted.
+    The rest of the loss: tokens that were cached and then evicted.
 
 The module counts tokens. It knows neither vLLM nor policies.
 """

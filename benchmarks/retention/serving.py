@@ -3,9 +3,9 @@
 
 Every step distributes the layout's number of tokens, first to running requests, and then to waiting
 requests in order of arrival. At most 16 requests run. Prefills are chunked. Decoding requests
-advance by bursts of 16 tokens. They take the same blocks as with single tokens, in a sixteenth of
-the time. When a request gets no blocks, the last running request is preempted. There is no model
-and no clock, so the result is exact for the trace.
+advance by bursts of 16 tokens. Bursts take the same blocks as single tokens, in a sixteenth of the
+time. When a request gets no blocks, the last running request is preempted. There is no model and no
+clock, so the result is exact for the trace.
 
 The module knows no policy. It measures the retention that is in effect in this process.
 """

@@ -34,10 +34,10 @@ from retention.variants import Variant, entered  # noqa: E402
 LAYOUT = "gemma"
 TURN_REQUESTS = 250
 NUM_CLIENTS = 32
-"""The number of clients. Each asks again when it is answered, and half of them wait."""
+"""The number of clients. Each asks again after its answer. Half of the clients wait."""
 
 RECENT_REQUESTS = 500
-"""A repeated request is one of so many recent ones."""
+"""A repeated request is one of this many recent requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Case:
         num_requests: The number of served requests.
         num_systems: The number of system prompts.
         new_tokens: The tokens that a request generates.
-        repeats: The share of requests that repeat an earlier one.
+        repeats: The share of requests that repeat an earlier request.
     """
 
     system_tokens: int

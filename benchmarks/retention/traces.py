@@ -129,7 +129,7 @@ def write_documents(script: Script, scale: float) -> None:
 
 
 def write_oneshot(script: Script, scale: float) -> None:
-    """Users with one question each, behind a few long system prompts, some more popular."""
+    """Users with one question each, behind a few long system prompts. Some are more popular."""
     systems = [script.text(3000, 14000) for _ in range(6)]
     delay_steps = 0
     for _ in range(round(360 * scale)):
@@ -154,7 +154,7 @@ def write_edited(script: Script, scale: float) -> None:
 
 
 def _edited_history(script: Script, previous: int) -> Text:
-    """The history that is left of the last exchange when the next one begins."""
+    """The history that is left of the last exchange when the next exchange begins."""
     request = script.requests[previous]
     kind = script.rng.choices(("continued", "edited", "stripped"), weights=(2, 3, 3))[0]
     if kind == "edited":

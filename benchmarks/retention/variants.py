@@ -61,7 +61,7 @@ class Variant:
 
 @contextmanager
 def entered(variant: Variant) -> Iterator[None]:
-    """Turn this process into that of a variant, inside the block."""
+    """Install a variant in this process, inside the block."""
     with _environ(variant.policy, variant.interval_tokens):
         if variant.policy is None:
             yield

@@ -155,7 +155,7 @@ class VllmFiles:
     """vLLM's own file tier with its region. As in its manager, there is one job per request.
 
     Args:
-        is_direct: Whether it may bypass the page cache, as it does if it can.
+        is_direct: Whether the tier may bypass the page cache. By default it does if it can.
     """
 
     def __init__(self, geometry: Geometry, folder: Path, is_direct: bool = True) -> None:

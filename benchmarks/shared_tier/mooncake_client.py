@@ -5,7 +5,7 @@
 
 A master and a client with memory run on this machine, over TCP. The shared tier puts sealed objects
 of each size once. Then every round gets all objects into the same memory, once by the shared tier
-and once by the tier's client, and puts them anew by both. The shared tier first asks whether an
+and once by the tier's client, and puts them again by both. The shared tier first asks whether an
 object exists, makes a checksum of each put, and verifies each get. A ratio is the median over the
 rounds of (ours / the client's seconds). Without Mooncake's wheel the benchmark is skipped.
 """

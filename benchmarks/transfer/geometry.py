@@ -54,7 +54,7 @@ class Layout:
 
     @cached_property
     def num_pages(self) -> int:
-        """The number of pages with which all pools fill the arena, null pages included."""
+        """The pages per pool, null page included. All pools together then fill the arena."""
         return ARENA_BYTES // sum(plane.page_bytes for plane in self.planes)
 
     @cached_property

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The functions that Python calls through ctypes: plain C, without torch and without exceptions.
-// They return error codes of CANN's runtime (aclError); 0 is success.
+// The functions return error codes of CANN's runtime (aclError); 0 is success.
 #pragma once
 
 #include <cstdint>

@@ -85,8 +85,8 @@ class PageTransfer {
     return count;
   }
 
-  // Each piece begins on a data block of the tile. The queue runs the reads into a tile before its
-  // writes, and holds back the next reads into it until its writes are done.
+  // Each piece begins on a data block of the tile. The queue runs the reads into a tile before the
+  // writes from it, and holds back the next reads until these writes are done.
   __aicore__ inline void Move(int32_t num_pieces) {
     AscendC::LocalTensor<uint8_t> tile = tiles_.AllocTensor<uint8_t>();
     uint32_t at = 0;

@@ -128,7 +128,7 @@ int64_t shift_of(const KeyRotation& rotation, int64_t group, int64_t row) {
   return found->positions;
 }
 
-// Lists for each plane the row of rotations that names it, or -1.
+// Lists for each plane the row of rotations that names the plane; -1 if no row does.
 std::vector<int64_t> rotations_of_planes(const Transfer& transfer, const KeyRotation& rotation) {
   std::vector<int64_t> found(transfer.planes.num_rows, -1);
   for (int64_t i = 0; i < rotation.rotations.num_rows; ++i) {

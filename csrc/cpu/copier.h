@@ -33,7 +33,8 @@ inline void fetch_lines(int64_t source, int64_t num_bytes) {
 
 // Copies may be done in any order. A streamed copy is cut into parts, and several parts are copied
 // together while the next parts are prefetched. Other short copies wait in a queue while their
-// sources are prefetched: the CPU's own prefetching does not know where the next copy begins.
+// sources are prefetched, because the CPU's own prefetching does not know where the next copy
+// begins.
 class Copier {
  public:
   explicit Copier(bool is_streaming, const CopyKernel& kernel = copy_kernels().front())
@@ -72,8 +73,8 @@ class Copier {
   // Bytes of the longest part. A longer part would not stay in the smallest second-level caches
   // until it is copied.
   static constexpr int64_t kPartBytes = 4096;
-  // Bytes that are prefetched of each waiting copy: the CPU prefetches the lines behind them by
-  // itself.
+  // Bytes that are prefetched of each waiting copy. The CPU prefetches the lines behind these bytes
+  // by itself.
   static constexpr int64_t kFetchedBytes = 2 * kLineBytes;
   static constexpr int64_t kMaxWaitingBytes = 8192;
   static constexpr uint32_t kMaxWaiting = 64;

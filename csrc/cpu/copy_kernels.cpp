@@ -45,7 +45,7 @@ __attribute__((target("avx2"))) void stream_avx2(uint8_t* destination, const uin
 
 constexpr int64_t kStep = 2 * kLine;
 
-// A prefetch past the end of a source is harmless: it never fails.
+// A prefetch past the end of a source is harmless, because a prefetch never fails.
 inline void fetch_step(const uint8_t* source) {
   __builtin_prefetch(source, 0, 2);
   __builtin_prefetch(source + kLine, 0, 2);
@@ -63,10 +63,10 @@ __attribute__((target("avx2"))) inline void stream_step(uint8_t* destination,
   _mm256_stream_si256(to + 3, d);
 }
 
-// Copies several sources in turns of kTurn bytes. Done one after the other, copies leave most of a
-// core's outstanding reads unused: a short copy ends before the CPU's own prefetching has found its
-// lines. Reads of several sources overlap. Only a few lines at a time are prefetched, because
-// streaming stores need the same buffers.
+// Copies several sources in turns of kTurn bytes. If copies are done one after the other, most of a
+// core's outstanding reads stay unused, because a short copy ends before the CPU's own prefetching
+// has found its lines. Reads of several sources overlap. Only a few lines at a time are prefetched,
+// because streaming stores need the same buffers.
 template <size_t kTogether, int64_t kTurn>
 __attribute__((target("avx2"))) void stream_together_avx2(const Copy* copies, size_t num_copies,
                                                           const Copy* later, size_t num_later) {

@@ -20,7 +20,8 @@ struct CopyKernel {
   // Copies past the caches; other threads see the bytes only after fence().
   void (*stream)(uint8_t* destination, const uint8_t* source, size_t num_bytes);
   // Does up to num_together copies past the caches, some lines of each in turn, and meanwhile
-  // prefetches the sources of as many later copies. It is null if this CPU gains nothing from it.
+  // prefetches the sources of as many later copies. The pointer is null if this CPU gains nothing
+  // from it.
   void (*stream_together)(const Copy* copies, size_t num_copies, const Copy* later,
                           size_t num_later);
   // Number of streams of lines that one core reads at a time without slowing down.

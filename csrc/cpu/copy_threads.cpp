@@ -107,7 +107,7 @@ class Team {
 
  private:
   void start_threads(int num_wanted) {
-    // Block all signals in these threads: Python handles signals in its own threads.
+    // Block all signals in these threads, because Python handles signals in its own threads.
     sigset_t all, previous;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &previous);
@@ -144,7 +144,8 @@ class Team {
       setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), placement_.niceness);
     }
     std::unique_lock lock(mutex_);
-    // Only the first thread decides: a later thread must not refuse CPUs that have been accepted.
+    // Only the first thread decides, because a later thread must not refuse CPUs that have been
+    // accepted.
     if (!is_placed_) missing_cpus_ = missing;
     is_placed_ = true;
     placed_.notify_all();

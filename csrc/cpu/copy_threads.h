@@ -13,13 +13,13 @@ namespace kvext {
 
 // Runs task(0) ... task(num_tasks - 1), each once, on at most num_threads threads, and returns when
 // all tasks have ended. The caller runs tasks, too, if it may run only on the placement's CPUs, or
-// if no thread can be started; the latter only costs speed. Tasks must not throw.
+// if no thread can be started. Without threads, only speed is lost. Tasks must not throw.
 //
 // Throws PlacementError, before any task runs.
 void run_tasks(const Placement& placement, int num_threads, int64_t num_tasks,
                const std::function<void(int64_t)>& task);
 
-// Minimum of bytes per thread: to wake a thread for fewer bytes costs more than it saves.
+// Minimum of bytes per thread. Waking a thread for fewer bytes costs more than it saves.
 constexpr int64_t kMinBytesPerThread = 256 * 1024;
 // Bytes of the smallest job that is handed to threads. A smaller job is done by the caller on any
 // CPU, because waking a thread takes as long.

@@ -55,8 +55,8 @@ inline std::string cell(const char* table, int64_t row, const char* column) {
   }
 }
 
-// Refuse a transfer that writes a byte twice. Its ranges must have been checked before. Both throw
-// DescriptorError.
+// Both functions refuse a transfer that writes a byte twice, and throw DescriptorError then. The
+// ranges of the transfer must have been checked before.
 void refuse_host_rows_written_twice(const CheckedTransfer& checked);
 void refuse_pool_bytes_written_twice(const CheckedTransfer& checked);
 

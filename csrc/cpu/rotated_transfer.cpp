@@ -11,7 +11,7 @@ namespace kvext {
 namespace {
 
 // Does the rotated copies of one thread. A copy is delayed by one, so that the first bytes of the
-// next copy can be prefetched: the CPU's own prefetching does not know where the next copy begins.
+// next copy can be prefetched. The CPU's own prefetching does not know where the next copy begins.
 class Rotator {
  public:
   explicit Rotator(bool is_streaming)

@@ -40,8 +40,8 @@ struct Float32 {
   KVEXT_INLINE static float narrow(float value) { return value; }
 };
 
-// A bfloat16 is the upper half of a float32, rounded to nearest, ties to even. A NaN stays a NaN:
-// rounding cannot overflow it, because the low 16 bits of a NaN are always zero here.
+// A bfloat16 is the upper half of a float32, rounded to nearest, ties to even. A NaN stays a NaN.
+// Rounding cannot overflow it, because its low 16 bits are always zero here.
 struct Bfloat16 {
   using Stored = uint16_t;
   KVEXT_INLINE static float widen(uint32_t half) { return float_of(half << 16); }
@@ -58,7 +58,7 @@ struct Float16 {
     const uint32_t shifted = (half & 0x7FFF) << 13;
     const uint32_t exponent = shifted & 0x0F800000;
     const uint32_t normal = shifted + (112u << 23);
-    // Subnormals (below 2^-14) have no implicit 1: add it through the exponent, then subtract it.
+    // Subnormals (below 2^-14) have no implicit 1. Add a 1 through the exponent, then subtract it.
     const uint32_t small = bits_of(float_of(shifted + (113u << 23)) - float_of(113u << 23));
     const uint32_t infinite = normal + (112u << 23);
     const uint32_t bits = exponent == 0 ? small : exponent == 0x0F800000 ? infinite : normal;
@@ -133,7 +133,7 @@ struct Neighbours<Float32> {
   }
 };
 
-// Rotates all pairs: in vectors as long as there are enough pairs to fill one.
+// Rotates all pairs. Vectors are used as long as enough pairs are left to fill one.
 template <typename Pairs>
 KVEXT_INLINE void rotate_pairs(uint8_t* __restrict destination, const uint8_t* __restrict source,
                                const HeadRotation& head) {
@@ -162,8 +162,8 @@ KVEXT_INLINE void rotate_heads(uint8_t* __restrict destination, const uint8_t* _
   const auto front = static_cast<size_t>(offset), back = static_cast<size_t>(head.head_bytes - end);
   const float* const __restrict cosines = head.cosines;
   const float* const __restrict sines = head.sines;
-  // Heads with 32 or 64 pairs, all of them rotated: without an inner loop the angles stay in
-  // registers.
+  // The heads have 32 or 64 pairs, and all elements are rotated. Without an inner loop, the angles
+  // stay in registers.
   if (front + back == 0 && head.num_pairs == 32) {
     for (int64_t i = 0; i < num_heads; ++i) {
       Pairs::template rotate<32>(destination + i * end, source + i * end, 0, 32, cosines, sines);

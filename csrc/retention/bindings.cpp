@@ -142,7 +142,7 @@ std::vector<BoundaryTuple> list_lasting(const Geometry& geometry,
 
 // Answers to Python.
 
-/// Splits freed blocks into uncached blocks and cached blocks, with the needed ones first.
+/// Splits freed blocks into uncached blocks and cached blocks, with needed blocks first.
 nb::tuple split_freed(const RetainedCache& cache, const nb::list& blocks) {
   const BlockFields& fields = cache.blocks.fields();
   nb::list uncached, cached, surplus;
@@ -170,8 +170,8 @@ nb::object list_runs(const std::optional<std::vector<GroupRun>>& runs) {
   return listed;
 }
 
-// A dropped engine is a cycle of references, and these objects are part of it. They must show the
-// garbage collector which objects they keep alive. vLLM's objects break the cycle.
+// A dropped engine is a cycle of references, and these objects are part of it. These objects must
+// show the garbage collector which objects they keep alive. vLLM's objects break the cycle.
 
 int traverse_cache(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));

@@ -44,8 +44,8 @@ class BlockFields {
   PyObject* previous(PyObject* block) const { return at(block, previous_); }
   PyObject* next(PyObject* block) const { return at(block, next_); }
 
-  /// Gives a block the key of its request's first `num_tokens` tokens. vLLM stores this number in
-  /// the block since 0.30.
+  /// Gives a block the key of its request's first `num_tokens` tokens. Since vLLM 0.30, a block
+  /// also stores this number.
   void set_key(PyObject* block, PyObject* key, std::int64_t num_tokens) const;
   void set_previous(PyObject* block, PyObject* other) const { set(block, previous_, other); }
   void set_next(PyObject* block, PyObject* other) const { set(block, next_, other); }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which boundaries of a request outlive the request: the planned ones, and those on the grid.
+// Which boundaries of a request outlive the request: planned boundaries, and boundaries on the
+// grid.
 #pragma once
 
 #include <cstdint>

@@ -103,7 +103,8 @@ std::shared_ptr<Checkpoint> CheckpointTree::add(const PrefixBlocks& prefix,
   }
   mend(is_new && !node->is_root() ? *node->parent : *node, prefix,
        before ? before->boundary_tokens : 0);
-  if (node->has_tail() && !has_whole_tail(*node)) give_up_tail(*node);  // the request has another
+  // A tail that is not whole is given up, because the request has another tail.
+  if (node->has_tail() && !has_whole_tail(*node)) give_up_tail(*node);
   if (!node->has_tail()) {
     node->origin = reason.origin;
     node->reason = reason;
@@ -214,7 +215,8 @@ std::shared_ptr<Checkpoint> CheckpointTree::insert(const PrefixBlocks& prefix,
 
 std::pair<std::shared_ptr<Checkpoint>, std::int64_t> CheckpointTree::find_deepest(
     const PrefixBlocks& prefix, std::int64_t upto_tokens) const {
-  // Known blocks of a path begin at the first token without gaps, so bisection finds the last one.
+  // Known blocks of a path begin at the first token without gaps, so bisection finds the last known
+  // block.
   const std::int64_t block_tokens = block_tokens_[0];
   Checkpoint* node = nullptr;
   std::int64_t low = 0, high = upto_tokens / block_tokens;
@@ -356,8 +358,8 @@ void CheckpointTree::take_tail(Checkpoint& node, BlockIds tail, const BlockIds& 
 }
 
 void CheckpointTree::take_ahead(Checkpoint& node, const BlockIds& ahead) {
-  // Also keep blocks of other requests past the boundary: a hit of such a request reads its own
-  // blocks.
+  // Also keep blocks of other requests past the boundary, because a hit of such a request reads its
+  // own blocks.
   BlockIds more;
   const auto known = node.tail.end() - static_cast<std::ptrdiff_t>(node.num_ahead);
   for (const BlockId id : ahead) {

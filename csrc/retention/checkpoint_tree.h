@@ -45,11 +45,11 @@ struct Checkpoint {
   std::size_t place_among_children = 0;
   Runs runs;
   /// The blocks that a hit here reads: blocks of the sparse groups, and full-attention blocks past
-  /// the boundary. It is empty if no request can resume here, because prompts merely differ from
-  /// here on.
+  /// the boundary. The tail is empty if no request can resume here, because prompts merely differ
+  /// from here on.
   BlockIds tail;
-  /// tail_keys[n]: the key of tail[n] when it was taken. A block with another key now holds other
-  /// tokens.
+  /// tail_keys[n]: the key of tail[n] when it was taken. If a block has another key now, it holds
+  /// other tokens.
   std::vector<nb::object> tail_keys;
   std::size_t num_ahead = 0;      // how many blocks at the end of `tail` lie past the boundary
   std::int64_t num_requests = 0;  // running requests whose latest boundary this is
@@ -104,9 +104,9 @@ class CheckpointTree {
   /// The boundary with this key; null if there is none.
   std::shared_ptr<Checkpoint> find(const std::string& key) const;
 
-  /// Whether a request can resume from a boundary: it has a tail whose blocks still hold its
-  /// tokens. A connector may have uncached some of these blocks, and then the pool may have
-  /// reallocated them.
+  /// Whether a request can resume from a boundary. The boundary then has a tail whose blocks still
+  /// hold the tail's tokens. A connector may have uncached some of these blocks, and then the pool
+  /// may have reallocated them.
   bool has_whole_tail(const Checkpoint& node) const;
 
   /// A request resumes here.
@@ -158,8 +158,8 @@ class CheckpointTree {
   void make_room(std::int64_t num_blocks);
 
   /// The pool has just freed these uncached blocks; they are the first of the queue, in this order.
-  /// They are reallocated first, even a block that a checkpoint still needs: a connector has
-  /// uncached it.
+  /// They are reallocated first, even if a checkpoint still needs one of them. A connector has
+  /// uncached such a block.
   void note_uncached(const BlockIds& ids);
 
   FreeOrder& free_order() { return free_order_; }
@@ -180,8 +180,8 @@ class CheckpointTree {
   std::shared_ptr<Checkpoint> insert(const PrefixBlocks& prefix, const std::string& key,
                                      std::int64_t boundary_tokens, const Reason& reason,
                                      const std::shared_ptr<Checkpoint>& before);
-  /// The last boundary in whose runs the path is known, and the number of tokens up to which it is
-  /// known.
+  /// The last boundary in whose runs the path is known, and the number of tokens up to which the
+  /// path is known.
   std::pair<std::shared_ptr<Checkpoint>, std::int64_t> find_deepest(
       const PrefixBlocks& prefix, std::int64_t upto_tokens) const;
   Checkpoint* find_owner(const PrefixBlocks& prefix, std::int64_t block_index) const;
@@ -220,8 +220,8 @@ class CheckpointTree {
   CheckpointCounts counts_;
 };
 
-/// The nearest of a boundary and its ancestors that has a tail. After a bounded number of ancestors
-/// without a tail, any ancestor.
+/// The nearest boundary with a tail: the given boundary, or one of its ancestors. After a bounded
+/// number of ancestors without a tail, any ancestor.
 std::shared_ptr<Checkpoint> nearest_with_tail(const std::shared_ptr<Checkpoint>& node);
 
 }  // namespace kvext::retention

@@ -6,9 +6,9 @@
 // least worth is evicted.
 //
 // Worth changes with age, and at different rates, so that no order of all checkpoints stays valid.
-// Therefore every eviction looks at the next few checkpoints, in turns, and puts the one with the
-// least worth into a list of candidates. So the list has the least worthy checkpoints of the last
-// round. The cost per eviction does not depend on the number of checkpoints:
+// Therefore every eviction looks at the next few checkpoints, in turns, and puts the checkpoint
+// with the least worth into a list of candidates. So the list has the least worthy checkpoints of
+// the last round. The cost per eviction does not depend on the number of checkpoints:
 //
 //   checkpoints  A  B  C  D  E  F  G  H  I  ...        candidates, least worthy first
 //                      └─ looked at ─┘                 F 0.2   B 0.4   H 0.7  ...

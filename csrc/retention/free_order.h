@@ -60,7 +60,7 @@ class FreeOrder {
   /// The next blocks to be reallocated.
   BlockIds next_blocks(std::int64_t limit) const;
 
-  /// These blocks have just been freed, and are the last of the queue, in this order; nothing needs
+  /// These blocks have just been freed, and are the last of the queue, in this order. Nothing needs
   /// them.
   void note_appended(const BlockIds& ids);
 

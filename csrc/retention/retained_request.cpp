@@ -54,7 +54,7 @@ class RetainedRequest::Prefix final : public PrefixBlocks {
     return ids;
   }
 
-  /// The cached ones of the full-attention blocks past a boundary that a hit reads.
+  /// The full-attention blocks past a boundary that a hit reads, as far as they are cached.
   BlockIds ahead(std::int64_t boundary_tokens) const {
     BlockIds ids;
     if (!cache_.geometry.use_eagle) return ids;
@@ -203,8 +203,8 @@ void RetainedRequest::plan(std::vector<PlannedBoundary> plan, const std::vector<
   };
   for (const Rung& rung : rungs) {
     const Reason reason{Origin::kLadder, rung.step, 0};
-    // This is called for every rung, planned or not, because it counts: one rung in `kTryEvery` is
-    // left even if rungs seem useless.
+    // `is_worth_trying` is called for every rung, planned or not, because it counts its calls. One
+    // rung in `kTryEvery` is left even if rungs seem useless.
     if (!cache_.tree.rates().is_worth_trying(reason)) continue;
     const auto place = std::lower_bound(plan.begin(), plan.end(), rung.boundary_tokens, is_before);
     if (place != plan.end() && place->boundary_tokens == rung.boundary_tokens) continue;
@@ -277,7 +277,7 @@ std::int64_t RetainedRequest::before_skip(std::int64_t total_tokens, bool is_set
                            : skipped_tokens.at(index);
     for (std::int64_t tokens = first; tokens <= computed_tokens; tokens += unit_tokens) {
       const Range run = cache_.tail(group, tokens);
-      if (run.start >= skipped / group.block_tokens) break;  // so are all following runs
+      if (run.start >= skipped / group.block_tokens) break;  // following runs begin later
       hold(index, run, skipped);
     }
   }
@@ -436,9 +436,9 @@ void RetainedRequest::pass_boundaries(const KeyTable& keys) {
   const bool is_planned = !boundaries.empty() && boundaries.back().boundary_tokens == passed_tokens;
   if (step_.is_last && passed_tokens) {
     if (is_planned) boundaries.pop_back();
-    // If an answer has crossed no boundary, its last boundary is also the last one of the prompt.
-    // This gets a reason of its own. So boundaries that only answers reach do not change the rates
-    // of this reason, and this reason does not change theirs.
+    // If an answer has crossed no boundary, its last boundary is also the last boundary of the
+    // prompt. Such a boundary gets a reason of its own, so that its rates stay apart from the rates
+    // of boundaries that only answers reach.
     boundaries.push_back({passed_tokens, Reason{Origin::kLatest, passed_tokens == replay_tokens_, 0}});
   } else if (!is_planned && cache_.geometry.has_states && before_tokens < passed_tokens &&
              passed_tokens < replay_tokens_) {

@@ -101,7 +101,7 @@ class RetainedRequest {
   std::int64_t before_skip(std::int64_t total_tokens, bool is_settled,
                            const std::vector<std::int64_t>& skipped_tokens);
 
-  /// Computed tokens without the tokens of steps in flight, which may be rejected.
+  /// The computed tokens. Tokens of steps in flight are left out, because they may be rejected.
   std::int64_t settled_tokens(std::int64_t total_tokens) const;
 
   bool holds_blocks = false;            // false while the request is preempted
@@ -138,8 +138,8 @@ class RetainedRequest {
     bool is_last = false;
     bool is_settled = true;
     std::vector<GroupRun> quiet_runs;  // runs of quiet groups that are not cached yet
-    bool passes_boundary = false;    // whether it left every state of that boundary
-    std::int64_t passed_tokens = 0;  // the latest boundary that it reaches
+    bool passes_boundary = false;    // whether the step left every state of that boundary
+    std::int64_t passed_tokens = 0;  // the latest boundary that the step reaches
     std::vector<GroupStop> stops;    // up to which block groups are cached at that boundary
   };
   class Prefix;  // the request's blocks, as `CheckpointTree` reads them

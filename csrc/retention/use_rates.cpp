@@ -17,21 +17,23 @@ constexpr int kNumAges = UseRates::kNumAges;
 /// hardly ever evicted, so that finer classes are not needed.
 constexpr double kFirstAgePools = 0.01;
 
-/// Ratio of the lengths of consecutive age classes. With it, 28 classes reach from a hundredth of a
-/// pool to about four pools, and the ends of neighbouring classes differ by a quarter.
+/// Ratio of the lengths of consecutive age classes. With this ratio, 28 classes reach from a
+/// hundredth of a pool to about four pools, and the ends of neighbouring classes differ by a
+/// quarter.
 constexpr double kAgeRatio = 1.25;
 
 /// Maximum number of uses of one checkpoint that is counted. Each further count would be a reason
 /// of its own, with fewer checkpoints to learn from.
 constexpr std::int32_t kMaxUses = 3;
 
-/// Number of checkpoints of one reason, used or evicted, that the odds of a use remember. When it
-/// is exceeded, all counts are halved, so that a change of the workload shows after some hundred
+/// Number of checkpoints of one reason, used or evicted, that the odds of a use remember. If there
+/// are more, all counts are halved, so that a change of the workload shows after some hundred
 /// checkpoints.
 constexpr double kRememberedCheckpoints = 256;
 
-/// Number of checkpoints of one reason that the rates by age remember before they are halved. It is
-/// twice as many as for the odds, because the checkpoints are spread over the age classes.
+/// Number of checkpoints of one reason that the rates by age remember before their counts are
+/// halved. The number is twice that of the odds, because checkpoints are spread over the age
+/// classes.
 constexpr double kRememberedAges = 512;
 
 /// Number of events between two estimates of a reason's rates. An estimate takes some microseconds
@@ -43,7 +45,7 @@ constexpr std::int64_t kEventsPerEstimate = 16;
 /// is left: the blocks of fifty tails would be spent on one hit.
 constexpr double kMinExpectedUses = 0.02;
 
-/// One in so many checkpoints is left although it is not worth leaving. If fewer were left, a
+/// One in this many checkpoints is left although it is not worth leaving. If fewer were left, a
 /// change of the workload would not be noticed within `kRememberedCheckpoints`.
 constexpr std::int64_t kTryEvery = 16;
 
@@ -56,7 +58,7 @@ constexpr double kMaxLikely = 0.99;
 constexpr int kNotedPerEviction = 8;
 
 /// Number of assumed checkpoints with which the rates of a reason begin, so that the first real
-/// ones do not make anything certain. Half of them count as used, and half of these within
+/// checkpoints do not make anything certain. Half of them count as used, and half of these within
 /// `kPriorHalfLifePools`.
 constexpr double kPriorCheckpoints = 2;
 

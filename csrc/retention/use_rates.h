@@ -26,7 +26,8 @@ enum class Origin : std::int32_t {
 /// Why a checkpoint is kept: `vllm_ascend_kvext.retention.reasons.Reason`.
 struct Reason {
   Origin origin = Origin::kLatest;
-  // Number of the rung. For `kLatest`: 1 if the boundary is also the prompt's last one, else 0.
+  // Number of the rung. For `kLatest`: 1 if the boundary is also the prompt's last boundary, else
+  // 0.
   std::int32_t step = 0;
   std::int32_t uses = 0;    // number of times a request resumed from it, at most `kMaxUses`
 
@@ -46,8 +47,8 @@ inline constexpr Reason kGridReason{Origin::kGrid, 0, 0};
 class UseRates {
  public:
   /// Whether to leave one more checkpoint that no request asked for. Even a checkpoint that is
-  /// evicted first takes blocks for a while. One in `kTryEvery` is left even if the reason is not
-  /// worth it, because workloads change.
+  /// evicted first takes blocks for a while. One checkpoint in `kTryEvery` is left even if its
+  /// reason is not worth it, because workloads change.
   bool is_worth_trying(const Reason& reason);
 
   /// Odds that a checkpoint is used before it is evicted; 1 while nothing is known.
@@ -56,10 +57,11 @@ class UseRates {
   /// The best expected uses per unit of time, over all times for which the checkpoint may be kept.
   /// The unit of time is one pool's worth of caching; the checkpoint was last used `age_pools` ago.
   ///
-  /// For each age class, the share of checkpoints that were used is counted, among all that reached
-  /// this age, including evicted ones (the Kaplan-Meier estimator). The maximum of uses per time is
-  /// the Gittins index. If all prompts return after the same time, old checkpoints are worth more
-  /// than new ones. If no prompt returns late, old checkpoints are worth less.
+  /// For each age class, the share of checkpoints that were used is counted. It is a share of all
+  /// checkpoints that reached this age, including evicted checkpoints (the Kaplan-Meier estimator).
+  /// The maximum of uses per time is the Gittins index. If all prompts return after the same time,
+  /// old checkpoints are worth more than new checkpoints. If no prompt returns late, old
+  /// checkpoints are worth less.
   double uses_per_pool(const Reason& reason, double age_pools);
 
   /// A checkpoint, present or evicted, has reached this age without a use.

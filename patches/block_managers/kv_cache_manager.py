@@ -79,7 +79,7 @@ def bind(manager: KVCacheManager, features: set[str]) -> None:
 
     Raises:
         SettingsError: If the retention interval cannot be read.
-        ValueError: If it is not valid for this model.
+        ValueError: If the interval is not valid for this model.
     """
     retention = _start_retention(manager) if RETENTION in features else None
     if FAST_PREFIX_CACHE.name in features:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def end_transfers_before_sleep(
     wrapped: Callable[..., None], executor: Executor, *args: Any, **kwargs: Any
 ) -> None:
-    """Let no worker read or write a page while it sleeps."""
+    """Let no worker read or write a page while the engine sleeps."""
     if executor.vllm_config.kv_transfer_config is not None and not executor.is_sleeping:
         executor.collective_rpc(end_transfers)
     wrapped(*args, **kwargs)

@@ -70,7 +70,7 @@ def add_rows(scheduler: Scheduler, output: SchedulerOutput, rows: Sequence[HoleR
         or model_config.uses_mrope
         or bool(getattr(model_config, "uses_xdrope_dim", 0))  # vLLM 0.30 has no such models.
     )
-    # All rows of a request have the same prompt, which is that of the last row.
+    # All rows of a request have the same prompt: the prompt of the last row.
     last_rows = {row.request_id: row for row in rows}
     prompts = {
         request_id: _prompt_of(row, scheduler.requests[request_id], needs_list)
@@ -141,7 +141,7 @@ def go_on_behind_holes(scheduler: Scheduler, request_id: str) -> None:
 def correct_hits(scheduler: Scheduler, counts_every_admission: bool, new: NewHoles) -> None:
     """Take holes out of the hits that upstream has counted.
 
-    Upstream counts all tokens up to the end of a load. It counts every admission of a request
+    Upstream counts all tokens up to the end of a load. Upstream counts every admission of a request
     before its first answer, or only the first admission. The counts are complete when upstream asks
     the connector what to send to the workers.
     """

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loaders of ``vllm/model_executor/model_loader/``: a worker gets to know its model and weights.
 
-The model's own modules say how keys turn with their positions. The loader shows each model that it
-has built to a function that may log it. ``load_model`` is not patched, because upstream wraps it
-itself if OpenTelemetry is installed. A fingerprint cannot tell this wrapper from another program's
-wrapper.
+The model's own modules say how keys turn with their positions. The loader passes each model that it
+has built to ``log_model_inspection``, which is patched. ``load_model`` is not patched, because
+upstream itself wraps ``load_model`` if OpenTelemetry is installed. A fingerprint cannot tell this
+wrapper from another program's wrapper.
 
-A shared tier knows KV by the content of the weights. A loader of files calls a method of its own
-that chooses the files, before it reads them.
+A shared tier knows KV by the content of the weights. Before a loader of files reads, it calls a
+method of its own that chooses the files.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def note_chosen_files(
 def note_given_files(
     wrapped: Callable[..., Any], instance: object, paths: list[str], *args: Any, **kwargs: Any
 ) -> Any:
-    """Note the files that a loader is given. It reads them when its result is iterated over."""
+    """Note the files that a loader is given. It reads them while its result is iterated over."""
     _note_files(paths)
     return wrapped(paths, *args, **kwargs)
 

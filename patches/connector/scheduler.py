@@ -5,8 +5,8 @@ The connector reads block tables and holds references to blocks. vLLM hands it t
 not the tables. An engine without requests has to go on with its steps while pages are being stored,
 because only steps notice that a store has ended.
 
-Only methods of a scheduler with the connector are replaced. Its ``schedule`` is vLLM's own, except
-in steps with holes: see ``step_parts``.
+Only methods of a scheduler with the connector are replaced. The ``schedule`` of such a scheduler is
+vLLM's own, except in steps with holes: see ``step_parts``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ logger = logging.getLogger("vllm.ascend_kvext.connector")
 def connect(wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     """Show a new scheduler to its connector, and log which prompts can hit.
 
-    vLLM >= 0.30 is told of failed loads by request. It frees the request's blocks, and asks again.
+    vLLM >= 0.30 gets failed loads by request id, frees the request's blocks, and asks again.
     """
     wrapped(*args, **kwargs)
     log_least_prompt(scheduler.kv_cache_manager.coordinator)
@@ -62,9 +62,9 @@ def connect(wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kw
 def connect_by_blocks(
     wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any
 ) -> None:
-    """As `connect`, for vLLM < 0.30, which is told of failed loads by block.
+    """As `connect`, for vLLM < 0.30, which gets failed loads by block id.
 
-    vLLM < 0.30 does not ask connectors whether they have work.
+    This vLLM does not ask connectors whether they have work.
     """
     wrapped(*args, **kwargs)
     log_least_prompt(scheduler.kv_cache_manager.coordinator)
@@ -84,7 +84,7 @@ def _bind(
 
 
 def connector_of(scheduler: Scheduler) -> KvextConnector | None:
-    """The KvextConnector of a scheduler, which may be one of several."""
+    """The KvextConnector of a scheduler. The scheduler may have other connectors, too."""
     return kvext_connector_in(getattr(scheduler, "connector", None))
 
 
@@ -223,12 +223,12 @@ class ConnectedScheduler:
     def _update_waiting_for_remote_kv(
         self, wrapped: Callable[[Request], None], request: Request
     ) -> None:
-        """A load has ended. If it failed, another load may begin, which takes new blocks.
+        """A load has ended. If it failed, another load may begin, and take new blocks.
 
         If the device had tokens of the request, vLLM would go on behind these without a new lookup.
         vLLM 0.23.0 admits a load only if there is room for all that prefills in flight still need,
-        too. It still counts a request whose load failed among these prefills. So the next load of
-        the request would wait for the request itself.
+        too. vLLM 0.23.0 still counts a request whose load failed among these prefills. So the next
+        load of the request would wait for the request itself.
         """
         has_failed = request.request_id in self.scheduler.failed_recving_kv_req_ids
         if has_failed and self.side.is_looked_up_again(request.request_id):

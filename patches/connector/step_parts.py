@@ -48,7 +48,7 @@ class StepParts:
         self._parts.append(part)
 
     def put_on(self) -> None:
-        """Let the parts plan all steps from the next one on, until none of them has work.
+        """Let the parts plan all steps from the next step on, until no part has work.
 
         The method may be called while a step is being planned. It does not change this step.
         """

@@ -2,6 +2,6 @@
 """The prefix-cache path of the scheduler at a fraction of its cost, decision for decision.
 
 There is one module per upstream module, named after it. Each has methods for one object of that
-module, which `patches.block_managers` binds. These methods do exactly what upstream's do, for
-retention as for dense caching. They leave to upstream what they do not cover.
+module, which `patches.block_managers` binds. These methods do exactly what upstream's methods do,
+with and without retention. Cases that they do not cover are left to upstream.
 """

@@ -176,7 +176,7 @@ def _free_up_to(
     stop: int,
     free: Callable[[list[KVCacheBlock]], None],
 ) -> None:
-    """Replace the blocks before ``stop`` by nulls, back to ``first`` or to a null."""
+    """Replace the blocks before ``stop`` by nulls, going back as far as ``first`` or a null."""
     null = manager._null_block
     start = stop
     while start > first and blocks[start - 1] is not null:

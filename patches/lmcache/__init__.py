@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's connector gets names and block sizes that keep engines from reading wrong KV.
+"""Gives LMCache's connector names and block sizes, so that engines do not read wrong KV.
 
 Nothing is changed in an engine that is started without LMCacheMPConnector.
 """

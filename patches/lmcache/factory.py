@@ -2,9 +2,9 @@
 """``vllm/distributed/kv_transfer/kv_connector/factory.py``: the configs of LMCache's connector.
 
 LMCache's connector takes the name of its objects, and the tokens of its blocks, from the two
-configs that vLLM hands it. Here it gets copies of the configs with another name and other tokens.
-vLLM gets a class whose constructor passes such copies. So this works for the factory and for
-`MultiConnector`.
+configs that vLLM hands it. This patch gives the connector copies of the configs with another name
+and other tokens. vLLM gets a class whose constructor passes such copies. Both the factory and
+`MultiConnector` use this class.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def get_connector_class(
 
 @functools.cache  # vLLM compares classes, so there is one class per class of LMCache.
 def _prepared_class(connector_class: Any) -> Any:
-    """A subclass of LMCache's class that hands it copies of the configs."""
+    """A subclass that hands copies of the configs to LMCache's class."""
 
     class PreparedConnector(connector_class):  # type: ignore[misc]
         _kvext_is_prepared = True

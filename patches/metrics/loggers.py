@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def register_metrics(
     wrapped: Callable[..., None], stat_logger: PrometheusStatLogger, *args: Any, **kwargs: Any
 ) -> None:
-    """Register the metrics after upstream's constructor, which unregisters earlier ones.
+    """Register the metrics after upstream's constructor, which unregisters earlier metrics.
 
     The logger unregisters these metrics together with its own, by their prefix.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/metrics/stats.py``: the report of retention is sent with the scheduler's statistics.
 
-The engine core usually is its own process. It sends what msgspec finds in the fields of
+The engine core usually is its own process. This process sends what msgspec finds in the fields of
 ``SchedulerStats``. A field that is None is not sent, and a reader skips fields that it does not
 know. So a process without this patch reads the same as before.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/core/sched/scheduler.py``: a reset drops the frames in flight, and no later ones.
+"""``vllm/v1/core/sched/scheduler.py``: a reset drops the frames in flight, and no later frames.
 
 A *frame* is the tokens that one step returns for one request. A reset of the prefix cache can
 preempt running requests. Upstream then drops one frame per placeholder in flight. But a frame with

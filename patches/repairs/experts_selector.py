@@ -4,8 +4,8 @@
 If experts have a bias (``noaux_tc``: DeepSeek-V3), the two best experts of a group count. If they
 have none (``group_limited_greedy``: DeepSeek-V2), only the best expert counts, see ``grouped_topk``
 in vLLM's ``grouped_topk_router.py``. vLLM-Ascend lets its kernel count two experts in both cases.
-Its own function without a kernel counts one expert. The module does not import vLLM-Ascend's
-modules, because that would import its operators too early.
+vLLM-Ascend's function for the case without a kernel counts one expert. This module does not import
+vLLM-Ascend's modules, because that would import its operators too early.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def choose_by_the_best(
 
 
 def counts_best_only(call: Mapping[str, Any]) -> bool:
-    """Whether groups are chosen out of several by the best expert, because experts have no bias."""
+    """Whether only some groups are chosen, by the best expert of each. Experts have no bias."""
     num_groups = call.get("num_expert_group") or 1
     return (
         bool(call.get("use_grouped_topk"))
@@ -68,7 +68,8 @@ def leave_the_best_to_torch(
 _ROUTER = "vllm_ascend.ops.fused_moe.router"
 _WHY = (
     "vLLM-Ascend chooses groups of experts by the sum of their two best experts, also for models "
-    "that choose groups by their best expert: other experts compute, and other tokens are sampled."
+    "that choose groups by their best expert. These models then compute with the wrong experts and "
+    "sample other tokens."
 )
 _RETIRE_WHEN = "vLLM-Ascend passes `group_select_mode=0` for experts without a bias"
 

@@ -3,10 +3,10 @@
 
 When a request begins a block, its state is copied to that block. The addresses are written into
 pinned buffers, which are uploaded without waiting. The next step waits for an event before it
-writes. vLLM uploads before it records that event. vLLM-Ascend uploads after it
-(``vllm_ascend/worker/model_runner_v1.py``, ``execute_model``), so the next step may write before
-the upload has read. Only workers import the upstream module, which takes half a second. The
-function is wrapped at that time.
+writes. vLLM uploads before it records that event. vLLM-Ascend uploads after it has recorded the
+event (``vllm_ascend/worker/model_runner_v1.py``, ``execute_model``), so the next step may write
+before the upload has read. Only workers import the upstream module, and the import takes half a
+second. So the function is wrapped when a worker imports the module.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def end_prompt_steps_at_blocks(
 class _LoadsNothing:
     """A read-only view of a scheduler, whose connector is neither producer nor consumer.
 
-    vLLM-Ascend then shortens steps as without a connector. It still leaves room for the block that
-    lookups with a connector drop for drafts.
+    vLLM-Ascend then shortens steps as without a connector. vLLM-Ascend still leaves room for the
+    block that lookups with a connector drop for drafts.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:

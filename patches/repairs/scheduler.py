@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/core/sched/scheduler.py``: a failed load costs a recomputation, not the server.
 
-A KV connector names the blocks that it failed to load. Upstream looks for them in the only block
-table of each request, and fails if a request has several (vLLM 0.30 computes wrong tokens then).
+A KV connector names the blocks that it failed to load. Upstream looks for these blocks in the only
+block table of each request, and fails if a request has several tables (vLLM 0.30 then computes
+wrong tokens).
 
 With this repair, the requests that have read such blocks are preempted. The blocks that they have
-loaded and computed since leave the prefix cache, and their outputs in flight are dropped. When they
-are admitted again, the hits of the connector are not used. An exception is a connector with the
-attribute ``forgets_failed_loads``, which never offers again what could not be loaded.
+loaded and computed since leave the prefix cache, and their outputs in flight are dropped. When the
+requests are admitted again, the hits of the connector are not used. An exception is a connector
+with the attribute ``forgets_failed_loads``, which never offers again what could not be loaded.
 
 A worker may name requests instead of blocks, in the attribute ``failed_recving`` of the
-``KVConnectorWorkerMetadata`` that it sends. It reports these requests as received, too.
+``KVConnectorWorkerMetadata`` that it sends. The worker also reports these requests as received.
 
 The repair changes only schedulers that have a connector and a model that is not all full attention
 in one group.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Repairs the hits of a scheduler whose own lookup ignores the states of a model.
 
-A scheduler with a KV connector may take the hit of full attention although no state is kept at its
-end. The connector then loads the state with the tokens behind the hit. But a connector that loads
-no token loads no state either, and the request would go on from a state that was never computed. In
-that case the repair takes the hit of all groups, as vLLM's own scheduler does. Since vLLM 0.30, a
-connector says whether it loads states (``supports_divergent_local_hybrid_hits``).
+A scheduler with a KV connector may take the hit of full attention although no state is kept at the
+end of this hit. The connector then loads the state with the tokens behind the hit. But a connector
+that loads no token loads no state either, and the request would go on from a state that was never
+computed. In that case the repair takes the hit of all groups, as vLLM's own scheduler does. Since
+vLLM 0.30, a connector says whether it loads states (``supports_divergent_local_hybrid_hits``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def repair_hits(scheduler: Scheduler, brings_states: bool) -> None:
 
     Args:
         scheduler: The scheduler. It uses its own lookup if ``has_mamba_layers`` is true. After its
-            construction, it reads this attribute for nothing else.
+            construction, the scheduler reads this attribute for nothing else.
         brings_states: Whether its connector may load the state at the end of its tokens.
     """
     from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
@@ -55,8 +55,8 @@ def repair_hits(scheduler: Scheduler, brings_states: bool) -> None:
 class StateHits:
     """The lookups of one scheduler. Its methods replace methods of the manager and the connector.
 
-    The connector is asked once per lookup. Its answer for the longer hit is kept for the scheduler,
-    which asks the same question next.
+    The connector is asked once per lookup. The connector's answer for the longer hit is kept for
+    the scheduler, which asks the same question next.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:

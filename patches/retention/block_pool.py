@@ -144,7 +144,7 @@ class RetainingPool:
 
 
 class RetainingPoolBefore030(RetainingPool):
-    """As `RetainingPool`, before vLLM 0.30, which frees blocks in the order of its argument."""
+    """As `RetainingPool`, for vLLM < 0.30, which frees blocks in the order of its argument."""
 
     def free_blocks(
         self,

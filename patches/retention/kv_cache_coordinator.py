@@ -57,7 +57,7 @@ class RetainingCoordinatorBefore030(RetainingCoordinator):
     ) -> None:
         """Free what has left a window, after saving what is needed later.
 
-        A block that is freed too early must not be the next one to be reallocated.
+        A block that is freed too early must not be reallocated next.
         """
         retention = self._retention
         computed_tokens = retention.before_skip(request_id, total_computed_tokens)

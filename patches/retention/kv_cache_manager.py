@@ -28,8 +28,9 @@ class RetainingManager:
     def free(self, wrapped: Callable[[Request], Any], request: Request) -> Any:
         """Settle what a finished or preempted request leaves in the prefix cache.
 
-        Upstream's replay boundary is the prompt's. So a request that is preempted while decoding,
-        or that a next turn extends, would resume long before the end of its computed tokens.
+        Upstream's replay boundary belongs to the prompt. So a request that is preempted while
+        decoding, or that a next turn extends, would resume long before the end of its computed
+        tokens.
         """
         self._retention.release(request)
         return wrapped(request)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/core/single_type_kv_cache_manager.py``: null blocks are not freed.
 
-Upstream hands every null block of a long sliding-window request to ``free_blocks``. This counts
+Upstream hands every null block of a long sliding-window request to ``free_blocks``. The call counts
 down the null block's references, and costs time in the scheduler. vLLM 0.33 skips null blocks.
 """
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/core/sched/scheduler.py``: requests of our own, which compute segments to be stored.
 
-To a scheduler, they look like requests of a client. They begin only while no request of a client
-waits to be admitted. They are aborted as soon as a client's request may have to wait for them. No
-client gets their answers.
+To a scheduler, our requests look like requests of a client. They begin only while no request of a
+client waits to be admitted. They are aborted as soon as a client's request may have to wait for
+them. No client gets the answers of our requests.
 """
 
 from __future__ import annotations

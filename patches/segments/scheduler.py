@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/core/sched/scheduler.py``: requests have segments, and some store or learn one.
 
-Only methods of a scheduler whose connector reuses segments are replaced. Its ``schedule`` is
-replaced only while segments that the engine learns are queued or computed.
+Only methods of a scheduler whose connector reuses segments are replaced. The ``schedule`` of such a
+scheduler is replaced only while segments that the engine learns are queued or computed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _extend(connected: ConnectedScheduler) -> None:
 
 
 class SegmentedScheduler:
-    """A scheduler whose requests have segments. Methods of this object replace its own."""
+    """A scheduler whose requests have segments. Methods of this object replace the scheduler's."""
 
     def __init__(self, connected: ConnectedScheduler, segments: SegmentsSide) -> None:
         self._scheduler = connected.scheduler

@@ -30,7 +30,7 @@ _NUM_LOGPROBS = 20
 """The number of answer tokens whose log-probabilities are compared."""
 
 _SEGMENT_OPTIONS = {"selector": "heads", "context": False, "learn": False}
-"""Options of segments that replace those of the arguments, so that the engine computes exactly the
+"""These options of segments replace the given options, so that the engine computes exactly the
 prompts of the check."""
 
 

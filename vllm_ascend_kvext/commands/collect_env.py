@@ -2,7 +2,7 @@
 """Print what a bug report needs.
 
 The command uses the standard library only. An error of a probe becomes a value of the report, so
-the report is always printed. It shows only the values of variables that hold no secret.
+the report is always printed. The report shows only the values of variables that hold no secret.
 """
 
 from __future__ import annotations

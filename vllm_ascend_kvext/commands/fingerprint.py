@@ -6,10 +6,11 @@ functions that it relies on have the stored fingerprints. The layout fingerprint
 LMCache's objects, and the plan digest in the log, are something else.
 The command reads files. Without --sources it reads the installed packages. It imports neither vLLM
 nor vLLM-Ascend.
-If a release is not stored, the command lists every function on which patches rely in the newest
-stored release: absent, different from all stored versions, or as in one of them. With --against, it
-shows the changed lines, without docstrings. Then it lists the functions that this package only
-calls, and the names that the release has lost. Read all of this before you support the release.
+If a release is not stored, the command lists the functions on which patches rely in the newest
+stored release. Each is absent, differs from all stored versions, or is the same as in one of them.
+With --against, it shows the changed lines, without docstrings. Then it lists the functions that
+this package only calls, and the names that the release has lost. Read all of this before you
+support the release.
 Exit status: 0 if everything is as stored (or was stored), 1 if something differs or the release is
 not stored, 2 if the arguments are wrong.
 """
@@ -127,7 +128,7 @@ def installed_trees() -> list[SourceTree]:
 
 
 def functions_of_interest(distribution: str, version: str | None) -> list[str]:
-    """The functions that patches of a version change or rely on; of all versions for None."""
+    """The functions that patches of a version change or rely on. None stands for all versions."""
     names: set[str] = set()
     for patch in patches_of(version):
         if distribution == VLLM_ASCEND:
@@ -138,7 +139,7 @@ def functions_of_interest(distribution: str, version: str | None) -> list[str]:
 
 
 def patches_of(version: str | None) -> list[Patch]:
-    """The patches for a version of vLLM, or of vLLM-Ascend; all patches for None."""
+    """The patches for a version of vLLM, or of vLLM-Ascend. None stands for all versions."""
     # A release of vLLM-Ascend has the number of the vLLM release that it is made for.
     return [
         patch
@@ -180,8 +181,8 @@ def survey(tree: SourceTree, store: FingerprintStore, against: Path | None) -> l
 
     Returns:
         A table of the functions that patches rely on in the newest stored release. Below it are
-        the patches whose functions have not changed. If there are sources ``against`` which to
-        compare, the lines that differ and the lost names follow.
+        the patches whose functions have not changed. With ``against``, the lines that differ and
+        the lost names follow.
     """
     stored = store.distributions.get(tree.distribution, {})
     known_versions = store.versions(tree.distribution)

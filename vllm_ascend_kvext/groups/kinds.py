@@ -27,7 +27,7 @@ def kind_of(spec: Any) -> GroupKind:
     """Which tokens a layer of this spec reads.
 
     A spec whose pages are scratch memory of one request (``prefix_cacheable`` is False) is
-    ``OTHER``, whatever its class is: such a page does not stand for tokens.
+    ``OTHER``, whatever its class is, because such a page does not stand for tokens.
     """
     bases = _bases(spec)
     if not stands_for_tokens(spec) or not _OWN_RULES.isdisjoint(bases):
@@ -38,10 +38,10 @@ def kind_of(spec: Any) -> GroupKind:
 def window_tokens_of(spec: Any) -> int:
     """The sliding window or attention chunk in tokens; 0 for specs that have neither.
 
-    ``FullAttentionSpec`` has a ``sliding_window``, too. It only says that the hybrid manager is
-    off; all blocks of such a group are kept. Blocks that drafts keep in addition
-    (``extra_retained_tokens``) do not count: a request that resumes at a boundary does not read
-    them.
+    ``FullAttentionSpec`` has a ``sliding_window``, too. There, the window only says that the hybrid
+    manager is off, and all blocks of the group are kept. Blocks that drafts keep in addition
+    (``extra_retained_tokens``) do not count, because a request that resumes at a boundary does not
+    read them.
     """
     match kind_of(spec):
         case GroupKind.WINDOW:

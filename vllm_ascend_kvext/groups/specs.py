@@ -121,7 +121,7 @@ def scheduler_spec(spec: Any) -> Any:
 def _check_pool(group: Any, index: int) -> None:
     """Refuse groups that vLLM 0.30 keeps in a second pool, or as a copy (HiSparse).
 
-    The block ids of a second pool are not those of the other groups. No connector sees the copy.
+    A second pool has other block ids than the pool of the other groups. No connector sees the copy.
     """
     role = getattr(group, "role", "default")
     found = []
@@ -171,8 +171,8 @@ def _with_restart(spec: LayerSpec, ratios: set[int]) -> LayerSpec:
     The row that ends at position p reads the states from ``p - window + 1`` on
     (``vllm/models/deepseek_v4/common/ops/fused_compress_quant_cache.py``). If the window is as long
     as the ratio, rows do not overlap, and each row restarts. A compressor of ratio 4 reads twice
-    its ratio, and does not restart. A later hit does not read the states that are left out: vLLM
-    hits at multiples of every group's page, also of the compressed layer's page.
+    its ratio, and does not restart. A later hit does not read the states that are left out, because
+    vLLM hits at multiples of every group's page, also of the compressed layer's page.
     """
     is_compressor = spec.holds_states and spec.kind is GroupKind.WINDOW
     if is_compressor and spec.window_tokens > 1 and spec.window_tokens in ratios:

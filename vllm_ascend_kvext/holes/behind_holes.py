@@ -67,7 +67,7 @@ def plan_spans(
 
     A computed span reads what lies before it: all rows of full attention, and the windows and
     states of its first token if the model has some. So a span begins only where windows and states
-    are cached, or where the span before it ends. A hole may begin earlier than what is missing::
+    are cached, or where the span before it ends. A hole may begin earlier than the missing rows::
 
         rows               [cached    ][hole ][cached        ][hole ][cached   ]
         windows            ^0                      ^                          ^
@@ -80,7 +80,7 @@ def plan_spans(
         rows: Ascending runs of tokens whose rows are cached in all groups of full attention. The
             last token, whose output is wanted, is not in them.
         starts: Tokens, ascending, at which windows and states are cached. The first token of the
-            prompt needs no windows or states. None if the model has none; a span then begins
+            prompt needs no windows or states. None if the model has neither; a span then begins
             anywhere.
         min_run_tokens: A shorter cached run behind a hole is computed with the hole.
     """

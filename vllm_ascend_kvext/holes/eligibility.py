@@ -12,16 +12,17 @@ class HoleRefusal(enum.Enum):
 
     ADAPTER = "adapter"
     INPUTS = "inputs"
-    """It has images, other media, or embeddings instead of tokens."""
+    """The request has images, other media, or embeddings instead of tokens."""
 
     POOLING = "pooling"
-    """It asks for a pooled output of all its tokens."""
+    """The request asks for a pooled output of all its tokens."""
 
     PROMPT_LOGPROBS = "prompt_logprobs"
-    """It asks for log-probabilities of its prompt, which only its own row computes."""
+    """The request asks for log-probabilities of its prompt. Only the request's own row computes
+    these."""
 
     SESSION = "session"
-    """It is a streaming session, whose tokens change."""
+    """The request is a streaming session, whose tokens change."""
 
     ROOM = "room"
     """The pool is too small for the additional blocks that its holes need."""

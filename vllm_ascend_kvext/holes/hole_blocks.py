@@ -27,7 +27,7 @@ from vllm_ascend_kvext.token_range import TokenRange
 
 
 class Blocks(Protocol):
-    """The source of blocks, to which they also return."""
+    """The pool from which blocks are taken, and to which they return."""
 
     def allocate(self, num_blocks: int) -> Iterator[Any] | None: ...
 
@@ -59,7 +59,7 @@ class WindowTable:
 
     @property
     def all_block_ids(self) -> list[int]:
-        """From the request's first page on."""
+        """The block ids from the request's first page on."""
         return [NULL_PAGE] * self.first_page + list(self.block_ids)
 
 
@@ -75,7 +75,7 @@ class RowTables(ABC):
         """Take blocks for a row of the first hole.
 
         Returns:
-            The row's tables; None, and nothing is taken, if there are too few blocks.
+            The row's tables. If there are too few blocks, nothing is taken, and None is returned.
         """
 
     @abstractmethod
@@ -118,7 +118,8 @@ class HoleBlocks:
         """Take blocks for the tails at which the holes of a request begin.
 
         Returns:
-            The request's tables; None, and nothing is taken, if there are too few blocks.
+            The request's tables. If there are too few blocks, nothing is taken, and None is
+            returned.
         """
         if not self.has_windows:
             return HoleTables(self, [])

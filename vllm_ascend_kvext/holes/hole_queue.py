@@ -7,8 +7,8 @@ been loaded. A hole reads all that lies before it. So a hole is computed beside 
 begins where the device's own rows end, and if it reads no windows that are being loaded. A hole
 that does not fit into a step is the last one of its request in this step.
 
-An extension may have a `Preview` computed first. All rows of the preview are thrown away. What is
-learnt from it decides on the further holes::
+An extension may have a `Preview` computed first. All rows of the preview are thrown away. The
+result of the preview decides on the further holes::
 
     park ── load ends ──> the preview's holes, its row ──> end_preview: all holes ──> end_step
 """
@@ -40,7 +40,7 @@ class HoleRow:
         row_id: The id of the row, which no request and no other row has.
         window_ids: Block ids from the first page on, by KV cache group with windows. All other
             groups have the block ids of the request.
-        behind_ids: Further block ids behind these, by KV cache group; for a preview.
+        behind_ids: For a preview, the block ids behind these, by KV cache group.
         has_last_tokens: Whether its tokens are the last tokens of the request, computed at the
             positions of ``run``.
         is_kept: Whether its rows are kept, and not computed again.
@@ -66,8 +66,8 @@ class NewHoles(NamedTuple):
     """Holes of a request that the scheduler's statistics do not know yet.
 
     Attributes:
-        is_planned: Whether the load leaves them out by plan. If not, the load has failed to bring
-            them, or has brought them in vain.
+        is_planned: Whether the load leaves the holes out by plan. If not, the load has failed to
+            bring their rows, or has brought them in vain.
     """
 
     request_id: str
@@ -157,9 +157,9 @@ class HoleQueue:
         """A request has got blocks, and its load begins.
 
         Returns:
-            The tables into which the tails at the beginning of each hole are to be loaded, by hole,
-            and by KV cache group with windows. The result is empty if there are too few blocks; the
-            load then has to fail.
+            For each hole, and by KV cache group with windows, the tables into which the tails at
+            the hole's beginning are to be loaded. If there are too few blocks, the result is empty,
+            and the load has to fail.
         """
         tables = self.blocks.begin([hole.first_tokens for hole in holes])
         if tables is None:

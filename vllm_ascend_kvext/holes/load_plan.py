@@ -143,7 +143,7 @@ def loaded_spans(rows: Iterable[StoredRows]) -> Iterator[Span]:
 
 
 def with_holes(first_tokens: int, loaded: Iterable[Span], end_tokens: int) -> Iterator[Span]:
-    """Loaded spans, ascending, and computed ones between them and up to the end."""
+    """Loaded spans, ascending, and computed spans between them and up to the end."""
     for span in loaded:
         if first_tokens < span.first_tokens:
             yield Span(first_tokens, span.first_tokens, is_computed=True)
@@ -158,7 +158,7 @@ def spans_within(spans: Iterable[Span], ranges: Sequence[TokenRange]) -> Iterato
 
     Spans and ranges ascend, and are disjoint. There may be thousands of them.
     """
-    num_behind = 0  # Ranges that end before what is looked at.
+    num_behind = 0  # Ranges that end before the span.
     for span in spans:
         while num_behind < len(ranges) and ranges[num_behind].end_tokens <= span.first_tokens:
             num_behind += 1

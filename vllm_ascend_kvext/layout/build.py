@@ -42,8 +42,8 @@ def build_layout(
     Args:
         kv_caches: One entry per layer name: a tensor, or a list or tuple of tensors.
         nz_layers: The result of ``read_nz_layers``. A page of such a layer is always one row.
-        addressing: The default is TOKENS on an NPU, whose kernels write rows as the shapes of the
-            tensors say, and PAGES on every other device.
+        addressing: The default on an NPU is TOKENS, because its kernels write rows as the shapes of
+            the tensors say. The default on every other device is PAGES.
 
     Raises:
         GroupError: If the config contradicts itself or is not understood.
@@ -94,8 +94,9 @@ def _check_names(
         # A layer that shares the cache of another layer (KV sharing) has no bytes of its own.
         if any(tensor.data_ptr() not in known for tensor in tensors_of(kv_caches[name])):
             raise LayoutError(
-                f"kv_caches: layer {name} has a tensor of its own, but is in no KV cache group of "
-                f"{len(specs_by_group)}; pass the config that the tensors were made from"
+                f"kv_caches: layer {name} has a tensor of its own, but none of the "
+                f"{len(specs_by_group)} KV cache groups has the layer; pass the config that the "
+                "tensors were made from"
             )
 
 
@@ -127,9 +128,9 @@ def _regions_of_layer(
     num_bytes = sum(region.num_bytes for region in regions)
     if not spec.min_page_bytes <= num_bytes <= spec.page_bytes:
         raise LayoutError(
-            f"{spec.where}: the registered tensors have {num_bytes} bytes per page, the config has "
-            f"{spec.min_page_bytes} and with padding {spec.page_bytes}; register all tensors of "
-            "the layer, and those of this config only"
+            f"{spec.where}: the registered tensors have {num_bytes} bytes per page. The config has "
+            f"{spec.min_page_bytes} bytes without padding, and {spec.page_bytes} with it; register "
+            "all tensors of the layer, and those of this config only"
         )
     return regions
 
@@ -152,8 +153,8 @@ def _joined(regions: Sequence[Region], spec: LayerSpec) -> list[Region]:
     num_bytes = end_bytes - first.offset_bytes
     if num_bytes > first.page_stride_bytes or len({region.storage for region in regions}) > 1:
         raise LayoutError(
-            f"{spec.where}: its tensors overlap, and span {num_bytes} bytes of pages of "
-            f"{first.page_stride_bytes}; this layout is not supported"
+            f"{spec.where}: its tensors overlap. Together they span {num_bytes} bytes, and a page "
+            f"has {first.page_stride_bytes} bytes; this layout is not supported"
         )
     dtypes = "+".join(dict.fromkeys(region.dtype for region in regions))
     return [
@@ -263,7 +264,8 @@ def check_disjoint(regions: Iterable[OwnedRegion], num_pages: int) -> None:
 def _refuse(one: OwnedRegion, other: OwnedRegion) -> None:
     raise LayoutError(
         f"layers {one.layer_name} and {other.layer_name} (KV cache groups {one.group}, "
-        f"{other.group}) share bytes of one storage: at {one.region.offset_bytes} and "
-        f"{other.region.offset_bytes}, {one.region.page_stride_bytes} and "
-        f"{other.region.page_stride_bytes} bytes per page; this layout is not supported"
+        f"{other.group}) share bytes of one storage: the first begins at byte "
+        f"{one.region.offset_bytes} and has pages of {one.region.page_stride_bytes} bytes, the "
+        f"second begins at byte {other.region.offset_bytes} and has pages of "
+        f"{other.region.page_stride_bytes} bytes; this layout is not supported"
     )

@@ -36,7 +36,8 @@ class Region:
         offset_bytes: Where the bytes of page 0 begin in the storage.
         num_rows: Rows per page.
         is_packed: Whether the region is one row whose inner order is not known.
-        axes: See ``Plane``. Axes do not make regions different: layers may share the bytes.
+        axes: See ``Plane``. Comparisons ignore the axes, because layers with different axes may
+            share the bytes.
     """
 
     storage: int
@@ -155,8 +156,8 @@ def _token_axis(
         )
     rows = spec.config_rows or spec.block_size
     if len(axes) > 2 and shape[axes[1]] * blocks_per_page == rows:
-        # Another axis stands before the tokens, or may do so: a tensor with as many heads as
-        # tokens has the same shape.
+        # Another axis stands before the tokens, or may stand there, because a tensor with as many
+        # heads as tokens has the same shape.
         return axes[1], False
     return axes[0], True
 

@@ -3,8 +3,8 @@
 
 Rows are counted from the first token of the request: row ``r`` covers the tokens from
 ``r * tokens_per_row`` on. An example with a window of 6 tokens and 4 tokens per page: a request
-that resumes at token 10 reads the tokens 5 to 9. It needs the tokens 4 to 9, because the page of
-token 5 begins at token 4.
+that resumes at token 10 reads the tokens 5 to 9. The request needs the tokens 4 to 9, because the
+page of token 5 begins at token 4.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ def needed_rows(
 ) -> range:
     """The rows of a token range that a resume at its end needs; an empty range if it needs none.
 
-    A window group needs all pages that the token behind the end still reads. It needs them as a
-    whole, because vLLM caches whole pages: a later hit on such a page reads the tokens before the
-    window, too. The last row may reach past the end. Tokens that do not fill an entry of a
-    compressed group yet are held by the states of its compressor, which are a group of their own.
+    A window group needs all pages that the token behind the end still reads. The group needs these
+    pages as a whole, because vLLM caches whole pages. A later hit on such a page reads the tokens
+    before the window, too. The last row may reach past the end. If tokens do not fill an entry of a
+    compressed group yet, the states of its compressor hold them. These states are a group of their
+    own.
 
     Raises:
         TokenRangeError: If the range is empty or begins before the request.

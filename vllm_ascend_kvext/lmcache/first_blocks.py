@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The blocks that a request begins with, for LMCache's connector below `MultiConnector`.
 
-vLLM 0.23's `MultiConnector` tells only the connector that loads a request of the request's blocks
-(``update_state_after_alloc``). vLLM 0.30's tells all connectors. LMCache 0.5.6 relies on this.
-Otherwise it takes the blocks of the next step for those of the first tokens, and stores them under
-the first tokens.
+vLLM 0.23's `MultiConnector` tells the blocks of a request (``update_state_after_alloc``) only to
+the connector that loads the request. vLLM 0.30's `MultiConnector` tells all connectors. LMCache
+0.5.6 relies on this call. Without it, LMCache takes the blocks of the next step for those of the
+first tokens, and stores them under the first tokens.
 """
 
 from __future__ import annotations

@@ -75,9 +75,10 @@ def config_fingerprint(
         "instruction_set": instruction_set,
         "conv_state_layout": environ.get(_CONV_STATE_LAYOUT_VARIABLE, ""),
         # Specs say how wide a number is. A worker's cache_dtype may name the format more precisely
-        # than the scheduler's. So the description has only what the user has chosen and specs lack.
+        # than the scheduler's. So the description has only what the user has chosen and what specs
+        # do not say.
         "is_e5m2": "e5m2" in cache_dtype,
-        # With several stages, specs and so the width are left out below.
+        # With several stages, specs are left out below, and with them the width of numbers.
         "is_8_bit": num_stages > 1 and "8" in cache_dtype,
         "unquantised_layers": sorted(map(str, skipped_layers)),
         "model": {
@@ -97,7 +98,7 @@ def config_fingerprint(
 
 
 def _describe_group(group: Any, num_stages: int) -> dict[str, Any]:
-    """The facts of a group that all stages know alike.
+    """The facts of a group that are the same in all stages.
 
     The scheduler has the layers of the first stage. If specs of a group differ, each stage has
     another first layer, and so another spec.

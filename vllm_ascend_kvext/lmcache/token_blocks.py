@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts the ``block_size`` of every spec in tokens, as LMCache reads it.
 
-Compressed groups of vLLM-Ascend 0.23 count rows. One of their blocks stands for ``block_size *
-compress_ratio`` tokens (see `vllm_ascend_kvext.groups.spec_attributes`). LMCache 0.5.6 takes
+Compressed groups of vLLM-Ascend 0.23 count rows. One block of such a group stands for ``block_size
+* compress_ratio`` tokens (see `vllm_ascend_kvext.groups.spec_attributes`). LMCache 0.5.6 takes
 ``block_size`` for tokens (``get_tokens_per_block`` in
-``lmcache/integration/vllm/kv_cache_groups.py``). It would pair tokens with the wrong pages, or find
-too few tokens to store anything.
+``lmcache/integration/vllm/kv_cache_groups.py``). LMCache would pair tokens with the wrong pages, or
+find too few tokens to store anything.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OF_A_PAGE = ("page_size_bytes", "real_page_size_bytes", "storage_block_size")
 
 
 def counted_in_tokens(kv_cache_config: Any) -> Any:
-    """A config whose specs have tokens per block in ``block_size``; the same if all do already.
+    """A config whose ``block_size`` counts tokens in every spec. It may be the given config.
 
     The config, groups and specs that are handed in stay untouched.
 

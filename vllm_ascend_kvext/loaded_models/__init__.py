@@ -2,8 +2,8 @@
 """Remembers the models that this process has loaded, and the files of their weights.
 
 vLLM gives a connector neither of them, so ``patches.connector.model_loader`` reports both. The
-module holds models by weak references: a model that is deleted is forgotten. It imports nothing of
-vLLM.
+module holds models by weak references: a model that is deleted is forgotten. The module imports
+nothing of vLLM.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Identifies weights by the content of the files that a loader reads.
 
-`FilesOfWeights` is made when a loader names the files that it is about to read. It reads only a
-little of them then, because files that were not loaded yet are not in memory. The digest is
-computed after they were loaded. If a file has changed meanwhile, the digest is refused, because it
-is not known which bytes are in memory.
+`FilesOfWeights` is made when a loader names the files that it is about to read. At that time, it
+reads only small samples of the files, because files that were not loaded yet are not in memory. The
+digest is computed after the files were loaded. If a file has changed meanwhile, there is no digest,
+because it is not known which bytes are in memory.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _READ_BYTES = 1 << 20
 class _Stamp(NamedTuple):
     """Identifies a file before it is loaded.
 
-    Owner and mode of the file may change. If another file of the same size was copied over it with
-    its times, the sample differs.
+    Owner and mode of the file may change. If another file of the same size and times was copied
+    over it, the sample differs.
     """
 
     real_path: str

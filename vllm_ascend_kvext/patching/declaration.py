@@ -111,7 +111,7 @@ class Patch:
 
     @property
     def fingerprinted(self) -> tuple[str, ...]:
-        """The functions of upstream whose source must be the one this patch was written against.
+        """The functions of upstream whose source must be as it was when this patch was written.
 
         The target of a hook is not among them. It need not be a function; it only has to exist.
         """

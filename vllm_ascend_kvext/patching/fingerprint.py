@@ -41,7 +41,7 @@ def fingerprint_source(source_root: Path, name: str) -> str:
     Args:
         source_root: The folder that holds the top-level package.
         name: ``module:qualname``, for example ``pkg.mod:Class.method``, or
-            ``pkg.mod:outer.<locals>.inner``. The class is the one whose body has the definition.
+            ``pkg.mod:outer.<locals>.inner``. The body of the class must have the definition.
 
     Raises:
         FingerprintError: If there is no such file, or no such definition in it.
@@ -52,7 +52,7 @@ def fingerprint_source(source_root: Path, name: str) -> str:
 def source_of(source_root: Path, name: str) -> list[str]:
     """The lines of a function, without empty lines and without its docstring.
 
-    Decorators and comments are included. Arguments and errors are those of `fingerprint_source`.
+    Decorators and comments are included. For arguments and errors, see `fingerprint_source`.
     """
     path, (_, definition, _) = _find(source_root, name)
     lines = path.read_text(encoding="utf-8").splitlines()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Phase two: installs a feature as a whole or not at all, and takes it back.
 
-wrapt makes the wrappers, and this module keeps the records. It reads from the attribute itself
-whether a wrapper is in place, so other patches of the same attribute do not confuse it.
+wrapt makes the wrappers, and this module keeps the records. The module reads from the attribute
+itself whether a wrapper is in place, so other patches of the same attribute do not confuse it.
 """
 
 from __future__ import annotations

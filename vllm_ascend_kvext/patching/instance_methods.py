@@ -74,7 +74,7 @@ class _Layer:
         setattr(owner, self._name, self._call)
 
     def take_back(self) -> None:
-        """Restore the object's attribute, or switch the layer off if another one lies over it.
+        """Restore the object's attribute, or switch the layer off if another layer lies over it.
 
         If a function over this layer still calls the layer, the call goes to the method below.
         """

@@ -36,7 +36,7 @@ class State(enum.Enum):
     SKIPPED_VERSION = "skipped_version"
     """The patch is not part of its feature in this version of upstream."""
     DRIFTED = "drifted"
-    """A function is not the one that the patch was written against."""
+    """A function differs from the version that the patch was written against."""
     MISSING_TARGET = "missing_target"
     """Upstream has no attribute of that name."""
     SHADOWED = "shadowed"
@@ -111,7 +111,7 @@ def digest(plans: Iterable[FeaturePlan]) -> str:
 
 
 class _DriftError(PatchError):
-    """A function differs from the one that the patch was written against."""
+    """A function differs from the version that the patch was written against."""
 
 
 def _require_known(name: str, expected: frozenset[str], take: Callable[[], str], place: str) -> str:
@@ -167,7 +167,8 @@ class _Check:
             function = wrapper_chain(function)[-1]
             take = partial(fingerprint_live, function)
             fingerprints.append(_require_known(name, expected, take, describe(function)))
-            # A function whose fingerprint is known may itself wrap another one: check that, too.
+            # A function whose fingerprint is known may itself wrap a function. Check this function,
+            # too.
             function = getattr(function, "__func__", function)
             function = getattr(function, "__wrapped__", None)
         return " ".join(fingerprints)

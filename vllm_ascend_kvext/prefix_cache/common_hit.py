@@ -40,7 +40,7 @@ def common_hit_tokens(groups: Sequence[SearchedGroup], max_tokens: int, find: Fi
 
     A group that looks ahead drops a block once per length, and once more when another group has
     shortened the length. Each group is asked only once if there is one group, or if there are two
-    and the first one reads everything.
+    and the first group reads everything.
     """
     looks_ahead = any(group.use_eagle for group in groups)
     is_asked_once = len(groups) == 1 or (len(groups) == 2 and groups[0].kind is GroupKind.FULL)

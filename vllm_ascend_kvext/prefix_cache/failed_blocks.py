@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The block ids of one request, of all groups, from one admission on.
+    """The block ids of one request in all groups, since one of its admissions.
 
     Attributes:
         hit: The blocks that it found in the prefix cache.

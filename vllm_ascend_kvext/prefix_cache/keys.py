@@ -2,7 +2,8 @@
 """The keys under which a group's blocks are cached, made of a request's hashes.
 
 A request is hashed once, at the smallest block size of all groups. Before vLLM 0.30, the key of a
-larger block is all hashes that it spans, one after the other. Since then it is the last of them.
+larger block is all hashes that it spans, one after the other. Since vLLM 0.30, the key is only the
+last of these hashes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class GroupKeys:
         return b"".join(hashes[stop - self.hashes_per_block : stop]) + self.suffix
 
     def of(self, hashes: Sequence[bytes], blocks: range) -> list[bytes]:
-        """The keys of several blocks, in their order. The hashes must reach to the last one."""
+        """The keys of several blocks, in their order. The hashes must reach to the last block."""
         suffix = self.suffix
         per_block = self.hashes_per_block
         if self.hashes_in_key == 1:

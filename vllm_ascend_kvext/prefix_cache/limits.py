@@ -25,7 +25,7 @@ class GroupLimits:
         use_eagle: Whether the block past such a multiple is cached with it.
         row_tokens: Tokens that share one row of a block. Compressed groups have more than 1, and
             hold a row only when all its tokens are there.
-        draft_blocks: Blocks held beyond those of the tokens, for states behind draft tokens.
+        draft_blocks: Further blocks that are held for states behind draft tokens.
     """
 
     block_tokens: int
@@ -65,8 +65,8 @@ class GroupLimits:
 class RequestLimits:
     """The numbers of tokens at which the next thing happens to a running request.
 
-    Lists have one number per group. Every number is a lower bound. It holds as long as the request
-    has the same block table, because every code that frees a request drops its table.
+    Lists have one number per group. Every number is a lower bound, and is valid as long as the
+    request has the same block table. Code that frees a request also drops the request's table.
     """
 
     table: object
@@ -78,7 +78,7 @@ class RequestLimits:
     until_tokens: int = 0
 
     def update(self) -> None:
-        """Update the limits of all groups after those of single groups have changed."""
+        """Update the limits of all groups after limits of single groups have changed."""
         self.next_slot_tokens = min(self.slot_tokens)
         self.next_skip_tokens = min(self.skip_tokens)
         self.until_tokens = min(

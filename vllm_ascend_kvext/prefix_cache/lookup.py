@@ -24,8 +24,8 @@ from vllm_ascend_kvext.prefix_cache.search import (
 )
 
 Hit = tuple[Any, ...]
-"""The blocks by group id, and the tokens of the hit. Since vLLM 0.30 also the number of tokens by
-which the longest hit of a single group is longer."""
+"""The blocks by group id, and the tokens of the hit. Since vLLM 0.30, a third part says by how many
+tokens the longest hit of a single group is longer."""
 
 
 @dataclass(frozen=True, slots=True)

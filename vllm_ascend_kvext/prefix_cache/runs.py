@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class TailRule:
     """Where stock vLLM keeps the tails of a sliding-window group if no interval is set.
 
-    A tail of ``need_blocks`` blocks ends ``ahead_blocks`` (0 or 1) past every ``unit_blocks``.
+    Each tail has ``need_blocks`` blocks, and ends ``ahead_blocks`` (0 or 1) past a multiple of
+    ``unit_blocks``.
     """
 
     unit_blocks: int

@@ -37,7 +37,7 @@ def blocks_at(
 def leading_blocks(
     get: Get, keys: Sequence[GroupKeys], hashes: Sequence[bytes], max_blocks: int
 ) -> list[list[Any]]:
-    """The blocks from the first one on that are cached in all groups, per group."""
+    """The leading blocks that are cached in all groups, per group."""
     found: list[list[Any]] = []
     count = max_blocks
     for group in keys:
@@ -151,7 +151,7 @@ def _leftmost_missing(
 
 
 def window_hit_blocks(end: int, need_blocks: int, unit_blocks: int, ahead_blocks: int) -> int:
-    """The blocks of a hit that ends at ``end``, after upstream has dropped what it drops.
+    """The number of blocks that upstream keeps of a hit that ends at ``end``.
 
     A hit that starts at the first token and is shorter than a window is aligned first, and then
     loses its last block. So with a block that looks ahead, it loses a whole unit.

@@ -36,7 +36,7 @@ class StepGroup:
 
 @dataclass(slots=True)
 class StepCounts:
-    """The number of steps in which nothing was done, only what changed, or all by upstream."""
+    """Counts steps by what was done: nothing, only the changes, or everything by upstream."""
 
     quiet: int = 0
     partial: int = 0
@@ -167,7 +167,7 @@ class Steps:
 
 
 def _landed_tokens(request: Any, computed_tokens: int) -> int:
-    """The computed tokens without those of steps in flight.
+    """The computed tokens without the tokens of steps in flight.
 
     Since vLLM 0.30, windows and states wait for these steps.
     """

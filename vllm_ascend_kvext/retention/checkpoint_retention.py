@@ -2,7 +2,7 @@
 """Which blocks stay in the prefix cache: caches densely, and chooses what stays longest.
 
 Every block that a lookup can reach is cached, as dense caching does. Some boundaries become
-checkpoints. Where blocks run short, those that no checkpoint needs are reallocated first::
+checkpoints. If blocks run short, blocks that no checkpoint needs are reallocated first::
 
       request   ├── hit ──┼───── computed ─────┼────────┤
       cached    ■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■    full attention
@@ -12,7 +12,8 @@ checkpoints. Where blocks run short, those that no checkpoint needs are realloca
 
 This module chooses these boundaries when a request is admitted. The compiled module
 (``csrc/retention``) answers at every step which runs of blocks are to be cached, and which blocks
-are not worth caching any more. It calls no Python: this module carries the answers out.
+are not worth caching any more. The compiled module calls no Python. This module carries the answers
+out.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class CheckpointRetention:
     _looked_up: tuple[Request, Demand] | None = field(init=False, default=None)
     _new_request_state: type[RetainedRequest] = field(init=False)
     _groups: tuple[ManagedGroup, ...] = field(init=False)
-    # By place in `_groups`: whether only the group's own manager may cache it.
+    # For each of `_groups`, whether only the group's own manager may cache its blocks.
     _caches_itself: list[bool] = field(init=False)
     # Whether some manager is the only one that knows how its window moves on.
     _asks_managers: bool = field(init=False)
@@ -182,8 +183,8 @@ class CheckpointRetention:
         if state is None:
             return
         computed_tokens = min(state.cached_tokens, request.num_computed_tokens)
-        # A request that extends a finished one reads all of it. A preempted request, when it
-        # comes back, reads all but its last token.
+        # A request that extends a finished request reads all of it. A preempted request that comes
+        # back reads all but its last token.
         own_tokens = computed_tokens if request.is_finished() else request.num_tokens - 1
         key_table = self._key_table
         runs = state.begin_last_step(key_table, computed_tokens, own_tokens)
@@ -260,10 +261,10 @@ class CheckpointRetention:
 
 
 def _junction(request: Request, policy: RetentionPolicy, hit_tokens: int) -> Plan:
-    """The boundary at which upstream saw requests part, which it keeps since vLLM 0.30.
+    """The boundary at which upstream saw requests part. Since vLLM 0.30, upstream keeps it.
 
-    A group that looks ahead may not reach this boundary. So the last one that it can reach counts,
-    too.
+    A group that looks ahead may not reach this boundary. So the last boundary that the group can
+    reach counts, too.
     """
     geometry = policy.geometry
     seen_tokens = getattr(request, "shared_prefix_boundary", 0)

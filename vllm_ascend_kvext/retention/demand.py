@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The boundaries that a request, or earlier ones, have asked for, and the tokens that it lost.
+"""The boundaries that a request or earlier requests asked for, and the tokens that it lost.
 
 The functions know lengths only. They change nothing but the counters of `RetentionStats`.
 """
@@ -39,7 +39,7 @@ class Demand:
 
     @property
     def stops_tokens(self) -> list[int]:
-        """The boundaries at which a prefill step has to end where states are kept, ascending."""
+        """The boundaries at which a prefill step has to end if states are kept, ascending."""
         return sorted(
             tokens for tokens, reason in self.boundaries.items() if reason.origin in STEPS_END_AT
         )

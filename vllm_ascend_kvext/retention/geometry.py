@@ -28,8 +28,8 @@ class GroupGeometry:
         block_tokens: The tokens of one block. On Ascend, these are rows times compress ratio.
         window_tokens: The sliding window; 0 unless ``kind`` is ``WINDOW``.
         use_eagle: Whether it is an EAGLE/MTP group.
-        margin_tokens: How far past the candidate the coordinator lets a group that looks ahead
-            search. Upstream passes ``spec.block_size``, which on Ascend counts rows.
+        margin_tokens: How far past a candidate length a group that looks ahead may search. Upstream
+            passes ``spec.block_size``, which on Ascend counts rows.
         num_groups: The number of KV cache groups with this spec.
     """
 
@@ -108,8 +108,8 @@ class HitGeometry:
         step_tokens: Hits change at multiples of it.
         steady_tokens: The boundary from which on the start of the prompt clips no window. So
             everything repeats with a period of one unit.
-        lag_tokens: The tokens that a lookup has to look at past a boundary at or behind
-            ``steady_tokens``.
+        lag_tokens: How many tokens past a boundary a lookup has to look at, from ``steady_tokens``
+            on.
     """
 
     def __init__(self, groups: tuple[GroupGeometry, ...], unit_tokens: int) -> None:
@@ -144,7 +144,7 @@ class HitGeometry:
     def min_prompt_tokens(self) -> int:
         """The shortest prompt that hits when it comes again.
 
-        Its last token is always computed, so the lookup looks at one token less.
+        The prompt's last token is always computed, so the lookup looks at one token less.
         """
         return self._opens_at(1) + 1
 
@@ -169,9 +169,10 @@ class HitGeometry:
         return tuple(tails)
 
     def full_tokens(self, boundary_tokens: int) -> tuple[int, ...]:
-        """The tokens up to which each group must be cached for a hit; 0 for those not ``FULL``.
+        """The tokens up to which each ``FULL`` group must be cached for a hit; 0 for other groups.
 
-        The number exceeds the boundary if the group, or one that is looked up later, looks ahead.
+        The number exceeds the boundary if the group, or a group that is looked up later, looks
+        ahead.
         """
         if boundary_tokens <= 0:
             return (0,) * len(self.groups)

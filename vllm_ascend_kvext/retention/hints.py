@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Boundaries that a request names itself.
 
-A client may know its prompts, for example where the system prompt ends. It says so with
+A client may know its prompts, for example where the system prompt ends. The client says so with
 ``SamplingParams(extra_args={"kvext_checkpoint_tokens": [1200]})``, or over HTTP with
 ``"vllm_xargs": {"kvext_checkpoint_tokens": "[1200]"}``. The first request then leaves a checkpoint
 there, and the second one resumes from it.
@@ -59,7 +59,7 @@ def report_unusable_hints(request: Request, geometry: HitGeometry) -> None:
 
 
 def _split(request: Request, geometry: HitGeometry) -> tuple[list[int], list[Any]]:
-    """The hints of a request that are at or behind a boundary, and all of them."""
+    """The hints of a request that are at or behind a boundary, and all hints of the request."""
     hints = read_argument(getattr(request.sampling_params, "extra_args", None), HINT_ARGUMENT)
     if hints is None:
         return [], []

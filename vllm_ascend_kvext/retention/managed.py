@@ -17,8 +17,8 @@ class ManagedGroup:
     Attributes:
         geometry_index: The index of its geometry in ``HitGeometry.groups``.
         is_upstreams: Whether upstream's own code caches its blocks and moves its window on.
-        hashes_in_key: The number of hashes that make the key of a block: the last ones that it
-            spans.
+        hashes_in_key: The number of hashes that make the key of a block: the last hashes of the
+            block.
     """
 
     manager: GroupManager
@@ -35,7 +35,7 @@ class Pool(Protocol):
     def block_pool(self) -> BlockPool: ...
 
     def cache(self, request: Request, group: ManagedGroup, run: range) -> None:
-        """Cache a run of a request's blocks, and emit its events. All are full, and none cached."""
+        """Cache a run of a request's full, uncached blocks, and emit the run's events."""
 
     def discard(self, blocks: list[Any]) -> None:
         """Uncache blocks. Free ones among them become the next to be reallocated."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides at which boundaries of a request tails are stored in host memory.
 
-The policy is that of the local prefix cache (`RetentionPolicy`), but on another grid. A hit in host
-memory is a multiple of the layout's row unit; a local hit is a multiple of every group's page. The
-planner counts hits by the reason of a boundary. Reasons that bring few hits suggest fewer
-boundaries.
+The policy is the same as for the local prefix cache (`RetentionPolicy`), but the grid differs. A
+hit in host memory is a multiple of the layout's row unit; a local hit is a multiple of every
+group's page. The planner counts hits by the reason of a boundary. Reasons that bring few hits
+suggest fewer boundaries.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MIN_HITS_PER_STEP = 1 / 16
 also costs time."""
 
 _TRY_EVERY = 32
-"""One in so many tails is stored although its reason does not pay, to notice when it does."""
+"""One in this many tails is stored although its reason does not pay, to notice when it pays."""
 
 
 class PagedGroup(Protocol):

@@ -2,8 +2,8 @@
 """Which boundaries are worth keeping.
 
 The policy knows lengths, and no blocks. `HitGeometry` turns a boundary into blocks.
-`CheckpointRetention` caches them. The compiled `RetainedCache` decides which of them give way when
-blocks run short.
+`CheckpointRetention` caches these blocks. If blocks run short, the compiled `RetainedCache` decides
+which blocks give way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GRID_SHARE = 4
 """The tails of the automatic grid take one block per this many blocks of full attention."""
 
 Plan = Mapping[int, Reason]
-"""The boundaries of one request, in tokens, whose tails are to outlive it."""
+"""The boundaries, in tokens, whose tails are to outlive the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,8 @@ class RetentionPolicy:
         interval_tokens: Every multiple of this number is kept. It is a multiple of
             ``geometry.unit_tokens``; 0 if no interval is set.
         is_adaptive: Whether boundaries are also kept for what requests ask for.
-        ladder_budget: Blocks that the rungs of a prompt may take, per full-attention block of it.
+        ladder_budget: The number of blocks that the rungs of a prompt may take, per full-attention
+            block of the prompt.
         grid_tokens: The distance of checkpoints that no request asked for; 0 if there are none.
         tables: ``geometry`` and the grid as the compiled module knows them.
     """
@@ -52,7 +53,7 @@ class RetentionPolicy:
         object.__setattr__(self, "tables", native().Geometry(self._describe()))
 
     def replay_boundary_tokens(self, num_prompt_tokens: int) -> int:
-        """Where a request with the same prompt hits: its last token is always computed."""
+        """Where a request with the same prompt hits. The prompt's last token is always computed."""
         return self.geometry.reachable_tokens(num_prompt_tokens - 1)
 
     def rungs(self, num_prompt_tokens: int, hit_tokens: int) -> list[tuple[int, int]]:
@@ -73,8 +74,8 @@ class RetentionPolicy:
         """The boundaries of a request that are known when it is admitted.
 
         Args:
-            demand: Boundaries that it, or other requests, have asked for. They replace the reasons
-                of equal boundaries.
+            demand: Boundaries that this or other requests have asked for. If a boundary is also
+                planned for another reason, the reason in ``demand`` counts.
             is_worth_trying: Whether a boundary that no request asked for may turn out useful.
         """
         plan = {self.replay_boundary_tokens(num_prompt_tokens): Reason(Origin.PROMPT)}
@@ -91,7 +92,7 @@ class RetentionPolicy:
     ) -> list[tuple[int, Reason]]:
         """Boundaries in ``(after_tokens, upto_tokens]`` whose tails outlive the request, sorted.
 
-        The compiled module tells, as it does for the local prefix cache.
+        The compiled module finds them, as for the local prefix cache.
         """
         planned = [(tokens, reason.origin, reason.step) for tokens, reason in sorted(plan.items())]
         lasting = self.tables.lasting_boundaries(planned, after_tokens, upto_tokens)
@@ -158,13 +159,14 @@ def ladder_boundaries(
     """Boundaries at growing distances before the end of a prompt, nearest first.
 
     A client may edit the last message, strip the reasoning from an answer, or ask another question
-    about the same document. Such prompts share all but their end. Boundaries at distances that
-    double lose at most as many tokens as the part that differs has.
+    about the same document. Such prompts share all but their end. If the distances double, at most
+    as many tokens are lost as the part that differs has.
 
     Args:
         top_tokens: The replay boundary of the prompt, whose tails are kept anyway.
         after_tokens: The tokens that the request hit. Nothing is computed below.
-        budget_blocks: The blocks that the tails of all rungs may take besides those of the top.
+        budget_blocks: The blocks that the tails of all rungs may take in addition to the tails of
+            the top.
 
     Yields:
         The rung, counted from 0, and its boundary in tokens.

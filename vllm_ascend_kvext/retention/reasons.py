@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Origin(enum.IntEnum):
-    """The source of a boundary. The values are those of ``csrc/retention/use_rates.h``."""
+    """The source of a boundary. The values are the same as in ``csrc/retention/use_rates.h``."""
 
     GRID = 0
     """A multiple of the retention interval."""

@@ -19,16 +19,17 @@ class LossCause(enum.Enum):
     """Why tokens that an earlier request had computed were computed once more."""
 
     NEVER_KEPT = "never_kept"
-    """Their boundary's blocks were freed when the window moved on, or with their request."""
+    """The blocks of the tokens' boundary were freed when the window moved on, or when the request
+    ended."""
 
     EVICTED = "evicted"
-    """Their boundary was kept, and its blocks have been reallocated since."""
+    """The tokens' boundary was kept, but its blocks have been reallocated since."""
 
     GRANULARITY = "granularity"
-    """They lie between two positions at which the lookup can hit."""
+    """The tokens lie between two positions at which the lookup can hit."""
 
     LOOK_AHEAD = "look_ahead"
-    """An EAGLE/MTP group matched them and dropped them from the hit."""
+    """An EAGLE/MTP group matched the tokens, and dropped them from the hit."""
 
 
 @dataclass(slots=True)

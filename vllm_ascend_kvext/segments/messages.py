@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between the two sides of segments, in the ``extras`` of the connector's messages.
 
-They are plain data that can be pickled: with tensor parallelism they cross processes.
+Messages are plain data that can be pickled, because with tensor parallelism they cross processes.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class SegmentOutput:
     """What workers report of segments after a step.
 
     Attributes:
-        key_checks: The number of stores of segments, summed over workers, whose keys passed the
-            check of ``segments.keys.key_check``.
+        key_checks: The number of segment stores whose keys passed the check of
+            ``segments.keys.key_check``, summed over workers.
         key_check_failure: What is wrong with the first keys that failed this check; empty if no
             keys failed.
         scores: The scores of the step's probes, by row: one score per scored token, in their order,

@@ -74,7 +74,7 @@ class GateQuestion(NamedTuple):
 
     @property
     def cache_salt(self) -> str:
-        """The salt. Requests without reuse have another one, to miss the prefix cache."""
+        """The salt. Requests without reuse have another salt, to miss the prefix cache."""
         return "kvext-check" if self.stores or self.segments else "kvext-check-whole"
 
 
@@ -98,11 +98,11 @@ _AS_STORED = Heads(0, 0)
 
 InPlace = tuple[float, float, float]
 """Three answers to one prompt in place, compared with the answer without reuse: the differences in
-nats. The first answer is the one with reuse. The second is computed together with other prompts.
-The third is to a prompt with other tokens in place of the reused ones; it reuses no KV."""
+nats. The first answer was given with reuse. The second is computed together with other prompts. The
+third is to a prompt with other tokens in place of the reused tokens, and without reuse of KV."""
 
 Moved = tuple[float, float]
-"""Two such differences for a moved prompt: with segments as stored, and with repaired ones."""
+"""Two such differences for a moved prompt: with segments as stored, and with repaired segments."""
 
 
 class GatePrompt(NamedTuple):
@@ -319,8 +319,8 @@ class _Draw:
 def judge(in_place: Sequence[InPlace], moved: Sequence[Moved], dtype: str) -> str:
     """Judge a model by its answers to at least one prompt in place; see `ModelGate.check`.
 
-    ``moved`` is given only for models with sliding windows: published results disagree on whether
-    recomputing heads helps them. It is empty for other models.
+    ``moved`` is given only for models with sliding windows, because published results disagree on
+    whether recomputing heads helps such models. It is empty for other models.
     """
     reused = max(reused for reused, _, _ in in_place)
     noise = max(noise for _, noise, _ in in_place)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every key of the option ``segments``: its default, its values and what it does.
 
-The fields of `SegmentOptions` are the one declaration, see ``declared``.
+The fields of `SegmentOptions` are the only declaration, see ``declared``.
 """
 
 from __future__ import annotations
@@ -116,7 +116,10 @@ class SegmentOptions:
     Unset: `true` where `separator` is set and `store_policy` is not `never`."""
 
     def learns_new(self, store_policy: StorePolicy) -> bool:
-        """Whether segments are learned. By default they are with separators: clients store none."""
+        """Whether segments are learned.
+
+        By default they are learned with separators, because clients then store none.
+        """
         if self.learn is None:
             return self.separator is not None and store_policy is not StorePolicy.NEVER
         return self.learn

@@ -160,7 +160,7 @@ def plan_blend(
 ) -> BlendPlan | None:
     """Plan the tokens of a request; None if nothing is reused.
 
-    After a preemption, these tokens are the prompt and the tokens that were generated before.
+    After a preemption, the tokens of a request are its prompt and the tokens generated before.
     ``candidates`` are the ranges that may be reused, ascending and disjoint. Runs that are shorter
     than ``min_run_tokens`` are computed. ``exact_tokens`` is the length of the exact beginning.
     """

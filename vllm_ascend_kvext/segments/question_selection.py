@@ -36,7 +36,7 @@ def attention_scores(queries: torch.Tensor, keys: torch.Tensor, scale: float) ->
 
     The softmax runs over all keys, the keys of the question included. This matters: with 40
     questions to SmolLM2-135M, the run with the answer was among the best tenth of runs in 85 % of
-    the cases. Without the other keys, it was in 72 %.
+    the cases. Without the other keys, the share was 72 %.
 
     ``queries`` belong to consecutive tokens, shape: [num_queries, num_query_heads, head_elements].
     ``keys`` belong to all tokens up to the last of these tokens, shape: [num_keys, num_key_heads,

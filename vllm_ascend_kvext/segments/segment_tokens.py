@@ -31,9 +31,9 @@ def segment_tokens_of(model: ModelConfig, options: SegmentOptions) -> SegmentTok
     """The tokens of the sink and of the separator, for one model.
 
     Raises:
-        SettingsError: The sink or the separator is a text, and there is no tokenizer, or it makes
-            no token of the text. Or the sink or the separator has token ids that the model does not
-            have.
+        SettingsError: The sink or the separator is a text, but there is no tokenizer, or the
+            tokenizer makes no token of the text. Or the sink or the separator has token ids that
+            the model does not have.
     """
     first_ids = _first_ids(model)
     sink = options.sink

@@ -114,7 +114,7 @@ class TokenPages(Protocol):
 
     @property
     def planes(self) -> tuple[TokenPlane, ...]:
-        """The planes, those of the model's first layer first, and keys before values."""
+        """The planes in the order of the model's layers, keys before values."""
         ...
 
     @property
@@ -124,7 +124,7 @@ class TokenPages(Protocol):
 
     @property
     def num_pages(self) -> int:
-        """The number of pages, page 0 included. It is the null page: no slot may lie in it."""
+        """The number of pages, page 0 included. Page 0 is the null page, and holds no slot."""
         ...
 
     def read(self, slots: Slots, rows: HostRows) -> None:
@@ -150,8 +150,8 @@ def slots_of(
 ) -> npt.NDArray[np.int64]:
     """The slots of consecutive tokens of a request in the pages of one KV cache group.
 
-    ``table`` is a part of the request's block table; it must cover these tokens. ``what`` says in
-    the error whose tokens and table they are.
+    ``table`` is a part of the request's block table; it must cover these tokens. In an error,
+    ``what`` names the owner of the tokens and the table.
 
     Raises:
         SegmentError: The part does not cover the tokens, or a page is null or does not exist.

@@ -67,7 +67,7 @@ class Answer(enum.Enum):
     """The tier does not have the object."""
 
     BROKEN = "broken"
-    """Its bytes, length or name differ from what was put. The object is removed."""
+    """The object's bytes, length or name differ from what was put. The object is removed."""
 
     UNREACHABLE = "unreachable"
     """The tier does not work, or has no room."""
@@ -80,7 +80,7 @@ class SharedObject(NamedTuple):
         number: The number of the job, unique in the engine.
         name: The name of the name space, a slash, and the name of the piece: see ``names``.
         offset_bytes: Where its bytes begin in the registered memory.
-        num_bytes: The size of the object. Some backends need room for a seal behind it.
+        num_bytes: The size of the object. Some backends need room for a seal behind the object.
         notes: For puts: the names of its notes, without the name space.
     """
 

@@ -55,8 +55,8 @@ def identity_of(
         workers: The identities of the workers, by rank.
 
     Raises:
-        SettingsError: If its block hashes differ from process to process, or if its weights cannot
-            be identified.
+        SettingsError: If the engine's block hashes differ from process to process, or if its
+            weights cannot be identified.
     """
     model = vllm_config.model_config
     cache = vllm_config.cache_config

@@ -6,11 +6,12 @@
     <folder>/kvext3/<name space>/r0/notes/<xx>/       notes: symbolic links, <object>.<seal>
 
 There is no server, no lock and no index. A file is written under another name and then renamed. So
-it exists as a whole or not at all, even if its writer is killed. Files are not flushed, so a
-machine that crashes may leave any content; therefore a file ends with a seal. A note has its own
-seal of its name and its target. If the folder is full, the tier removes the files that were used
-longest ago, in all name spaces. A get, a put and a touch count as use. Every engine measures the
-folder from time to time. If two engines do so at once, they remove a few files more than necessary.
+a file exists as a whole or not at all, even if its writer is killed. Files are not flushed, so a
+machine that crashes may leave any content. Therefore each file ends with a seal. A note has another
+seal, made from its name and its target. If the folder is full, the tier removes the files that were
+used longest ago, in all name spaces. A get, a put and a touch count as use. Every engine measures
+the folder from time to time. If two engines do so at once, they remove a few files more than
+necessary.
 """
 
 from __future__ import annotations
@@ -223,7 +224,7 @@ class FilesTier(SharedTier):
         )
 
     def _link(self, note: str, name: str) -> None:
-        """Let a note lead to an object, unless its present object begins as early or earlier."""
+        """Let a note lead to an object, unless its old object begins as early or earlier."""
         link = self._path(note)
         target = f"{name}.{self._note_seal(note, name)}"
         try:

@@ -45,14 +45,14 @@ class SharedJobs(NamedTuple):
 
 @dataclass(slots=True)
 class SharedOutput:
-    """What workers report beside the ends of their jobs.
+    """What workers report besides the ends of their jobs.
 
     Attributes:
         got_bytes: The bytes that have come, summed over workers.
         failures: The number of gets, puts and touches that failed, by kind, summed over workers.
         has_new_weights: Whether some worker has loaded weights again since its last report.
-        absent_objects: By number of a touch: the indices of its objects that some worker has not
-            found.
+        absent_objects: For each touch number, the indices of the touch's objects that some worker
+            has not found.
     """
 
     got_bytes: int = 0

@@ -85,9 +85,9 @@ def _search_rows(question: Question, exist: Exist) -> list[FoundObject]:
     geometry = question.geometry
     after_tokens = question.tokens.first_tokens
     found = _ask(question, exist, [chunk.end_tokens for chunk in question.missing])
-    # The tier lacks the end of some chunks. It may have an inner boundary of two of these chunks:
-    # of the first chunk, in which this prompt may differ from another one, and of the last chunk of
-    # the prompt.
+    # The tier lacks the end of some chunks. The tier may have an inner boundary of two of these
+    # chunks: of the first chunk, in which this prompt may differ from another prompt, and of the
+    # last chunk of the prompt.
     lacking = [chunk for chunk in question.missing if chunk.end_tokens not in found]
     for first, end in dict.fromkeys([*lacking[:1], *lacking[-1:]]):
         inner = range(geometry.floor(first) + geometry.unit_tokens, end, geometry.unit_tokens)

@@ -103,9 +103,9 @@ class Arena:
     ) -> list[int] | None:
         """Find places around one place whose release makes a gap of some size.
 
-        The method chooses the window that frees the fewest bytes; if several do, the lowest one.
-        Its time grows with the square of the number of parts in a window. A window has few parts
-        unless sizes differ by orders of magnitude.
+        The method chooses the window that frees the fewest bytes; if several windows do, the lowest
+        one. Its time grows with the square of the number of parts in a window. A window has few
+        parts unless sizes differ by orders of magnitude.
 
         Args:
             offset_bytes: A place that is freed in any case.

@@ -39,7 +39,7 @@ class Removal(enum.Enum):
     """Why an entry that was stored was removed."""
 
     EVICTED = "evicted"
-    """The entry was evicted for another one."""
+    """The entry was evicted to make room for another entry."""
 
     REPLACED = "replaced"
     """A longer entry has all its rows."""

@@ -94,8 +94,8 @@ class EvictionOrder:
         self._reuse = reuse
         self._ends_first = ends_first
         self._random = random.Random(0)
-        # The latest uses that stored something, and the bytes of each. The oldest use is dropped
-        # while their bytes exceed the share; the latest use always stays.
+        # The latest uses that stored something, and the bytes of each. While the sum of the bytes
+        # exceeds the share, the oldest use is dropped. The latest use always stays.
         self._recent_bytes = RECENT_SHARE * arena.capacity_bytes
         self._latest: deque[list[int]] = deque([[0, 0]])
         self._latest_bytes = 0

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the entry that a key leads to.
 
-An entry of rows can be found at each of its units. So a prompt that differs from another one from
-the middle of a chunk on still finds the rows that both share. If several entries have the rows
-before a boundary, the key leads to the entry that begins first, and to the longest one if several
-begin there. An entry to which no key leads is of no use. In the picture, a chunk begins at C::
+An entry of rows can be found at each of its units. So if two prompts differ from the middle of a
+chunk on, both find the rows that they share. If several entries have the rows before a boundary,
+the key leads to the entry that begins first, and to the longest one if several begin there. An
+entry to which no key leads is of no use. In the picture, a chunk begins at C::
 
     a prompt ended at B       [C ........ B)            B leads to this entry
     the next turn adds        [C ........ B)[B .. D)    D leads to the second entry
@@ -46,7 +46,7 @@ class Index:
         return entries[0] if entries else None
 
     def present(self, kind: Kind, key: bytes) -> Entry | None:
-        """The entry that is stored or being stored; if there are both, the one with more rows."""
+        """The entry that is stored or being stored; if there are both, the entry with more rows."""
         stored = self._stored[kind].get(key)
         storing = self._storing[kind].get(key)
         if not storing:

@@ -4,11 +4,11 @@
 A lookup walks back from a boundary. The key of the boundary leads to an entry, this entry begins at
 an earlier boundary of the same prefix, and so on. An entry never reaches into the next chunk. A
 chunk is stored as a whole, or in at most `MAX_PIECES` pieces that were added as the prompt grew. If
-it needed more pieces, it is stored again as a whole, and its pieces are removed.
+a chunk needed more pieces, the chunk is stored again as a whole, and its pieces are removed.
 
-A lookup changes nothing. Its time grows with the chunks of the prefix, and with the units of chunks
-whose neighbour is stored. The time of a search for all tails grows with the units of the
-range.
+A lookup changes nothing. The time of a lookup grows with the number of chunks of the prefix, and
+with the number of units in chunks that have a stored neighbour. The time of a search for all tails
+grows with the units of the range.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Prefix(Protocol):
 
     @property
     def key_space(self) -> str:
-        """The name of a space of keys. Spaces share no key. It is empty for hashes of prompts."""
+        """The name of a space of keys; empty for hashes of prompts. Spaces share no key."""
 
     @property
     def num_tokens(self) -> int:

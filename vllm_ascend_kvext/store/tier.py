@@ -127,7 +127,8 @@ class HostTier:
             use: The use of the request's admission.
 
         Returns:
-            The load; None, with nothing pinned, if one of the entries is not stored any more.
+            The load. If one of the entries is not stored any more, nothing is pinned, and None is
+            returned.
         """
         if not all(entry.state is EntryState.STORED for entry in entries):
             return None

@@ -3,15 +3,16 @@
 
     python benchmarks/blending/tiny/in_engine.py [--variant V] [--seed S] [--questions N] [--quick]
 
-Asked are facts that refer to an earlier document, eight documents in a prompt. Every document is
-stored alone before; every prompt is asked once, in each mode by an engine of its own, many prompts
-at a time. *Right* is the share of right answers. *Computed* are tokens of a prompt, those that
-`question` computes twice included, and their share of it. *Context's* are answers that are wrong,
-and that the first stored documents give: those that others are stored behind (`context`).
+A prompt has eight documents, and asks for a fact that refers to an earlier document. Every document
+is stored alone before. Each mode has an engine of its own, which gets every prompt once, many
+prompts at a time. *Right* is the share of right answers. *Computed* is the number of computed
+tokens of a prompt, and their share of the prompt. Tokens that `question` computes twice count
+twice. *Context's* is the share of wrong answers that the first stored documents give. Other
+documents are stored behind these documents (`context`).
 
-The selector `question` chooses at least one run of each document. The table has heads of about as
-many tokens next to it. The selector compares at the layer with full attention that is best on other
-prompts.
+The selector `question` chooses at least one run of each document. The table has a mode with heads
+of about as many tokens next to it. The selector compares at the layer with full attention that is
+best on other prompts.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ ENGINE_OPTIONS = {
     "max_num_batched_tokens": 4096,
     "max_num_seqs": 64,
     # A block is longer than a document behind its sink. Otherwise the first document of a prompt
-    # would hit the stored one in the prefix cache.
+    # would hit the stored document in the prefix cache.
     "block_size": 32,
     "num_gpu_blocks_override": 4096,
 }
@@ -108,7 +109,7 @@ def question(run_tokens: int, check_layer: int) -> Mode:
 
 
 def default(run_tokens: int, check_layer: int) -> Mode:
-    """The defaults, but for the layer and the length of runs: documents are short."""
+    """The defaults, except the layer and the length of runs, because documents are short."""
     return _of_runs("default", run_tokens, {"check_layer": check_layer})
 
 
@@ -155,7 +156,8 @@ def serve(mode: Mode, variant: Variant, seed: int, num_questions: int) -> Row:
         )
     context: Sequence[int] = ()
     if mode.blends:
-        # Windows reach across documents: computing all of their tokens would leave nothing.
+        # Windows reach across documents, so nothing would be reused if all their tokens were
+        # computed.
         side = segments_of(engine.scheduler.connector.scheduler_side)
         assert side is not None
         side.blended.options = replace(side.blended.options, min_head_tokens=0)

@@ -5,10 +5,10 @@ A document is 15 tokens: a mark, three facts of four tokens, and two tokens of n
 
     <document> <is> key value <end>  noise  <same> key other key <end> ...
 
-``<same> key other key`` says that the value of ``key`` is that of ``other key``, a plain fact in an
-earlier document. A document computed alone cannot know that value: what it knows of it comes
-from the context. A prompt is the beginning-of-sequence token, documents, and ``<ask> key``; the
-answer is the one token that comes next.
+``<same> key other key`` says that ``key`` has the same value as ``other key``, a plain fact in an
+earlier document. A document that is computed alone cannot know that value. What its KV says of the
+value comes from the context. A prompt is the beginning-of-sequence token, documents, and ``<ask>
+key``; the answer is the one token that comes next.
 
 The module knows neither a model nor an engine. Its functions take and return arrays of numpy.
 """

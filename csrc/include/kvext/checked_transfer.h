@@ -28,7 +28,7 @@ struct Group {
   int64_t host_rows_end = 0;  // end of the last host row of any run
 };
 
-// Refers to the tables that it was made from: they must outlive it and must not change.
+// Refers to the tables that it was made from. The tables must outlive it and must not change.
 class CheckedTransfer {
  public:
   // Throws DescriptorError; changes nothing but its own memory.

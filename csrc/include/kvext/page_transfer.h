@@ -13,8 +13,8 @@ namespace kvext {
 
 // The CPUs and the priority of the threads that copy.
 struct Placement {
-  // CPUs, ascending, without repetition. If empty, the threads may run where the thread that starts
-  // them may run.
+  // CPUs, ascending, without repetition. If there are none, the threads may run on the CPUs of the
+  // thread that starts them.
   std::vector<int> cpus;
   // The value of nice(2): 0 is the default, 19 gives way to everything.
   int niceness = 0;

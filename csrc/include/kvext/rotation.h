@@ -49,7 +49,7 @@ static_assert(sizeof(Rotation) == Rotation::kColumns * sizeof(int64_t));
 static_assert(sizeof(Shift) == Shift::kColumns * sizeof(int64_t));
 
 struct KeyRotation {
-  Table<Rotation> rotations;  // planes that it does not name move unchanged
+  Table<Rotation> rotations;  // all other planes move unchanged
   Table<Shift> shifts;        // ascending by group; one for every group that moves rotated planes
   const double* frequencies = nullptr;  // radians per position
   int64_t num_frequencies = 0;
@@ -95,8 +95,8 @@ class CheckedRotation {
 
  private:
   const CheckedTransfer& transfer_;
-  // Cosines and sines by positions, first frequency and number of pairs. Layers with the same shift
-  // and frequencies share them.
+  // The cosines and sines, by positions, first frequency and number of pairs. Layers with the same
+  // shift and frequencies share an entry.
   std::map<std::tuple<int64_t, int64_t, int64_t>, std::vector<float>> angles_;
   std::vector<HeadRotation> head_rotations_;
   std::vector<int64_t> places_;  // places_[place in plane_order]: index in head_rotations_, or -1

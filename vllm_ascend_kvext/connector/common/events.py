@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes KV events of the host tier for routers. `vllm.distributed.kv_events` publishes them.
 
-There is one event per entry of rows. Its hash is the hash that vLLM's own events have for the block
-that ends where the entry ends. Its parent is the hash where the entry begins. Tails have no events,
-because no request can use them without the rows before them.
+There is one event per entry of rows. The event's hash is the hash that vLLM's own events have for
+the block that ends where the entry ends. The event's parent is the hash where the entry begins.
+Tails have no events, because no request can use them without the rows before them.
 """
 
 from __future__ import annotations

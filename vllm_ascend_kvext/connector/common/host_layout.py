@@ -110,7 +110,10 @@ class HostLayout:
         return RowMap.of(kept)
 
     def pages(self, piece: Piece) -> tuple[tuple[int, int, int], ...]:
-        """The pages that a piece reads: KV cache group, first page, end page. None may be null."""
+        """The pages that a piece reads: KV cache group, first page, end page.
+
+        No page may be null.
+        """
         kept = [(self.all_groups[index], rows) for index, rows in self._kept_rows(piece)]
         return tuple((group.kv_cache_group_id, *_pages_of(group, rows)) for group, rows in kept)
 
@@ -131,7 +134,7 @@ class HostLayout:
     def pages_that_leave(
         self, boundary_tokens: int, upto_tokens: int
     ) -> tuple[tuple[int, int, int], ...]:
-        """The `pages` of tails at a boundary that may be freed before a later token is computed."""
+        """The `pages` of a boundary's tails that may be freed before a later token is computed."""
         leaving = []
         for index in self.tail_groups:
             group = self.all_groups[index]

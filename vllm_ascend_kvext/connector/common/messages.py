@@ -25,7 +25,7 @@ secondary tier to host memory, and ``put`` copies back.
 
 
 class ExtraRows(Protocol):
-    """The rows of one entry of host memory that an extension moves, and how; plain data."""
+    """The rows of one host entry that an extension moves, and how to move them; plain data."""
 
     @property
     def first_tokens(self) -> int:
@@ -56,7 +56,7 @@ class SecondaryJobs(Protocol):
 
 
 class SecondaryOutput(Protocol):
-    """What the worker side of a secondary tier reports beside its jobs' ends; plain data."""
+    """What the worker side of a secondary tier reports besides ended jobs; plain data."""
 
     def add(self, other: Any) -> None:
         """Join the report of another worker."""
@@ -98,7 +98,7 @@ class StoreJob:
 
 @dataclass(frozen=True, slots=True)
 class HoleTails:
-    """The windows and states that a hole's first token reads. They are loaded into its own blocks.
+    """The windows and states that a hole's first token reads. The hole's own blocks receive them.
 
     Attributes:
         boundary_tokens: Where the hole begins.
@@ -198,13 +198,13 @@ class WorkerOutput:
     """What workers report after a step.
 
     Attributes:
-        jobs_ended: By number of a job: on how many workers it has ended, well or not. A job is a
-            store, or a job of a secondary tier.
+        jobs_ended: For each job number, how many workers have ended the job, well or not. A job is
+            a store, or a job of a secondary tier.
         failed_jobs: The numbers of the jobs that failed on some worker.
-        failed_loads: Requests whose load failed on some worker. vLLM itself is told of all loads
-            that have ended.
-        unreadable: The offsets in host memory of what some worker could not read, by request. The
-            load of such a request has failed, or has left these parts out.
+        failed_loads: Requests whose load failed on some worker. Workers report the ends of all
+            loads to vLLM itself.
+        unreadable: For each request, the host offsets of the parts that some worker could not read.
+            The request's load has failed, or has left these parts out.
         has_forward: Whether the step computed anything.
         extras: What the worker sides of an extension report, joined; None if there is nothing.
         secondary: What the worker sides of a secondary tier report, joined; None if there is

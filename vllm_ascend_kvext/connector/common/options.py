@@ -83,11 +83,10 @@ class ConnectorOptions:
 
     chunk_tokens: Annotated[int, POSITIVE_INTEGER] = _DEFAULT_CHUNK_TOKENS
     """The tokens of a chunk, in which rows of full-attention groups are stored. The number must be
-    a multiple of the model's row unit (128 for DeepSeek-V4). It is at most the longest request, or
-    the default if this is more. The engine refuses other numbers when it starts, and names valid
-    ones.
-    The default is rounded up to a multiple. With any chunk, prompts and answers are stored, and
-    hit, up to the last row unit."""
+    a multiple of the model's row unit (128 for DeepSeek-V4). It may not exceed the larger of the
+    longest request and the default. The engine refuses other numbers when it starts, and names
+    valid ones. The default is rounded up to a multiple. With any chunk, prompts and answers are
+    stored, and hit, up to the last row unit."""
 
     store_policy: Annotated[StorePolicy, choice(StorePolicy)] = StorePolicy.SECOND_TOUCH
     """`second_touch`: the connector stores what a request needs to resume at the end of a prompt,

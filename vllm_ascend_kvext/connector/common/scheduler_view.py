@@ -30,15 +30,15 @@ class SchedulerView:
         num_blocks: The blocks of the pool, including the null block.
         hash_block_size: Tokens per hash of a request.
         make_boundary_planner: Decides at which boundaries tails are stored.
-        num_steps_in_flight: The most planned steps for which a window keeps the blocks that it has
-            left behind.
+        num_steps_in_flight: The maximum number of planned steps whose tokens a window holds beyond
+            its length.
         use_eagle: Whether a local hit drops the last block that it finds (EAGLE, MTP).
         num_lookahead_tokens: Draft tokens of a step.
         recomputes_failed_loads: Whether a request whose load fails goes on without the load.
         has_other_connectors: Whether other connectors see the same requests.
         num_data_parallel: The number of engines of a mixture of experts that take every step
             together.
-        cached_blocks: Asks the local prefix cache. The blocks that it names may be reallocated.
+        cached_blocks: Asks the local prefix cache. The returned blocks may be reallocated.
         on_extra_work: Called when work begins that upstream does not plan: holes, or segments that
             are learned.
         on_new_holes: Called when a step is planned, for each request that has new holes.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler side of the connector: puts loads, stores, holes and counters together.
 
-It is made when the workers have registered their pages. In a step, vLLM calls::
+This side is made when the workers have registered their pages. In a step, vLLM calls::
 
     get_num_new_matched_tokens    for each request that may be admitted
     update_state_after_alloc      for each request that is admitted
@@ -89,7 +89,8 @@ class ConnectorScheduler:
         secondary: The scheduler side of the secondary tier. Without such a tier, it has all
             defaults.
         holes: Requests that wait for their holes, or for `end_hole_step`.
-        row_ids: The rows of holes in the latest step. The next step tells the workers of their end.
+        row_ids: The ids of the rows of holes in the latest step. The next step tells the workers
+            that these rows have ended.
     """
 
     def __init__(
@@ -155,8 +156,8 @@ class ConnectorScheduler:
         self._states = RequestOffloadStates()
         self._step_loads: list[LoadJob] = []
         self._swaps: list[StoreJob] = []
-        # Steps that compute something and whose output has not come: when each was planned, and
-        # its tokens.
+        # For each step that computes something and whose output has not come: the time of its
+        # planning, and its tokens.
         self._steps: deque[tuple[float, int]] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
         self._last_output_s = 0.0
         self._next_stats_s = 0.0
@@ -209,7 +210,7 @@ class ConnectorScheduler:
     # Admission.
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Tokens past the device's tokens that can be loaded; None to be asked again later."""
+        """The number of tokens behind the device's that can be loaded; None to be asked again."""
         rule = self.extension.lookup_rule(request)
         if rule is LookupRule.WAIT:
             return None
@@ -438,7 +439,8 @@ class ConnectorScheduler:
     def _explains(self, request: Request) -> bool:
         """Whether the response of a request says what was reused.
 
-        If two connectors of a MultiConnector answer, it raises an error, and this ends the engine.
+        If two connectors of a MultiConnector answer, the MultiConnector raises an error, which ends
+        the engine.
         """
         is_alone = not self._view.has_other_connectors
         return is_alone and self._states.options_of(request).explains

@@ -67,7 +67,7 @@ class SchedulerExtension:
     def plan(
         self, request: Request, hit: Hit, has_room: Callable[[LoadPlan], bool]
     ) -> LoadPlan | None:
-        """The plan of a request behind what is exact; None leaves the planning to the connector.
+        """The plan of a request behind its exact prefix; None leaves the planning to the connector.
 
         Args:
             hit: What host memory has of the prompt's own prefix.
@@ -76,7 +76,7 @@ class SchedulerExtension:
         return None
 
     def hold(self, request: Request, plan: LoadPlan) -> bool:
-        """Keep what a plan of `plan` needs on the device, until the end of the step.
+        """Keep on the device what a plan from `plan` needs, until the end of the step.
 
         Returns:
             False if the device does not have it any more. The request is then looked up again.
@@ -84,7 +84,7 @@ class SchedulerExtension:
         return True
 
     def begin(self, request: Request, plan: LoadPlan, block_ids: tuple[list[int], ...]) -> LoadJob:
-        """The load of a request that has got blocks for a plan of `plan`.
+        """The load of a request that has got blocks for a plan from `plan`.
 
         Args:
             block_ids: The request's blocks by KV cache group, from its first token on.

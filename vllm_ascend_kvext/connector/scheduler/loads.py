@@ -54,9 +54,10 @@ blocks while it waits.
 """
 
 MAX_LOOKUPS_IN_VAIN = 16
-"""The most lookups in one step that end with a wait. After them, requests wait without a lookup.
+"""The maximum number of lookups in one step that end with a wait.
 
-A lookup takes about a millisecond, and thousands of requests may be waiting.
+After them, requests wait without a lookup. A lookup takes about a millisecond, and thousands of
+requests may be waiting.
 """
 
 MAX_FAILED_LOADS = 2
@@ -91,7 +92,8 @@ class Loads:
         self._holes = parts.holes
         self._computes_holes = parts.computes_holes
         self._extension = extension
-        # The boundaries up to which the device can be hit once a load under way has ended, by key.
+        # The boundaries of loads under way, by key. After a load, other requests can hit its tokens
+        # on the device up to its boundary.
         self._promised: dict[bytes, int] = {}
         self.num_under_way = 0
         self._lookups_in_vain = 0  # In the step that is being planned.
@@ -115,7 +117,8 @@ class Loads:
         """
         admission = state.admission
         self.room.release(request.request_id)
-        # The request's own load has ended. Other requests may have taken the blocks that it filled.
+        # The request's own load has ended. Other requests may have taken the blocks that the load
+        # filled.
         self._withdraw_promise(state)
         if self._still_lacks_room(request, admission, num_computed_tokens):
             return None
@@ -184,7 +187,7 @@ class Loads:
         self, request: Request, admission: Admission, num_computed_tokens: int
     ) -> int | None:
         prefix = self._view.prefix(request)
-        # The last token is computed in any case: its output is wanted.
+        # The last token is computed in any case, because its output is wanted.
         hit = self._tier.look_up(prefix, request.num_tokens - 1, num_computed_tokens)
         admission.shortfall = hit.shortfall
         has_room = partial(self._can_have_room, request, admission)
@@ -274,7 +277,7 @@ class Loads:
         return True
 
     def _too_few_blocks(self, request: Request, plan: LoadPlan) -> int:
-        """Free blocks that a request and the windows of its holes need; 0 if there are enough."""
+        """The free blocks that a request and its holes' windows need; 0 if enough are free."""
         blocks = self._holes.blocks
         has_tails = any(hole.first_tokens in plan.tails for hole in plan.holes)
         if not blocks.has_windows or not (plan.num_window_blocks or has_tails):
@@ -325,8 +328,8 @@ class Loads:
         if admission.hole_refusal is not None:
             self._counters.hole_refusals[admission.hole_refusal] += 1
         pinned = admission.pinned
+        # After a load, upstream admits the request again. The report of the first admission stays.
         if num_tokens or not request.num_computed_tokens:
-            # Otherwise upstream admits the request once more, with the tokens that it has loaded.
             state.report = _report(request, state, admission, num_tokens)
         if num_tokens == 0:
             self._cancel(admission)
@@ -384,7 +387,8 @@ class Loads:
             # The request holds its blocks until the scheduler looks at it, so it stays parked.
             self._withdraw_promise(state)
             self._extension.restart(request_id)
-            # Upstream may go on behind the device's tokens, and not ask for a load any more.
+            # Upstream may let the request go on behind the device's tokens, and ask for no load
+            # again.
             _note_loaded(state, 0, [], Decision.FAILED_LOADS)
             is_all = len(failed) == len(plan.entries)
             state.num_failed_loads += MAX_FAILED_LOADS if is_all else 1
@@ -452,7 +456,7 @@ class Loads:
             state.promised_key = None
 
     def _still_waits(self, admission: Admission, num_computed_tokens: int) -> bool:
-        """Whether the load that a request waited for is still to end; asked in every step."""
+        """Whether the load that a request waited for has not ended yet; asked in every step."""
         awaited = admission.awaited
         return (
             awaited is not None
@@ -496,7 +500,7 @@ def _report(
 def _note_loaded(
     state: RequestOffloadState, num_tokens: int, holes: Sequence[TokenRange], decision: Decision
 ) -> None:
-    """A load has brought less than its request was reported to load."""
+    """Correct the report of a request whose load has brought less than the report says."""
     if state.report is not None:
         state.report = replace(
             state.report,

@@ -33,8 +33,7 @@ class Decision(enum.Enum):
     """The request is computed, because its loads have failed before."""
 
     NOT_LOOKED_UP = "not_looked_up"
-    """The request reads no cache, because it asks for that, or its prompt is a segment to be
-    stored."""
+    """The request asks not to read a cache, or its prompt is a segment that is to be stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +42,10 @@ class RequestReport:
 
     Attributes:
         prompt_tokens: The tokens of the request, including answers before a preemption.
-        device_tokens: The first tokens, which the device had.
+        device_tokens: The number of first tokens that the device had.
         host_tokens: The tokens behind these that were loaded from host memory.
         tier_tokens: The tokens that a shared tier has brought into host memory for it.
-        hole_tokens: The tokens between loaded tokens that are computed.
+        hole_tokens: The computed tokens between loaded tokens.
         num_holes: The number of runs of such tokens.
         shortfall: Why host memory has no more; None if it has all that could be of use.
         hole_refusal: Why the load stops at the first hole; None if it does not.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RequestLoad:
-    """A load of a request, with its pins: planned while it waits to be admitted, then under way.
+    """A load of a request, with its pins. It is planned until the request is admitted.
 
     Attributes:
         began_s: When it was handed to the workers.
@@ -48,7 +48,7 @@ class RequestLoad:
 
 
 class Awaited(NamedTuple):
-    """Another request's load. It leaves the tokens on the device that end with ``key``."""
+    """Another request's load. After it, the device has the tokens that end with ``key``."""
 
     key: bytes
     boundary_tokens: int
@@ -59,8 +59,8 @@ class Later(NamedTuple):
     """Why a request had to wait for room, when the device had ``num_computed_tokens`` tokens of it.
 
     Attributes:
-        room_version: The version of the `PoolRoom` that had no room for its load; None if it has
-            nothing to load.
+        room_version: The version of `PoolRoom` when its load had no room; None if it has nothing to
+            load.
         free_blocks: The free blocks that its load needs, if it waits for these; else 0.
     """
 
@@ -81,7 +81,7 @@ class Admission:
         hole_refusal: Why its load stops at the first hole.
         decision: Why it loads what it loads.
         is_slower: Whether its load was counted as slower than computing.
-        lacks_blocks_since_s: Since when the windows of its holes have lacked blocks.
+        lacks_blocks_since_s: The time since which the windows of its holes have lacked blocks.
     """
 
     pinned: RequestLoad | None = None
@@ -104,7 +104,7 @@ class StoreProgress:
         done_tokens: Boundaries up to here have been looked at.
         next_event_tokens: A step that ends below this number of tokens changes nothing.
         rows_tokens: Rows up to here are in the tier, or on their way there.
-        held: Pages of the latest tails, which end at ``held_tokens``, that leave their windows.
+        held: Pages of the tails at ``held_tokens`` that leave their windows.
     """
 
     use: int

@@ -7,10 +7,10 @@ begins only if each parked request could go on while the others stay parked. vLL
 (``_request_remaining_blocks``) does not count windows and states beyond the first chunk. On Ascend,
 a chunk of 2,048 tokens takes some 360 blocks of windows and states.
 
-A request that vLLM tries to admit must be admitted, because vLLM does not try the requests behind a
-request that does not fit. vLLM's admission (``allocate_slots``, ``full_sequence_must_fit``) counts
-a window and a step for each group with windows, and since 0.30 all steps in flight. It does not
-count pages that the request has already.
+Each request that vLLM tries to admit should fit. If a request does not fit, vLLM tries no request
+behind it. vLLM's admission (``allocate_slots``, ``full_sequence_must_fit``) counts a window and a
+step for each group with windows, and since 0.30 all steps in flight. vLLM does not count pages that
+the request has already.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class PoolRoom:
     def end_step(self) -> None:
         """End the planning of a step.
 
-        If the first waiting request was not asked about, it waits for something else first, and
-        loses its turn.
+        If the first waiting request was not asked about in this step, it waits for something else,
+        and loses its turn.
         """
         if not self._was_first_asked and self._first_waiting_id is not None:
             self.withdraw(self._first_waiting_id)
@@ -172,7 +172,8 @@ class PoolRoom:
                 continue
             window_pages = -(-max(1, group.window_tokens) // tokens_per_page) + 1
             held += min(end_page, window_pages)
-            # If fewer blocks than these are free, vLLM admits neither this request nor a later one.
+            # If fewer blocks than these are free, vLLM admits neither this request nor a later
+            # request.
             admitted_tokens = min(num_tokens, group.window_tokens - 1 + max_tokens)
             admitted = min(
                 -(-num_tokens // tokens_per_page), -(-admitted_tokens // tokens_per_page) + 1

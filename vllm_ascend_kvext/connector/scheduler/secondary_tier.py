@@ -24,7 +24,7 @@ from vllm_ascend_kvext.store.entries import Entry, WantedPiece
 class SecondaryTierScheduler:
     """The scheduler side of a secondary tier, for one engine.
 
-    Its jobs have numbers of ``WorkerJobs``, which calls back when all workers have ended a job.
+    ``WorkerJobs`` gives its jobs their numbers, and calls back when all workers have ended a job.
     """
 
     @property
@@ -61,7 +61,7 @@ class SecondaryTierScheduler:
         """A store of the engine's own has ended well."""
 
     def on_entry_used(self, entry: Entry) -> None:
-        """A request uses an entry of an extension. Its key space is not that of prompts."""
+        """A request uses an extension's entry. The entry has another key space than prompts."""
 
     def on_step(self, may_wait: bool) -> SecondaryJobs | None:
         """The jobs that the workers begin for the tier with this step; None if there are none.

@@ -172,18 +172,18 @@ class Stores:
     ) -> tuple[StoreJob | None, bool]:
         """A request is about to be preempted: store what it would have to compute again.
 
-        The step needs its pages at once, so the job holds none of them. Workers carry the job out
-        before the step overwrites the pages.
+        The step needs the request's pages at once, so the job holds none of them. Workers carry the
+        job out before the step overwrites the pages.
 
         Returns:
-            The job, None if there is nothing to store; and whether the request can resume where it
+            The job (None if there is nothing to store), and whether the request can resume where it
             stands after the job.
         """
         progress = state.progress
         boundary = self._last_boundary(request)
         if progress is None or boundary <= 0 or self._is_off:
             return None, False
-        progress.use = self._tier.next_use()  # This store is read before stores of other requests.
+        progress.use = self._tier.next_use()  # Other requests read their stores later.
         is_whole = self._store_end(request, progress, boundary, max_share=math.inf)
         job = self._jobs.pop(request.request_id, None)
         if job is None:

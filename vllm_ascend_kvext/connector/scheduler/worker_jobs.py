@@ -21,7 +21,7 @@ Pages = dict[tuple[int, int], Block]
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A job that ``workers_left`` workers have not ended.
+    """A job under way, which ``workers_left`` workers have not ended yet.
 
     Attributes:
         blocks: The blocks that are referenced for it; None if it reads no pages.
@@ -94,7 +94,7 @@ class WorkerJobs:
 
 
 def table_parts(pages: Mapping[tuple[int, int], Block], num_groups: int) -> tuple[TablePart, ...]:
-    """The parts of a block table that have some pages. The pages between them are null."""
+    """The parts of a block table with the given pages. The pages between these are null."""
     parts = []
     for group in range(num_groups):
         of_group = {page: block for (of, page), block in pages.items() if of == group}

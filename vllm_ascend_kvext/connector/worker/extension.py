@@ -57,7 +57,7 @@ class WorkerExtension:
 
     @property
     def mover(self) -> ExtraMover | None:
-        """What moves rows for it; None if it moves nothing. Asked after each `register`."""
+        """Moves rows for the extension; None if it moves none. Read after each `register`."""
         return None
 
     def register(self, pages: RegisteredPages) -> None:

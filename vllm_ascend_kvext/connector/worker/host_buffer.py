@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Allocates the host memory of one worker, once, as one buffer. It does not know the content."""
+"""Allocates the host memory of one worker, once, as one buffer.
+
+The module does not know the content.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ class HostBuffer:
         """Allocate memory for the pages of a device. It is pinned unless the device is a CPU.
 
         Each page of memory is written to once. Otherwise the kernel would hand out pages at the
-        first write to them; stores have been seen to take five times as long then.
+        first write to them. Stores have then been measured to take five times as long.
 
         If ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL`` asks for the AscendC kernel, pinned memory is also
         mapped. If it cannot be mapped, one WARNING says so, and the DMA engines serve it. Another
@@ -112,7 +115,7 @@ def _taken_memory(num_bytes: int) -> torch.Tensor:
     if available_bytes is not None and num_bytes > available_bytes:
         raise MemoryError(f"{available_bytes} bytes are available")
     memory = mmap.mmap(-1, num_bytes)
-    with contextlib.suppress(OSError):  # The kernel has no huge pages.
+    with contextlib.suppress(OSError):  # The kernel may have no huge pages.
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 

@@ -50,7 +50,7 @@ class Moved(NamedTuple):
     Attributes:
         num_bytes: The bytes of all planes.
         seconds: The time that the copies took.
-        unreadable: The offsets in host memory of the parts of a load that could not be read.
+        unreadable: The host offsets of the parts of a load that could not be read.
         error: Why a load was made part by part; None if it was not.
     """
 
@@ -70,7 +70,7 @@ class JobRunner:
         host: The host buffer. dtype: uint8, shape: [num_bytes].
         fence: Lets copies wait for the kernels of the model.
         placement: Where copies on the host run; None copies on the calling thread.
-        move: The function that moves bytes. Tests pass another one.
+        move: The function that moves bytes. Tests pass another function.
 
     Attributes:
         mover: Moves the rows that jobs carry for an extension; None if it moves none.
@@ -244,7 +244,7 @@ def _incomplete(job: Job, missing: list[MissingRows]) -> ConnectorError:
 
 
 def _parts_of(job: LoadJob) -> Iterator[LoadJob]:
-    """Divide a load: one load for each entry that it reads."""
+    """Divide a load into one load job per entry."""
     nothing = replace(job, stored=(), hole_tails=(), extras=())
     for stored in job.stored:
         yield replace(nothing, stored=(stored,))

@@ -193,7 +193,7 @@ class WorkerSide:
         self._submit(stores)
 
     def wait_for_end(self, timeout_s: float) -> None:
-        """Wait until some ended job is not reported by `end_step` yet, or no job is under way.
+        """Wait until a job has ended that is not reported yet, or until no job is under way.
 
         Steps that compute nothing call this, because vLLM would make the next step at once.
         """

@@ -155,7 +155,7 @@ ASCEND_READERS: dict[str, Callable[[Any], Frequencies]] = {
     f"{_ASCEND_PACKAGE}.AscendRotaryEmbedding": _of_base,
     f"{_ASCEND_PACKAGE}.AscendYaRNRotaryEmbedding": _of_yarn,
 }
-"""Readers of vLLM-Ascend's classes whose only difference from vLLM's are their kernels."""
+"""Readers of vLLM-Ascend's classes that differ from vLLM's classes only in their kernels."""
 
 _SEVERAL_POSITIONS = "a token has several positions, such as a time, a row and a column"
 _LENGTH_DECIDES = "its frequencies depend on the length that is served"

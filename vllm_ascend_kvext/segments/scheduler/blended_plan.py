@@ -17,7 +17,8 @@ class BlendedPlan(LoadPlan):
         first_blended_tokens: The end of the exact rows. Behind it are rows of segments, and rows
             that are computed behind segments.
         segments_end_tokens: Where the last segment of the prompt ends, reused or not.
-        window_blocks: See ``num_window_blocks``. They are dense from ``first_blended_tokens`` on.
+        window_blocks: See ``num_window_blocks``. These blocks are dense from
+            ``first_blended_tokens`` on.
     """
 
     first_blended_tokens: int

@@ -2,8 +2,8 @@
 """Requests whose prompts reuse segments.
 
 A blended request is loaded and computed like a request with holes. The reused rows are loaded, and
-the tokens between them are holes. From its first reused token on, its KV is approximate, and no
-other request may use it: see `BlendedRequests.visible_tokens` and ``private_hashes``.
+the tokens between them are holes. From the first reused token on, the request's KV is approximate,
+and no other request may use it: see `BlendedRequests.visible_tokens` and ``private_hashes``.
 ``segment_stores`` has the requests that store a segment.
 """
 
@@ -83,7 +83,8 @@ class _Blended:
         hit_tokens: The tokens of its stored segments, behind the exact beginning.
         reused_tokens: The hit tokens that are not computed.
         hashes: The private hashes of its blocks behind the exact beginning.
-        known_tokens: The tokens that it had when it got these hashes, placeholders included.
+        known_tokens: The number of tokens that the request had when it got these hashes,
+            placeholders included.
     """
 
     exact_tokens: int
@@ -300,7 +301,7 @@ class BlendedRequests:
         return cached
 
     def hold(self, request: Request, plan: LoadPlan) -> bool:
-        """Keep the cached windows that a request reads until it begins; False if they are gone.
+        """Keep the cached windows that a request reads, until it begins; False if they are gone.
 
         Nothing is kept if the request reads no windows, or loads them.
         """
@@ -495,7 +496,7 @@ class BlendedRequests:
             self.questions.forget(request_id)
 
     def _put(self, entry: Entry) -> None:
-        """Offer an entry to other engines once keys were checked: other engines do not check."""
+        """Offer an entry to other engines, which do not check keys, once keys were checked."""
         if self._checks.are_passed and not self._store.has_context(entry):
             self._on_used(entry)
 

@@ -3,7 +3,7 @@
 
 Tokens of segments, and not only tails, lie between the holes of such a request. So all rows of the
 request share one table per group without gaps. The table begins with the window before the first
-blended token, which is loaded or cached. It ends with the request's own blocks.
+blended token. This window is loaded or cached. The table ends with the request's own blocks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DenseTables(RowTables):
         return self.by_group
 
     def leave(self, end_tokens: int, is_end_of_hole: bool) -> None:
-        """Keep all blocks: a later row may read what this row leaves."""
+        """Keep all blocks, because a later row may read what this row leaves."""
 
     def release(self) -> None:
         by_group, self.by_group = self.by_group, {}

@@ -31,8 +31,9 @@ HEAD_TOKENS_WITH_QUESTION = 4
 """The default of ``head_tokens`` if the question chooses further tokens."""
 
 MIN_REUSED_TOKENS = 32
-"""The minimum length of a reused run; shorter runs are computed. It is twice the default head,
-which is also the minimum length of a reused segment. docs/blending.md measured no shorter runs."""
+"""The minimum length of a reused run; shorter runs are computed. The number is twice the default
+head, and so also the minimum length of a reused segment. docs/blending.md measured no shorter
+runs."""
 
 
 def make_segments(
@@ -119,7 +120,7 @@ def _make_learning(
     has_context: bool,
     counters: SegmentCounters,
 ) -> SegmentLearning | None:
-    """Make the learning, even if no segment is learned: it computes the text that checks keys."""
+    """Make the learning. Even if no segment is learned, it computes the text that checks keys."""
     view = parts.view
     if view.num_data_parallel > 1:
         if not (learns_new or has_context):

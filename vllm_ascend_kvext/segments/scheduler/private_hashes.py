@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Unique block hashes, for tokens whose KV no other request may find.
 
-A block hash stands for exact KV. Caches, stores and events find KV by its hashes, and must not take
-approximate KV for exact KV. So the hashes of a request are random numbers from its first
+A block hash stands for exact KV. Caches, stores and events find KV by block hashes, and must not
+take approximate KV for exact KV. So the hashes of a request are random numbers from its first
 approximate token on. A request that stores a segment has random hashes behind the sink, too, so
 that no cache has the segment.
 """

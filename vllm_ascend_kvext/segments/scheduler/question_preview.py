@@ -12,8 +12,8 @@ from vllm_ascend_kvext.segments.scheduler.dense_windows import DenseWindows
 from vllm_ascend_kvext.token_range import TokenRange, union
 
 MAX_STEPS = 64
-"""The maximum number of steps that a question waits for room, and then again for its scores. It is
-larger than the number of steps in flight."""
+"""The maximum number of steps that a question waits for room, and then again for its scores. This
+number is larger than the number of steps in flight."""
 
 
 class PreviewPlan(NamedTuple):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses reused tokens that are computed nevertheless, because the question attends to them.
 
-There are two passes. The first pass computes the missing tokens between the segments, and the
-question behind the segments as they are stored, heads included. Its results are thrown away. The
-second pass computes the holes of the request, and more holes that the question has chosen::
+There are two passes. The first pass computes the missing tokens between the segments, and then the
+question. The question attends to the segments as they are stored, heads included. The results of
+the first pass are thrown away. The second pass computes the holes of the request, and more holes
+that the question has chosen::
 
     segments          [hhhh              ]     [hhhh              ] question
     first pass                            =====                     ========    scores
@@ -49,7 +50,7 @@ class _Compared(NamedTuple):
 
 
 class Questions:
-    """The questions of one engine's requests. They choose ``ratio`` of the tokens behind heads."""
+    """The questions of one engine's requests. They choose the share ``ratio`` behind heads."""
 
     def __init__(self, view: SchedulerView, ratio: float, counters: SegmentCounters) -> None:
         self._view = view
@@ -65,7 +66,7 @@ class Questions:
             MAX_PROBED_TOKENS,
             # Half of a step, so that the question finds room beside running requests.
             max(1, self._view.max_num_batched_tokens // 2),
-            # One token less, because the prompt of its row has one token more.
+            # The prompt of the question's row is one token longer, and has to fit as well.
             self._view.max_model_len - 1 - first_tokens,
         )
         if num_tokens <= 0:

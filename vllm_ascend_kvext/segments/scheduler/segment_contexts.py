@@ -2,11 +2,12 @@
 """The sinks that segments are computed behind. With ``context``, they have documents of their salt.
 
 The KV of a document that is computed behind other documents is nearer to its KV in a prompt of
-documents. It is nearest with about as many documents before it as in the prompt, and with the
-common beginning of prompts before them. So a document is stored behind no other document, behind a
-few, and behind many. The first documents of a salt become its contexts, and stay its contexts. Once
-the common beginning of its prompts is known, it is put before these documents. The same text behind
-another context is another segment. See ``docs/blending_contexts.md``.
+documents. The KV is nearest with about as many documents before the document as in the prompt, and
+with the common beginning of prompts before them. So a document is stored behind no other document,
+behind a few, and behind many. The first documents of a salt become its contexts, and stay its
+contexts. Once the common beginning of the salt's prompts is known, it is put before these
+documents. The same text behind another context is another segment. See
+``docs/blending_contexts.md``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ document is longer, only its beginning is taken, which is worse."""
 
 NUM_PROMPTS = 4
 """The number of prompts that are compared to find their common beginning. Their first segments have
-to differ: the turns of one chat have the same user's text before their first segment."""
+to differ, because the turns of one chat have the same user's text before their first segment."""
 
 MIN_BEGINNING_TOKENS = 16
 """The minimum length of a common beginning, in addition to the sink of all segments. A shorter
@@ -127,8 +128,8 @@ class SegmentContexts(Generic[Document]):
             max_tokens = self._max_request_tokens - len(token_ids)
             beginning = self._beginning(token_ids)
         for context in contexts:
-            # A context must not have the document itself: the model would copy its tokens, which is
-            # worse than no context.
+            # A context must not have the document itself. The model would then copy the document's
+            # tokens, which is worse than no context.
             sinks = context.of_documents.get(beginning, context.sinks)
             found += [each for each in sinks if len(each.token_ids) < max_tokens]
         found.append(self.without_context(cache_salt))

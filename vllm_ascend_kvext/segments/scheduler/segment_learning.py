@@ -166,7 +166,8 @@ class SegmentLearning:
         """Take a segment that is to be computed now. None if there is none, or enough are begun.
 
         ``has_room`` says whether a segment of this many tokens can be stored now, beside others.
-        The next segment waits until then, because its request would be taken back otherwise.
+        Until there is room, the next segment waits, because its request would be taken back
+        otherwise.
         """
         if self._is_checking:
             return None  # The check may show that no segment can be reused.
@@ -191,7 +192,7 @@ class SegmentLearning:
         return None
 
     def begin(self, request_id: str, wanted: WantedSegment) -> None:
-        """Begin a segment: a request of the engine's own that computes it is about to be queued."""
+        """Begin a segment. The engine's own request that computes it is about to be queued."""
         key = _key_of(wanted.prefix)
         self._known.add(key)
         self._begun[request_id] = _Begun(wanted)

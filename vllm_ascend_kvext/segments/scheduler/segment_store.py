@@ -126,8 +126,8 @@ class SegmentStore:
     def find(self, prefixes: Iterable[SegmentPrefix], first_tokens: int) -> list[Span]:
         """The stored spans of a segment that stands at ``first_tokens``, without a gap.
 
-        They come from the first prefix that is stored whole, or else from the prefix of which the
-        most tokens are stored.
+        The spans come from the first prefix that is stored whole, or else from the prefix of which
+        the most tokens are stored.
         """
         most: list[Span] = []
         for each in prefixes:
@@ -165,10 +165,10 @@ class SegmentStore:
     ) -> Sequence[SegmentPrefix]:
         """The prefixes of a segment that are to be computed, if they are missing.
 
-        This is the first prefix that is not past. If no prefix is stored, it is also the prefix
-        without a context, which serves every place in a prompt. Without ``learns_new``, it is only
-        the first prefix, and only if this prefix has a context and the segment is stored behind
-        some sink.
+        The first prefix that is not past is one of them. If no prefix is stored, the prefix without
+        a context is another, because it serves every place in a prompt. Without ``learns_new``,
+        only the first prefix is computed, and only if this prefix has a context and the segment is
+        stored behind some sink.
         """
         first = next(each for each in prefixes if not each.sink.is_past)
         is_new = all(map(self.is_missing, prefixes))

@@ -3,8 +3,9 @@
 
 The prompt is computed behind its sink alone. The sink is put before the prompt that the client has
 sent; see ``segment_contexts``. Whole blocks of the sink are read from the local prefix cache. No
-token of the segment is read from any cache. After the step that computes its last token, its rows
-are stored, in one job. Until then, pages that leave its windows are held.
+token of the segment is read from any cache. After the step that computes the segment's last token,
+the segment's rows are stored in one job. Until then, the pages that leave the request's windows are
+held.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from vllm_ascend_kvext.store.entries import Entry
 logger = logging.getLogger("vllm.ascend_kvext.segments")
 
 MAX_PREEMPTIONS = 2
-"""The maximum number of preemptions of a request that holds pages. After more preemptions, its
-store is given up: the request may lack the very pages that it holds."""
+"""The maximum number of preemptions of a request that holds pages. After more preemptions, the
+store is given up, because the request may lack the very pages that it holds."""
 
 
 @dataclass(slots=True)
@@ -285,9 +286,9 @@ class SegmentStores:
     def _note_document(self, wanted: WantedSegment) -> None:
         """Note a stored document. A client's document is stored behind its salt's contexts, too.
 
-        A request of the engine's own computes it there, because the client's request would answer
-        to the context. A learned document is stored behind a context once two requests have wanted
-        it there.
+        The engine's own request computes the document there, because the client's request would
+        answer to the context. A learned document is stored behind a context once two requests have
+        wanted it there.
         """
         prefix, cache_salt, *_ = wanted
         if self._learning is None or prefix.has_context or wanted.is_check:
@@ -300,7 +301,7 @@ class SegmentStores:
                     self._learning.enqueue(document._replace(prefix=each), MAX_QUEUED_DOCUMENTS)
 
     def _put(self, entry: Entry) -> None:
-        """Offer an entry to other engines once keys were checked: other engines do not check."""
+        """Offer an entry to other engines, which do not check keys, once keys were checked."""
         if self._checks.are_passed and not self._store.has_context(entry):
             self._on_used(entry)
 

@@ -50,8 +50,9 @@ def check_layer_of(
 ) -> CheckLayer:
     """Choose the check layer. ``layers`` are layers with own pages, in the model's order.
 
-    ``index`` is its place among ``layers``. If it is None, the layer with full attention that is
-    nearest to `CHECK_DEPTH` is chosen. ``compilation`` is vLLM's ``CompilationConfig``.
+    ``index`` is the place of the check layer among ``layers``. If it is None, the layer with full
+    attention that is nearest to `CHECK_DEPTH` is chosen. ``compilation`` is vLLM's
+    ``CompilationConfig``.
 
     Raises:
         BlendingError: Questions cannot be compared in this model, or not at this layer.
@@ -109,7 +110,7 @@ class QuestionProbe:
     """The probes of one worker at one layer. The model's thread calls all methods.
 
     ``slots_of_step`` returns the slots of the tokens that the layer is computing, in their order.
-    Negative slots belong to no token. A reset replaces ``pages`` by others with the same rows.
+    Negative slots belong to no token. A reset replaces ``pages`` by other pages with the same rows.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ MAX_STAGING_BYTES = 64 << 20
 """The maximum size of the rows that one call rotates. More rows take several calls."""
 
 _STAGED_PAGE = 1
-"""The page number of a segment's rows in the table of planes, since the op never moves page 0."""
+"""The page number of a segment's rows in the table of planes. The op never moves page 0."""
 
 
 class _Staged(NamedTuple):
@@ -153,8 +153,8 @@ class SegmentMover:
         """Take the results of key checks since the last call.
 
         Returns:
-            The number of stores whose keys were right, and what is wrong with others. The text is
-            empty if no key is wrong.
+            The number of stores whose keys were right, and what is wrong with the keys of other
+            stores. The text is empty if no key is wrong.
         """
         with self._checking_keys:
             found = self._num_key_checks, self._key_check_failure
@@ -283,7 +283,7 @@ class SegmentMover:
 
     def _staging_of(self, num_bytes: int) -> torch.Tensor:
         if self._staging is None or self._staging.tensor.numel() < num_bytes:
-            self.close()  # Its copies are done: pages wait for them.
+            self.close()  # Its copies are done, because `write` of the pages waits for them.
             self._staging = self._make_staging(num_bytes)
         return self._staging.tensor
 

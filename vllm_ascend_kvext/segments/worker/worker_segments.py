@@ -269,6 +269,6 @@ def _read_keys(
             "found none: its rotary modules are not known. Load it in another format (not GGUF or "
             "tensorizer), or serve it without segments."
         )
-    # The first tensor has the keys, or is the only one.
+    # The first tensor has the keys, or is the only tensor.
     dtypes = {name: next(tensors_of(kv_caches[name])).dtype for name in groups}
     return read_layer_keys(model, attention, dtypes)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler side of the shared tier: what is asked of it, brought from it and put there."""
+"""The scheduler side of the shared tier: decides what is asked, got and put."""

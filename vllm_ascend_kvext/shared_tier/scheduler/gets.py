@@ -52,7 +52,7 @@ class Gets:
         self._under_way: dict[Entry, _Get] = {}
         self._abandoned: dict[Entry, str] = {}  # The names of the objects, by entry.
         self._awaited: dict[Entry, int] = {}  # The tokens that each get saves.
-        self._busy_since_s = 0.0  # Since then, some get has always been awaited.
+        self._busy_since_s = 0.0  # Since this time, some get has always been awaited.
         self._busy_bytes = 0.0  # The bytes that have come since then, on each worker.
         self._last_bytes_s = 0.0  # The time at which bytes came last.
         self._num_silent = 0  # The number of workers' reports since bytes came last.
@@ -100,7 +100,7 @@ class Gets:
             prefix = found.prefix
             name = self._shared.full_name(found.name)
             if name in self._abandoned.values():
-                break  # The object hangs. What lies behind is of less use without it.
+                break  # The object hangs. Without it, later objects are of less use.
             contents, num_bytes = self._contents(found)
             if num_bytes > left_bytes:
                 break
@@ -111,7 +111,7 @@ class Gets:
                 self.join(waiting, index.storing(piece.kind, prefix.key_at(end_tokens)))
                 if entry in (Refusal.ALREADY_STORED, Refusal.BEING_STORED):
                     continue
-                break  # There is no place. What lies behind is of less use without this object.
+                break  # There is no place. Without this object, later objects are of less use.
             left_bytes -= entry.num_bytes
             if not self._awaited:
                 self._begin_busy_time()

@@ -58,7 +58,7 @@ REMEMBERED_TOUCHES = 1 << 14
 touched."""
 
 MAX_SILENT_REPORTS = 3
-"""The most reports without bytes that are usual: workers report gets one or two steps later."""
+"""The usual maximum of reports without bytes. Workers report gets one or two steps later."""
 
 IDLE_WAIT_S = 0.001
 """The longest time that a step without a forward waits for an answer."""

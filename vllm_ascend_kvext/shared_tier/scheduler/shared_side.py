@@ -130,7 +130,7 @@ class SharedSide(SecondaryTierScheduler):
         self._turn_off("its connector was reset, as is done when weights are replaced in memory")
 
     def _turn_off(self, why: str) -> None:
-        """Use the tier no longer, because the weights may have changed, and no file shows it."""
+        """Use the tier no longer. The weights may have changed, and no file shows the change."""
         self._puts.turn_off()
         logger.warning(
             "The shared tier is not used by this engine any more: %s. Start the engine again to "

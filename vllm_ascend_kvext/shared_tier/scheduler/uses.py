@@ -80,7 +80,7 @@ class Uses:
             self._note_used(lookup.index.stored(Kind.TAILS, key), key, name)
 
     def note_used_entry(self, entry: Entry) -> None:
-        """A request uses an entry of an extension. Its key space is not that of prompts."""
+        """A request uses an extension's entry. The entry has another key space than prompts."""
         name = names.object_name(entry.piece, entry.key, entry.key_space)
         self._note_used(entry, entry.key, name)
 
@@ -93,7 +93,7 @@ class Uses:
                 self._note_used(None, prefix.key_at(boundary))
 
     def _note_used(self, entry: Entry | None, key: bytes, name: str = "") -> None:
-        """Put what is used into the tier. If the tier has it, touch it from time to time.
+        """Put a used entry into the tier. If the tier has it already, touch it from time to time.
 
         Args:
             name: The name in the tier. By default, a note with the key leads to the object.
@@ -166,5 +166,5 @@ class Uses:
                 self._puts.put(entry)
 
     def _is_uncut(self, entry: Entry) -> bool:
-        """Whether an entry has all rows that its name says. An entry got in part has fewer."""
+        """Whether an entry has all rows that its name says. If it was got in part, it has fewer."""
         return bool(entry.key_space) or entry.row_map == self._layout.row_map(entry.piece)

@@ -2,8 +2,8 @@
 """Moves objects between the shared tier and the host memory of one worker.
 
 A request waits for gets, but no request waits for puts. So each kind has its own threads. A call
-that hangs is left behind, and is reported when it ends, if ever. Until then its place in host
-memory is not used for anything else.
+that hangs is left behind, and is reported when it ends, if ever. Until then, nothing else uses the
+call's place in host memory.
 """
 
 from __future__ import annotations
