@@ -94,5 +94,7 @@ def test_most_steps_of_a_decode_are_quiet(
     if layout in STATES:
         assert not counts.partial
         return
-    assert counts.upstream <= 2 * NUM_REQUESTS, "upstream's function has run for more than the prompts"
+    assert counts.upstream <= 2 * NUM_REQUESTS, (
+        "upstream's function has run for more than the prompts"
+    )
     assert drafter or num_steps >= NUM_REQUESTS * NEW_TOKENS

@@ -60,10 +60,14 @@ def test_nothing_of_it_is_stored_and_nothing_of_it_is_found(layout: PagedLayout)
     with engine_of(layout) as engine:
         assert hit_tokens(engine, asked("out", prompt, **KEPT_OUT)) == 0
         assert not engine.entries and not engine.side.counters.transfer_bytes["store"]
-        assert hit_tokens(engine, asked("in", prompt)) == 0, "the request was kept out, but its KV was found"
+        assert hit_tokens(engine, asked("in", prompt)) == 0, (
+            "the request was kept out, but its KV was found"
+        )
         assert engine.entries
         assert hit_tokens(engine, asked("again", prompt)) > 0, "the control must hit"
-        assert hit_tokens(engine, asked("reads", prompt, **KEPT_OUT)) > 0, "a request that is kept out may still read"
+        assert hit_tokens(engine, asked("reads", prompt, **KEPT_OUT)) > 0, (
+            "a request that is kept out may still read"
+        )
 
 
 @every_layout
@@ -230,7 +234,9 @@ def test_a_response_says_what_was_reused_and_why_no_more(caplog: pytest.LogCaptu
         assert third["hole_tokens"] > 0 and third["holes"] == 1
         assert third["host_tokens"] == second["host_tokens"] - third["hole_tokens"]
         assert third["shortfall"] == "evicted"
-        assert reported(engine, asked("fourth", prompt)) == {}, "the request has not asked for fields"
+        assert reported(engine, asked("fourth", prompt)) == {}, (
+            "the request has not asked for fields"
+        )
     lines = [each for each in caplog.messages if "decision=" in each]
     assert [line.split(":")[0] for line in lines] == [
         f"Request {name}" for name in ("first", "second", "third", "fourth")
@@ -289,7 +295,9 @@ def test_what_a_load_fails_to_bring_is_told() -> None:
         fail_next(engine, 1, 3)
         before = engine.side.counters.hit_tokens
         found = reported(engine, asked("second", prompt, **EXPLAINED))
-        assert engine.side.counters.hole_tokens > 0, "no hole was computed, so the case did not occur"
+        assert engine.side.counters.hole_tokens > 0, (
+            "no hole was computed, so the case did not occur"
+        )
         assert found["host_tokens"] == engine.side.counters.hit_tokens - before
         assert found["hole_tokens"] == engine.side.counters.hole_tokens
         assert (found["decision"], found["holes"]) == ("loaded", 1)

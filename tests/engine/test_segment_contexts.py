@@ -131,7 +131,9 @@ def test_documents_are_learned_once_more_when_it_is_known_what_prompts_begin_wit
             assert reused_tokens(engine, *asked) == 3 * (40 - HEAD_TOKENS)
             assert sorted(engine.learned[num_learned:]) == sorted(asked * already)
         store(engine, LATER[2])
-        assert engine.learned[num_learned + 3 :] == [LATER[2]] * 3, "it is learned behind a former context"
+        assert engine.learned[num_learned + 3 :] == [LATER[2]] * 3, (
+            "it is learned behind a former context"
+        )
 
 
 def reused_tokens(engine: LearningEngine, *documents: tuple[int, ...], **more: Any) -> int:
@@ -230,7 +232,9 @@ def test_what_two_requests_had_in_different_places_is_learned_alone() -> None:
         before = engine.counts.reused_tokens
         engine.answer(*FIRST[:3], LATER[0])
         assert engine.counts.reused_tokens - before == 4 * (40 - HEAD_TOKENS)
-        assert engine.learned[num_learned:] == [LATER[0]] * 2, "two requests wanted it there, but it was not learned"
+        assert engine.learned[num_learned:] == [LATER[0]] * 2, (
+            "two requests wanted it there, but it was not learned"
+        )
 
 
 @pytest.mark.parametrize("last_is_learned", [False, True])

@@ -236,7 +236,9 @@ def test_clients_store_what_it_computes(comes_first: bool) -> None:
         store = engine.segments.store
         assert not any(store.is_missing(*store.prefixes(document, None)) for document in documents)
         assert not engine.counts.refusals[SegmentRefusal.ROOM]
-        assert bool(engine.drops) is comes_first, "learning must be given up only if a client waits for its blocks"
+        assert bool(engine.drops) is comes_first, (
+            "learning must be given up only if a client waits for its blocks"
+        )
 
 
 def test_a_paused_scheduler_begins_nothing() -> None:
@@ -300,7 +302,9 @@ def test_a_shutdown_does_not_wait_for_it(shutdown_timeout: int, is_async: bool) 
         client = engine.ask(QUESTION)
         core = stopping(engine, shutdown_timeout)
         core.shutdown_state = EngineShutdownState.RUNNING
-        assert core._handle_shutdown() and engine.own_ids, "the learning request was taken back before the shutdown"
+        assert core._handle_shutdown() and engine.own_ids, (
+            "the learning request was taken back before the shutdown"
+        )
         core.shutdown_state = EngineShutdownState.REQUESTED
         num_own = len(engine.own_plans)
         for _ in range(50):
@@ -457,7 +461,9 @@ def test_a_document_with_few_equal_tokens_is_reused_by_the_third(
             engine.answer(document)
         assert engine.counts.reused_tokens == len(document) - HEAD_TOKENS
         (check,) = checks(engine)
-        assert engine.learned == [check, document], "the document was learned before keys were compared"
+        assert engine.learned == [check, document], (
+            "the document was learned before keys were compared"
+        )
         for other in ALL_DIFFERENT[1:4]:
             engine.show_twice(other)
         assert checks(engine) == [check], "keys were compared more than once"
@@ -484,7 +490,9 @@ def test_what_clients_store_with_few_equal_tokens_is_reused(has_context: bool) -
             engine.serve()
         (check,) = checks(engine)
         assert check == engine.learned[0]
-        assert len(engine.learned) == 1 + 2 * 8 * has_context, "the text for comparing keys was learned behind a context"
+        assert len(engine.learned) == 1 + 2 * 8 * has_context, (
+            "the text for comparing keys was learned behind a context"
+        )
         engine.answer(ALL_DIFFERENT[0])
         assert engine.counts.reused_tokens == len(ALL_DIFFERENT[0]) - HEAD_TOKENS
 
@@ -528,7 +536,9 @@ def test_where_keys_cannot_be_compared_nothing_is_learned_and_the_log_says_why(
         assert engine.drops == 1
         for _ in range(2):
             engine.answer(ALL_DIFFERENT[0])
-        assert len(engine.learned) == 2 * num_tries, "two more requests must let the check begin once more"
+        assert len(engine.learned) == 2 * num_tries, (
+            "two more requests must let the check begin once more"
+        )
     warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert any("segments are not reused yet" in each for each in warnings)
 

@@ -156,7 +156,9 @@ def test_what_keys_are_compared_by_is_not_put(
         engine.serve()
         assert engine.segments.checks.are_passed and objects(tmp_path) == []
         assert reused_tokens(engine, document) == len(document) - HEAD_TOKENS
-        assert names_of(tmp_path) == ["S0-16", "S16-32", "S32-40"], "a segment that is used must be put"
+        assert names_of(tmp_path) == ["S0-16", "S16-32", "S32-40"], (
+            "a segment that is used must be put"
+        )
     with sharing(tmp_path) as engine:
         assert reused_tokens(engine, document) == len(document) - HEAD_TOKENS
         assert not engine.own_plans, "keys were compared again"

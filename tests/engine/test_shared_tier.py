@@ -436,7 +436,9 @@ def test_what_is_used_all_the_time_stays_in_the_folder(
             serve(engine, plan_of(f"hot {seed}", hot))
         assert not any(engine.side.counters.shared_failures.values())
         check_nothing_is_left(engine)
-    assert len({path.name for path in objects(tmp_path)}) < NUM_OTHERS * len(first), "no object was evicted, so the test shows nothing"
+    assert len({path.name for path in objects(tmp_path)}) < NUM_OTHERS * len(first), (
+        "no object was evicted, so the test shows nothing"
+    )
     with engine_of(layout, offloading=options, num_workers=num_workers) as engine:
         assert hit_tokens(engine, plan_of("cold", prompt_of(layout, 0))) == 0
         assert hit_tokens(engine, plan_of("hot", hot)) == floor(engine, len(hot) - 1)

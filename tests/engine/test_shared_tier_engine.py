@@ -132,7 +132,9 @@ def test_the_second_engine_hits_what_the_first_has_stored(
     assert second.hit_tokens("shared") == HITS
     assert second.hit_tokens("shared, again") == HITS
     assert second.hit_tokens("shared, parting")[0] >= floor(SHARED_TOKENS)
-    assert second.hit_tokens("shared, salted") == [HITS[0]], "the first engine has put this salt's KV"
+    assert second.hit_tokens("shared, salted") == [HITS[0]], (
+        "the first engine has put this salt's KV"
+    )
     assert own(second, "shared_requests.found") == len(HITS) + 2
     assert own(second, "transfer_bytes.get") > 0
     for reason in ("get_absent", "get_broken", "get_unreachable", "put_unreachable"):

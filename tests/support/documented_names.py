@@ -270,7 +270,7 @@ def _is_path(span: str) -> bool:
 
 
 def _path_exists(span: str, page: Page) -> bool:
-    """Whether a path exists in the project, beside the page, or in a folder that pages leave out."""
+    """Whether a path exists in the project, beside the page, or in a folder that pages omit."""
     folders = [CHECKOUT, PACKAGE, page.path.parent, CHECKOUT / "tests", CHECKOUT / "csrc"]
     folders += [PACKAGE / "connector", CHECKOUT / "tests" / "engine"]
     if any((folder / f"{span}{ending}").exists() for folder in folders for ending in ("", ".py")):

@@ -30,7 +30,9 @@ def require() -> Path:
 
         return Path(store.__file__).parent
     found = importlib.util.find_spec("mooncake")
-    pytest.skip(f"Mooncake's wheel is {'installed, but does not load' if found else 'not installed'}")
+    pytest.skip(
+        f"Mooncake's wheel is {'installed, but does not load' if found else 'not installed'}"
+    )
 
 
 class Servers:

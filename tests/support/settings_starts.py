@@ -212,7 +212,7 @@ def mentioned(pages: Iterable[str]) -> set[str]:
 
 
 def started(table: Iterable[Start]) -> dict[str, set[str]]:
-    """The names that starts set, each with its values, and with `UNSET` if a start leaves it out."""
+    """The names that starts set, each with its values, and `UNSET` if a start leaves it out."""
     found: defaultdict[str, set[str]] = defaultdict(set)
     for start in table:
         if start.environ.get(MODE_VARIABLE) == "off":

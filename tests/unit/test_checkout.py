@@ -129,7 +129,9 @@ def test_a_compiled_module_that_does_not_fit_is_refused(
     assert callable(spoil)
     spoil(checkout / "vllm_ascend_kvext")
     finished = run_in(checkout, code)
-    assert finished.stdout.startswith(str(checkout)), "without a compiled module, only transfers may fail"
+    assert finished.stdout.startswith(str(checkout)), (
+        "without a compiled module, only transfers may fail"
+    )
     last = finished.stderr.splitlines()[-1]
     assert "CompiledModuleError: " in last
     assert all(text in last for text in texts), last

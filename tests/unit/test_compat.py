@@ -72,7 +72,9 @@ def test_a_version_is_that_of_metadata_where_no_file_tells_or_unknown(
     assert version is not None and version[0].isdigit()
     assert compat.installed_version("no_such_package", distributions=("packaging",)) is None
     (folder / "nameless" / "__init__.py").unlink()
-    assert compat.package_folder("nameless") is None, "a folder of this name was taken for the package"
+    assert compat.package_folder("nameless") is None, (
+        "a folder of this name was taken for the package"
+    )
 
 
 def test_torch_npu_made_by_hand_counts(monkeypatch: pytest.MonkeyPatch) -> None:

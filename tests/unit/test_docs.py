@@ -31,7 +31,9 @@ def test_the_generated_pages_are_up_to_date_and_name_everything(
     render_docs = importlib.import_module("render_docs")
     pages = {name: make() for name, make in render_docs.PAGES.items()}
     for name, page in pages.items():
-        assert page == (CHECKOUT / "docs" / name).read_text(encoding="utf-8"), f"docs/{name} is not up to date: run `make docs`"
+        assert page == (CHECKOUT / "docs" / name).read_text(encoding="utf-8"), (
+            f"docs/{name} is not up to date: run `make docs`"
+        )
     assert all(f"| {patch.id} |" in pages["patches.md"] for patch in PATCHES)
     settings, _, of_segments = pages["settings.md"].partition(f"\n## Keys of `{OPTION}`\n")
     names = [*VARIABLE_NAMES, *(option.key for option in OPTIONS), OPTION]

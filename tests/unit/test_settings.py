@@ -112,7 +112,9 @@ def test_a_wrong_text_is_refused_with_the_variable_and_what_was_found(name: str,
     with pytest.raises(SettingsError) as raised:
         read_settings({name: text})
     assert f"{name}={text!r}" in str(raised.value) and "expected " in str(raised.value)
-    assert text != "dense" or "Did you mean" not in str(raised.value), "the text resembles no value, but the message suggests one"
+    assert text != "dense" or "Did you mean" not in str(raised.value), (
+        "the text resembles no value, but the message suggests one"
+    )
     assert isinstance(raised.value, KvextError) and isinstance(raised.value, ValueError)
 
 

@@ -173,7 +173,9 @@ class Oracle:
         def keep(module: Any, args: Any, named: dict[str, Any]) -> None:
             cosines, sines = (each[0].double() for each in named["position_embeddings"])
             half = cosines.shape[-1] // 2
-            if torch.equal(cosines[:, :half], cosines[:, half:]):  # Cosines repeat for each half of a head.
+            if torch.equal(
+                cosines[:, :half], cosines[:, half:]
+            ):  # Cosines repeat for each half of a head.
                 cosines = cosines[:, :half]
                 sines = sines[:, :half]
             turns.append(_Turns(cosines, sines))

@@ -18,7 +18,7 @@ from support.scheduler.token_stream import TokenStream, mix
 
 
 class Moved(NamedTuple):
-    """The row of a reused token: its digest from where it was computed, and its move in positions."""
+    """The row of a reused token: its digest where it was computed, and its move in positions."""
 
     digest: int
     shift_tokens: int

@@ -26,7 +26,7 @@ from vllm_ascend_kvext.segments.token_rows import SegmentRows
 
 
 class Reused(NamedTuple):
-    """The rows of segments that a request has loaded behind its ``exact_tokens``, in rising order."""
+    """The rows of segments that a request has loaded behind its ``exact_tokens``, ascending."""
 
     exact_tokens: int
     placed: tuple[SegmentRows, ...]

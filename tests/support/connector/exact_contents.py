@@ -187,7 +187,9 @@ class ExactContents:
         """Check that an entry with hashes of prompts holds their exact KV."""
         end_tokens = entry.piece.end_tokens
         known = self._known.get(entry.keys[-1])
-        assert known is not None and known.end_tokens == end_tokens, f"{entry}: its hash belongs to no tokens"
+        assert known is not None and known.end_tokens == end_tokens, (
+            f"{entry}: its hash belongs to no tokens"
+        )
         for scratch in self._scratch:
             scratch.check(entry, known.digests())
         self.counts[entry.piece.kind.name.lower()] += 1
@@ -210,7 +212,9 @@ class ExactContents:
             for offset, expected in zip(offsets, worker.contents.row_bytes(digests), strict=False):
                 place = entry.offset_bytes + offset
                 found = host[place : place + expected.size].reshape(expected.shape)
-                assert np.array_equal(found, expected), f"{entry}: its rows are not those of its segment"
+                assert np.array_equal(found, expected), (
+                    f"{entry}: its rows are not those of its segment"
+                )
         self.counts["segments"] += 1
         has_context = segment.sink_tokens > len(self._engine.sink_ids)
         self.counts["segments behind a context"] += has_context
@@ -237,7 +241,7 @@ class _Scratch:
         self._contents = PageContents(pages, worker.side._vllm_config.parallel_config.rank)
 
     def check(self, entry: Entry, digests: Any) -> None:
-        """Check that an entry holds the rows of these digests, or the tails behind the last digest."""
+        """Check that an entry holds the rows of the digests, or the tails behind the last digest."""
         piece = entry.piece
         is_rows = piece.kind is Kind.ROWS
         groups = tuple(

@@ -110,7 +110,9 @@ def check_blocks(engine: SimulatedEngine) -> None:
             continue
         extra = block.ref_cnt - held[block.block_id]
         assert extra >= 0, f"{block} is held {held[block.block_id]} times by requests"
-        assert (block.block_id in free) == (block.ref_cnt == 0), f"{block} is lost, or is free while in use"
+        assert (block.block_id in free) == (block.ref_cnt == 0), (
+            f"{block} is lost, or is free while in use"
+        )
         num_extra += extra
     assert num_extra == engine.side.references.num_references
     assert pool.null_block.block_id not in free
@@ -135,7 +137,7 @@ def check_nothing_is_left(engine: SimulatedEngine) -> None:
 
 
 def evict_one(engine: SimulatedEngine, rng: random.Random) -> None:
-    """Remove an entry from the tier that is not loaded, usually rows with other rows behind them."""
+    """Remove an entry that no job loads, usually rows with other rows behind them."""
     entries = [entry for entry in engine.entries if entry.is_evictable]
     if rng.random() < 0.9:
         entries = [entry for entry in entries if entry.piece.kind is Kind.ROWS]

@@ -67,7 +67,7 @@ class SimulatedTokenPages:
             of_tensor[pages, in_page] = place.reshape(len(pages), *of_tensor.shape[2:])
 
     def _places(self, slots: Slots, rows: HostRows) -> Any:
-        """For each plane: its index, its rows in host memory, and the places of the rows in pages."""
+        """For each plane: its index, its rows in host memory, and the rows' places in pages."""
         memory = rows.memory.numpy()
         for index, (plane, group) in enumerate(zip(self.planes, self._groups, strict=True)):
             first = rows.plane_offsets_bytes[index] + rows.first_row * plane.row_bytes

@@ -35,7 +35,9 @@ def check_cache_state(
         needs.update(inspection.held_blocks(request))
     for block in blocks:
         counted = inspection.num_needs(cache_state, block.block_id)
-        assert counted == needs[block.block_id], f"{block} is needed {needs[block.block_id]} times, but counted {counted} times"
+        assert counted == needs[block.block_id], (
+            f"{block} is needed {needs[block.block_id]} times, but counted {counted} times"
+        )
     if not is_exact:
         return
     needed = None
@@ -63,6 +65,10 @@ def check_structure(nodes: list[dict[str, Any]], block_tokens: list[int]) -> Non
         parent_key = node["parent_key"]
         assert not parent_key or by_key[parent_key]["boundary_tokens"] == parent_tokens
         assert node["num_children"] == num_children[node["key"]]
-        assert node["tail"] or node["num_children"] > 1, f"{node} is kept, although nothing needs it"
+        assert node["tail"] or node["num_children"] > 1, (
+            f"{node} is kept, although nothing needs it"
+        )
         for run, of_group in zip(node["runs"], block_tokens, strict=True):
-            assert len(run) == (tokens - parent_tokens) // of_group, f"{node}has a run of the wrong length"
+            assert len(run) == (tokens - parent_tokens) // of_group, (
+                f"{node}has a run of the wrong length"
+            )

@@ -55,7 +55,7 @@ def clock_pools(cache_state: Any) -> float:
 
 
 def held_blocks(request_state: Any) -> list[int]:
-    """The ids of blocks that have left a window, but that a coming checkpoint of a request needs."""
+    """The ids of blocks that have left a window, but that a coming checkpoint needs."""
     return _inspection().held_blocks(request_state)
 
 

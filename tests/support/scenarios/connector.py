@@ -135,7 +135,7 @@ class Engine(scenarios_engine.Engine):
         return int(self._hole_tokens - before)
 
     def _count_what_the_scheduler_counts(self) -> None:
-        """Count what the scheduler's statistics have. vLLM drops those of steps without answers here."""
+        """Count what the scheduler's statistics have. vLLM drops those of steps without answers."""
         scheduler = self.scheduler
         counted = self.counted
 
@@ -155,7 +155,9 @@ class Engine(scenarios_engine.Engine):
             counted["accepted draft tokens"] += num_accepted_tokens
 
         def note_step(_: Any, output: Any, *__: Any) -> None:
-            counted["computed tokens"] += output.total_num_scheduled_tokens  # Rows of holes are included.
+            counted["computed tokens"] += (
+                output.total_num_scheduled_tokens
+            )  # Rows of holes are included.
             counted["steps"] += 1
             counted["steps before another schedule"] += "schedule" in vars(scheduler)
 
@@ -191,7 +193,7 @@ class Engine(scenarios_engine.Engine):
 
 @scenario
 def turns(engine: Engine) -> None:
-    """Prompts that end at many places of a block: new ones, the same again, and their next turns."""
+    """Prompts that end at many places of a block: new ones, the same again, and next turns."""
     rng = random.Random(1)
     prompts = [random_tokens(rng, length) for length in PROMPT_LENGTHS]
     replies = engine.ask("cold", prompts)

@@ -70,7 +70,7 @@ class Rank(connector.Engine):
         }
 
     def _count_what_is_balanced(self) -> None:
-        """Count steps that know of other ranks' requests, and steps that admit none because of them."""
+        """Count steps that know of other ranks' requests, and steps that therefore admit none."""
         scheduler = self.scheduler
         balanced = self._balanced
         queue = getattr(scheduler, "balance_queue", None)

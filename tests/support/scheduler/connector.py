@@ -39,7 +39,7 @@ class ScriptedMetadata(KVConnectorMetadata):
 
 
 class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
-    """The request's number decides: even ones load, and every third one delays freeing its blocks."""
+    """The request's number decides. Even ones load. Every third one delays freeing its blocks."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -45,7 +45,9 @@ class SchedulerEngine:
         vllm_config = build_vllm_config(layout, options)
         register_all_kvcache_specs(vllm_config)  # As in an engine core.
         kv_cache_config = layout.to_config(options.num_blocks)
-        kv_cache_config.kv_transfer_config = vllm_config.kv_transfer_config  # vLLM-Ascend 0.30 does so.
+        kv_cache_config.kv_transfer_config = (
+            vllm_config.kv_transfer_config
+        )  # vLLM-Ascend 0.30 does so.
         if options.interval_tokens is not None:
             kv_cache_config.prefix_cache_retention_interval = options.interval_tokens
         block_size, self.hash_block_size = resolve_kv_cache_block_sizes(
@@ -154,7 +156,7 @@ class SchedulerEngine:
         self.scheduler.shutdown()
 
     def step(self) -> Step:
-        """Make one step of the engine core: schedule, execute, and process the oldest due output."""
+        """Make one step of the engine core: schedule, execute, process the oldest due output."""
         scheduler_output = None
         if self.scheduler.has_requests() or self.runner.is_transferring:
             scheduler_output = self.scheduler.schedule()

@@ -84,7 +84,9 @@ def blocks_are_conserved(
         if block.is_null:
             continue
         held = references[block.block_id]
-        assert block.ref_cnt == held, f"{block} is held {held} times, but has {block.ref_cnt} references"
+        assert block.ref_cnt == held, (
+            f"{block} is held {held} times, but has {block.ref_cnt} references"
+        )
         assert (block.block_id in free) == (held == 0), f"{block} is lost, or is free while in use"
         is_hidden = held - deferred[block.block_id] > 1 and block.block_hash is None
         assert shares_unhashed or not is_hidden, f"{block} is shared, but has no hash"

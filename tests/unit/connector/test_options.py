@@ -85,7 +85,9 @@ def refusal(**extra_config: Any) -> str:
 def test_users_read_the_default_of_every_key() -> None:
     page = PAGE.read_text(encoding="utf-8").partition("## Options of")[2].partition("\n## ")[0]
     documented = re.findall(r"^### `(.+)`\n\nDefault: (.*)\.\n\n.+\.$", page, re.MULTILINE)
-    assert documented.pop() == ("segments", "unset"), "`segments` belongs to an extension; see test_segment_options"
+    assert documented.pop() == ("segments", "unset"), (
+        "`segments` belongs to an extension; see test_segment_options"
+    )
     assert documented == [(key, default) for key, (default, _, _) in TABLE.items()]
     assert list(TABLE) == KEYS
 

@@ -378,7 +378,9 @@ def test_what_runs_ends_and_what_is_queued_fails(end: str, worker: SmallWorker, 
     move.gate.wait_for_arrival()
     threading.Timer(0.5, move.gate.open).start()
     getattr(worker.side, end)(*([worker.pages.kv_caches] if end == "register" else []))
-    assert worker.take().results.jobs_ended.keys() >= {1}, "the call did not wait for the running job"
+    assert worker.take().results.jobs_ended.keys() >= {1}, (
+        "the call did not wait for the running job"
+    )
     assert move.num_stores == 1
     assert move.threads[0].is_alive() is (end != "shutdown")
     worker.begin(worker.store(3, TOKENS, worker.tables))

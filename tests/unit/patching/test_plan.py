@@ -82,7 +82,9 @@ def test_a_function_relied_on_counts_like_the_target(upstream_root: Path) -> Non
 
     assert plan(known) is State.INERT
     assert plan({**known, touch: "0" * 16}) is State.DRIFTED
-    assert plan({FREE: known[FREE]}) is State.DRIFTED, "a function without a stored fingerprint must not match"
+    assert plan({FREE: known[FREE]}) is State.DRIFTED, (
+        "a function without a stored fingerprint must not match"
+    )
 
 
 def test_a_patch_for_another_version_is_no_part_of_the_feature(plan_patches: PlanPatches) -> None:
@@ -163,7 +165,9 @@ def test_what_is_found_where_vllm_ascend_replaces_functions(
     assert finding.state is state
     assert reason in finding.reason
     is_imported = is_replaced or (patch is OWN and upstream is ON_ASCEND)
-    assert ("vllm_ascend.patches" in sys.modules) is is_imported, "vLLM-Ascend's patches must only be imported if needed"
+    assert ("vllm_ascend.patches" in sys.modules) is is_imported, (
+        "vLLM-Ascend's patches must only be imported if needed"
+    )
 
 
 AROUND = "vllm_ascend.patches:put_around.<locals>.free"

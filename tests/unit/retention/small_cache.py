@@ -187,7 +187,9 @@ class ModelPool:
         new_keys = getattr(group.manager, "cached_blocks_this_step", None)
         for index in run:
             block = blocks[index]
-            assert not block.is_null and block._block_hash is None, f"block {index} of {run} is null or already cached"
+            assert not block.is_null and block._block_hash is None, (
+                f"block {index} of {run} is null or already cached"
+            )
             key = self.key(request, group, index)
             block._block_hash = key
             self.cached_block_hash_to_block.insert(key, block)

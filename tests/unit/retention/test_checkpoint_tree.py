@@ -160,7 +160,9 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
         table = self.pool.cached_block_hash_to_block
         for block in self.pool.blocks:
             key = block._block_hash
-            assert key is None or block in table.find_all(key), f"{block} is cached, but not in the table"
+            assert key is None or block in table.find_all(key), (
+                f"{block} is cached, but not in the table"
+            )
         if self.has_events:
             assert set(table._cache) <= set(self.pool.reported)
 

@@ -115,7 +115,9 @@ def test_no_more_is_evicted_than_has_to_be(prompts: list[str], layout: str) -> N
             if any(inspection.num_needs(world.cache_state, index) == 1 for index in node["tail"])
         }
         gone = world.evict_one()
-        assert len(gone) == 1 or len(gone & own) <= 1, "more was evicted than one checkpoint that yields a block"
+        assert len(gone) == 1 or len(gone & own) <= 1, (
+            "more was evicted than one checkpoint that yields a block"
+        )
 
 
 def test_of_many_the_least_worthy_go_first() -> None:

@@ -64,7 +64,9 @@ def test_last_boundaries_lend_what_is_known_to_those_that_are_the_prompts_too(
     for _ in range(100):
         lent.note_age(of_answer, OLDEST_AGE_POOLS, 0)
         lent.count_use(of_prompt, 0, 0)
-    assert rates.uses_per_pool(of_prompt, 0.01) < unknown / 2, "unused boundaries of answers must lower the estimate"
+    assert rates.uses_per_pool(of_prompt, 0.01) < unknown / 2, (
+        "unused boundaries of answers must lower the estimate"
+    )
     assert lent.uses_per_pool(of_prompt, 0) > 5 * lent.uses_per_pool(of_answer, 0)
 
 

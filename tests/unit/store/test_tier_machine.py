@@ -324,7 +324,9 @@ class TierMachine(RuleBasedStateMachine):
         assert all(victim in lesser for victim in victims)
         assert all(victim in ends or victim.use < self.use for victim in victims)
         if victims:
-            assert model.largest_run_bytes([]) < size_bytes, "an entry was evicted although there was room"
+            assert model.largest_run_bytes([]) < size_bytes, (
+                "an entry was evicted although there was room"
+            )
             least = min(ends, key=lambda each: priority[id(each)])
             assert victims == [least] if self.has_one_size else least in victims
         self._follow_removals({Removal.EVICTED})
@@ -362,7 +364,9 @@ class TierMachine(RuleBasedStateMachine):
             assert entry is not known.entry
             replaced = self.model.of(entry)
             for text in self.model.texts_of(replaced):
-                assert len(self.model.holding(replaced.piece.kind, text)) > 1, "an entry was replaced that was still needed"
+                assert len(self.model.holding(replaced.piece.kind, text)) > 1, (
+                    "an entry was replaced that was still needed"
+                )
         self._follow_removals({Removal.REPLACED})
 
     def _follow_removals(self, allowed: set[Removal]) -> None:
