@@ -241,7 +241,7 @@ class _Scratch:
         self._contents = PageContents(pages, worker.side._vllm_config.parallel_config.rank)
 
     def check(self, entry: Entry, digests: Any) -> None:
-        """Check that an entry holds the rows of the digests, or the tails behind the last digest."""
+        """Check that an entry holds the digests' rows, or the tails behind the last digest."""
         piece = entry.piece
         is_rows = piece.kind is Kind.ROWS
         groups = tuple(
