@@ -68,6 +68,7 @@ _CPU = CpuTransfers()
 
 _PLACES: dict[str, tuple[str, str]] = {
     "npu": ("vllm_ascend_kvext.transfer.ascend.npu_transfers", "NpuTransfers"),
+    "cuda": ("vllm_ascend_kvext.transfer.cuda_transfers", "CudaTransfers"),
 }
 """Maps a type of device to the module and the class of its transfers."""
 

@@ -25,7 +25,7 @@ from vllm_ascend_kvext.segments.worker.cpu_token_pages import CpuLayer, CpuToken
 from vllm_ascend_kvext.segments.worker.device_token_pages import DeviceTokenPages, PlacedPlane
 from vllm_ascend_kvext.segments.worker.question_probe import QuestionProbe, check_layer_of
 from vllm_ascend_kvext.segments.worker.segment_mover import SegmentMover
-from vllm_ascend_kvext.transfer.ascend.device import npu
+from vllm_ascend_kvext.transfer.devices import transfers_on
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
 from vllm_ascend_kvext.transfer.placement import CopyPlacement
 from vllm_ascend_kvext.transfer.pools import Pools
@@ -113,7 +113,7 @@ class WorkerSegments:
             raise BlendingError(
                 "segments: selector: expected question, to compare questions with segments on "
                 f"{', '.join(self._pools.device_types)}, found none. Set it to question, and "
-                "measure: no NPU has run that yet."
+                "measure: neither an NPU nor a GPU has run that yet."
             )
         layer = check_layer_of(self._compilation, self._keys, check_layer)
         return QuestionProbe(layer, self.pages, partial(_slots_of_step, layer.name))
@@ -127,6 +127,7 @@ class WorkerSegments:
         return HostBuffer.allocate(num_bytes, self._pools.tensors[0].device)
 
     def _device_pages(self) -> DeviceTokenPages:
+        device = self._pools.tensors[0].device
         return DeviceTokenPages(
             [
                 placed
@@ -140,7 +141,7 @@ class WorkerSegments:
             self._num_pages,
             self._pools,
             self._placement,
-            _wait_for_npu if self._pools.device_types != ("cpu",) else lambda: None,
+            transfers_on(device.type).make_fence(device).wait,
             self._move,
         )
 
@@ -215,10 +216,6 @@ def _slots_of_step(layer_name: str) -> torch.Tensor:
 
     slots: torch.Tensor = get_forward_context().attn_metadata[layer_name].slot_mapping
     return slots
-
-
-def _wait_for_npu() -> None:
-    npu().current_stream().synchronize()
 
 
 def _require_cpu(device_types: tuple[str, ...], backend: CpuBackend | None) -> CpuBackend:
