@@ -70,6 +70,7 @@ class WorkerSegments:
         self._backend = backend
         self._move = move
         self._compilation = vllm_config.compilation_config
+        self._has_microbatches = getattr(vllm_config.parallel_config, "use_ubatching", False)
         self._group_of_layer = _groups_by_layer(layout)
         self._num_pages = layout.num_pages
         self._keys = _read_keys(vllm_config, kv_caches, self._group_of_layer)
@@ -114,6 +115,12 @@ class WorkerSegments:
                 "segments: selector: expected question, to compare questions with segments on "
                 f"{', '.join(self._pools.device_types)}, found none. Set it to question, and "
                 "measure: neither an NPU nor a GPU has run that yet."
+            )
+        if self._has_microbatches:
+            raise BlendingError(
+                "segments: selector: question: expected steps that are computed as a whole, found "
+                "microbatches (enable_dbo or ubatch_size). Leave them out, or set selector to "
+                "heads."
             )
         layer = check_layer_of(self._compilation, self._keys, check_layer)
         return QuestionProbe(layer, self.pages, partial(_slots_of_step, layer.name))
