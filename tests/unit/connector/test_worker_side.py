@@ -32,7 +32,7 @@ from vllm_ascend_kvext.connector.worker.extension import WorkerExtension
 from vllm_ascend_kvext.connector.worker.job_runner import MAX_FAILED_IN_A_ROW
 from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide
 from vllm_ascend_kvext.errors import ConnectorError, LayoutError, SettingsError
-from vllm_ascend_kvext.layout.model import RowAddressing, StatePolicy
+from vllm_ascend_kvext.layout.model import StatePolicy
 from vllm_ascend_kvext.layout.row_map import RowMap, StoredChunk
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart
 from vllm_ascend_kvext.settings import ASCEND_KERNEL_VARIABLE, BUNDLE_VARIABLE
@@ -365,7 +365,7 @@ def test_gpus_of_another_maker_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("needs_token_rows", [False, True])
-def test_pages_on_a_gpu_are_divided_only_where_an_extension_moves_tokens(
+def test_a_layout_is_told_whether_an_extension_moves_tokens(
     needs_token_rows: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Extension(WorkerExtension):
@@ -375,8 +375,8 @@ def test_pages_on_a_gpu_are_divided_only_where_an_extension_moves_tokens(
 
     found = []
 
-    def read(*_: Any, addressing: RowAddressing | None) -> None:
-        found.append(addressing)
+    def read(*_: Any, needs_token_rows: bool) -> None:
+        found.append(needs_token_rows)
         raise LayoutError("the test ends here")
 
     torch = pytest.importorskip("torch")
@@ -384,7 +384,7 @@ def test_pages_on_a_gpu_are_divided_only_where_an_extension_moves_tokens(
     monkeypatch.setattr(worker_side, "build_layout", read)
     with pytest.raises(LayoutError, match="the test ends here"):
         on_a_gpu(Extension(), allow_cuda=True)
-    assert found == [RowAddressing.TOKENS if needs_token_rows else None]
+    assert found == [needs_token_rows]
     assert "has never run on a GPU (allow_cuda)" in caplog.text
 
 

@@ -39,7 +39,7 @@ from vllm_ascend_kvext.connector.worker.secondary_tier import SecondaryTierWorke
 from vllm_ascend_kvext.connector.worker.transfer_thread import TransferThread
 from vllm_ascend_kvext.errors import ConnectorError, LayoutError, SettingsError
 from vllm_ascend_kvext.layout.build import build_layout
-from vllm_ascend_kvext.layout.model import KVLayout, RowAddressing
+from vllm_ascend_kvext.layout.model import KVLayout
 from vllm_ascend_kvext.layout.views import device_type_of, storage_tensors
 from vllm_ascend_kvext.layout.worker_config import read_nz_layers
 from vllm_ascend_kvext.settings import parse_is_bundled, parse_uses_ascend_kernel
@@ -121,7 +121,10 @@ class WorkerSide:
         transfers = transfers_on(device_type)
         nz_layers = read_nz_layers(self._vllm_config, kv_caches)
         layout = build_layout(
-            self._kv_cache_config, kv_caches, nz_layers, addressing=self._addressing(device_type)
+            self._kv_cache_config,
+            kv_caches,
+            nz_layers,
+            needs_token_rows=self._extension.needs_token_rows,
         )
         tensors = storage_tensors(layout, kv_caches)
         if self._runner is not None:
@@ -140,15 +143,6 @@ class WorkerSide:
         )
         pages = self._register_extension(self._runner, kv_caches)
         self._secondary.register(pages, self._move_to_copy_cpus)
-
-    def _addressing(self, device_type: str) -> RowAddressing | None:
-        """How pages are divided; None for the default of the device.
-
-        vLLM's kernels for GPUs write rows of keys and of values where the shapes and strides of the
-        tensors say. Fewer copies move whole pages.
-        """
-        is_divided = device_type == CUDA and self._extension.needs_token_rows
-        return RowAddressing.TOKENS if is_divided else None
 
     def _register_extension(
         self, runner: JobRunner, kv_caches: Mapping[str, Any]
