@@ -209,7 +209,7 @@ def test_pools_of_no_known_device_are_refused() -> None:
     pools = Pools([torch.zeros(8, dtype=torch.uint8, device=on) for on in ("meta", "cpu")])
     assert pools.device_types == ("cpu", "meta")
     with pytest.raises(
-        BackendError, match="expected all of them on cpu or all on npu, found cpu, m"
+        BackendError, match="expected all of them on cpu or all on npu or all on cuda, found cpu, m"
     ):
         choose_backend(transfer_of(THREE_PLANES, []), pools.device_types)
 

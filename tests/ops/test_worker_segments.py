@@ -47,7 +47,7 @@ from vllm_ascend_kvext.layout.row_map import StoredChunk  # noqa: E402
 from vllm_ascend_kvext.layout.rows import TokenRange  # noqa: E402
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart  # noqa: E402
 from vllm_ascend_kvext.segments.messages import SegmentsOfWorker  # noqa: E402
-from vllm_ascend_kvext.segments.options import SegmentOptions  # noqa: E402
+from vllm_ascend_kvext.segments.options import SegmentOptions, Selector  # noqa: E402
 from vllm_ascend_kvext.segments.token_rows import SegmentRows  # noqa: E402
 from vllm_ascend_kvext.segments.worker.segment_mover import SegmentMover  # noqa: E402
 from vllm_ascend_kvext.segments.worker.segments_worker import SegmentsWorker  # noqa: E402
@@ -290,6 +290,22 @@ def test_no_backend_is_refused(make_worker) -> None:
         "expected some whose rows of tokens can be addressed, or that"
         in side.describe().extras.refusal
     )
+    side.shutdown()
+
+
+def test_questions_are_not_compared_in_steps_that_are_computed_in_parts(make_worker) -> None:
+    worker = make_worker()
+    vllm = worker.side._vllm_config
+    vllm.parallel_config.use_ubatching = True
+    side = WorkerSide(
+        vllm,
+        worker.side._kv_cache_config,
+        worker_options(),
+        extension=SegmentsWorker(vllm, SegmentOptions(selector=Selector.QUESTION), SmallBackend()),
+    )
+    side.register(worker.kv_caches)
+    described = side.describe().extras
+    assert not described.refusal and "found microbatches" in described.probe_refusal
     side.shutdown()
 
 

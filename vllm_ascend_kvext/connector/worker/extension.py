@@ -60,6 +60,11 @@ class WorkerExtension:
         """What moves rows for it; None if it moves nothing. Asked after each `register`."""
         return None
 
+    @property
+    def needs_token_rows(self) -> bool:
+        """Whether it moves single tokens, so that a page must have a row for each if it can."""
+        return False
+
     def register(self, pages: RegisteredPages) -> None:
         """Take note of the pages. Called again after a reset, with others that are laid out alike.
 
