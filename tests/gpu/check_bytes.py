@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes that move between pages of a device and host memory, against a slow and simple reference.
 
-    python tests/gpu/check_bytes.py --device cuda [--quick] ROWS
+python tests/gpu/check_bytes.py --device cuda [--quick] ROWS
 """
 
 from __future__ import annotations

@@ -105,7 +105,9 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return cls(*(tuple(Piece(**piece) for piece in found[name]) for name in ("wheels", "parts")))
+        return cls(
+            *(tuple(Piece(**piece) for piece in found[name]) for name in ("wheels", "parts"))
+        )
 
 
 def digest(path: Path) -> str:
@@ -234,7 +236,9 @@ def applicable(metadata: str, extras: frozenset[str]) -> list[str]:
     return found
 
 
-def fetch(wanted: str, installed: Mapping[str, str | None], folder: Path) -> tuple[list[Path], list[str]]:
+def fetch(
+    wanted: str, installed: Mapping[str, str | None], folder: Path
+) -> tuple[list[Path], list[str]]:
     """Download a package and all that it requires and the other machine lacks.
 
     Returns:
