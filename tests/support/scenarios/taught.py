@@ -9,7 +9,6 @@ Option of a plan: ``sequences``, pairs of a sequence of token ids and where its 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from support.scenarios import engine, scenario
 from support.scenarios.answers import Answer
