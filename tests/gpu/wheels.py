@@ -111,8 +111,10 @@ class Manifest:
 
 
 def digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    found = hashlib.sha256()
+    for chunk in _bytes_of([path]):
+        found.update(chunk)
+    return found.hexdigest()
 
 
 # Cutting and joining.
