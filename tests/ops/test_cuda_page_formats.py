@@ -57,6 +57,10 @@ if HAS_ONE_VIEW:
     ORDERS += ("BLNHC", "BLHNC", "BHLNC", "LHBNC")
 
 
+APART = ("BHLNC", "LHBNC")
+"""Orders in which the heads of a page lie apart."""
+
+
 class FlashInferBackend(AttentionBackend):
     """FlashInfer's shapes; the package is not installed. Its order is that of FlashAttention."""
 
@@ -78,6 +82,10 @@ def attention(**values: Any) -> FullAttentionSpec:
 def latent(**values: Any) -> MLAAttentionSpec:
     sizes = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
     return MLAAttentionSpec(**(sizes | values))
+
+
+def two(spec: KVCacheSpec) -> dict[str, KVCacheSpec]:
+    return {"a": spec, "b": spec}
 
 
 @dataclass
@@ -105,13 +113,13 @@ WINDOW = SlidingWindowSpec(
 )
 BYTES = {"dtype": torch.uint8}
 FORMATS = {
-    "FlashAttention": Format(FlashAttentionBackend, {"a": attention(), "b": attention()}),
+    "FlashAttention": Format(FlashAttentionBackend, two(attention())),
     "FlashAttention with windows": Format(
         FlashAttentionBackend, {"a": attention(), "b": WINDOW, "c": attention(), "d": WINDOW}
     ),
     "FlashAttention in two kernel blocks": Format(
         FlashAttentionBackend,
-        {"a": attention(), "b": attention()},
+        two(attention()),
         planes_by_token=WHOLE,
         kernel_block_tokens=BLOCK // 2,
     ),
@@ -129,33 +137,33 @@ FORMATS = {
         },
     ),
     "FlashAttention, float8": Format(
-        FlashAttentionBackend, {"a": attention(**BYTES)}, planes_by_token=WHOLE, cache_dtype="fp8"
+        FlashAttentionBackend, two(attention(**BYTES)), planes_by_token=WHOLE, cache_dtype="fp8"
     ),
     "FlashAttention, values of another size": Format(
         FlashAttentionDiffKVBackend,
-        {"a": attention(head_size=64, head_size_v=128)},
+        two(attention(head_size=64, head_size_v=128)),
         token_axis=1,
         planes_by_token={"NHD": 1, "HND": HEADS},
     ),
-    "FlashInfer": Format(FlashInferBackend, {"a": attention(), "b": attention()}),
+    "FlashInfer": Format(FlashInferBackend, two(attention())),
     "FlashInfer, nvfp4": Format(
         FlashInferBackend,
-        {"a": attention(kv_quant_mode=KVQuantMode.NVFP4, **BYTES, **packed(2 * 36))},
+        two(attention(kv_quant_mode=KVQuantMode.NVFP4, **BYTES, **packed(2 * 36))),
         planes_by_token=WHOLE,
         cache_dtype="nvfp4",
     ),
-    "Triton": Format(TritonAttentionBackend, {"a": attention()}),
-    "Flex": Format(FlexAttentionBackend, {"a": attention()}, planes_by_token=ONE),
-    "MLA": Format(MLACommonBackend, {"a": latent(), "b": latent()}, 1, ONE),
+    "Triton": Format(TritonAttentionBackend, two(attention())),
+    "Flex": Format(FlexAttentionBackend, two(attention()), planes_by_token=ONE),
+    "MLA": Format(MLACommonBackend, two(latent()), 1, ONE),
     "FlashMLA, sparse, fp8_ds_mla": Format(
         FlashMLASparseBackend,
-        {"a": latent(cache_dtype_str="fp8_ds_mla", **BYTES, **packed(656))},
+        two(latent(cache_dtype_str="fp8_ds_mla", **BYTES, **packed(656))),
         1,
         WHOLE,
         "fp8_ds_mla",
     ),
     "indexer of sparse MLA": Format(
-        DeepseekV32IndexerBackend, {"a": latent(head_size=132, **BYTES)}, 1, WHOLE
+        DeepseekV32IndexerBackend, two(latent(head_size=132, **BYTES)), 1, WHOLE
     ),
 }
 
@@ -247,6 +255,9 @@ def test_a_page_is_all_bytes_of_its_kernel_blocks(
             None,
             ([each for each in group.planes if each.layer_name == layer] for group in groups),
         )
+        if layer != "mamba":
+            num_pieces = FORMATS[name].specs[layer].num_kv_heads if order in APART else 1
+            assert len(planes) == num_pieces
         for page in (0, 1, NUM_PAGES - 1):
             wanted = worker.bytes_of(layer, page, None, 0)
             np.testing.assert_array_equal(bytes_of_rows(planes, page, range(1)), wanted)
