@@ -3,8 +3,8 @@
 
     python benchmarks/prefix_cache_path.py [--quick] [--layout NAME] [--out FOLDER]
 
-vLLM's real ``KVCacheManager`` does every operation, as upstream has it, and with the features of
-the package for a faster prefix cache, for retention with an interval, and for adaptive retention.
+vLLM's real ``KVCacheManager`` does every operation in four variants: unchanged, with the fast
+prefix cache, with retention at an interval, and with adaptive retention.
 If ``KVEXT_ASCEND_SOURCES`` names a folder with the unpacked vllm-ascend, its block manager is used.
 
 The variants take turns, and the patches are installed and taken back at every turn. So other work
@@ -283,7 +283,7 @@ OPERATIONS: tuple[tuple[str, Callable[[Bench, Prompts], float], tuple[int | None
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One operation: microseconds of CPU per variant, or None where it does not apply."""
+    """One operation: microseconds of CPU by variant. Variants that were not measured are absent."""
 
     layout: str
     num_tokens: int

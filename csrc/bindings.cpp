@@ -280,7 +280,7 @@ NB_MODULE(_native, module) {
   });
   // vllm_ascend_kvext/_native.pyi documents each function.
   using nb::literals::operator""_a;
-  // Accept None here: the code below refuses it like any other object without a buffer.
+  // Accept None here: the functions refuse it, as they refuse any object without a buffer.
   const auto pools = "pools"_a.none(), planes = "planes"_a.none(), runs = "runs"_a.none();
   module.def("validate", &validate, pools, "host_address"_a, "host_bytes"_a, planes, runs,
              "direction"_a);

@@ -30,7 +30,7 @@ def group_geometry(coordinator: KVCacheCoordinator, group: LookupGroup) -> Group
     kind = kind_of(spec)
     block_tokens, margin_tokens = tokens_per_block(coordinator, group.manager), group.margin_tokens
     if has_partial_hits(coordinator) and group.manager.supports_fine_grained_hash_lookup:
-        # A hit may end within a block, at any match unit; what looks ahead drops a unit.
+        # A hit may end within a block, at any unit. A lookup that looks ahead gives up one unit.
         block_tokens = hit_unit_tokens(coordinator)
         margin_tokens = min(margin_tokens, block_tokens)
     return GroupGeometry(
@@ -55,7 +55,7 @@ def log_least_prompt(coordinator: KVCacheCoordinator) -> None:
     ):
         return
     groups = tuple(group_geometry(coordinator, group) for group in lookup_groups(coordinator))
-    # vLLM-Ascend has partial hits beside windows, which hit whole blocks only.
+    # vLLM-Ascend allows partial hits in models with windows. Windows still hit whole blocks only.
     blocks_tokens = (group.block_tokens for group in groups)
     geometry = HitGeometry(groups, math.lcm(hit_unit_tokens(coordinator), *blocks_tokens))
     init_logger("vllm.ascend_kvext.retention").info(

@@ -60,6 +60,7 @@ class HoleSteps:
         output.finished_req_ids.update(ended_row_ids)
         defers = getattr(scheduler, "defer_block_free", False)  # Since vLLM 0.30.
         if defers and rows and not output.total_num_scheduled_tokens:
-            scheduler.sched_step_seq += 1  # Upstream counts the output of this step, too.
+            # Upstream numbers only steps in which it schedules tokens, but counts this output, too.
+            scheduler.sched_step_seq += 1
         add_rows(scheduler, output, rows)
         return output

@@ -106,8 +106,9 @@ def _for_stat_logger(
         target=f"{_MODULE}:{function}",
         feature="retention",
         wrapper=wrapper,
-        why="Only AsyncLLM uses upstream's hook for stat loggers. Its loggers are made before the "
-        "Prometheus logger, which then unregisters all metrics whose names begin with vllm.",
+        why="Only AsyncLLM uses upstream's hook for stat loggers. Upstream makes the loggers of "
+        "the hook first. The Prometheus logger comes later, and unregisters all metrics whose "
+        "names begin with vllm.",
         retire_when="upstream's hook serves LLM, too, and keeps a plugin's vllm: metrics",
         relies_on=relies_on,
     )

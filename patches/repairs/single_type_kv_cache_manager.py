@@ -76,8 +76,8 @@ PATCHES = (
         feature="context-parallel-windows",
         vllm=SINCE_0_30,
         wrapper=miss_with_length,
-        why="vLLM's coordinators count ranks for full attention only, or refuse the model. The "
-        "coordinator of vLLM-Ascend looks windows up with all ranks, and the first lookup ends the "
+        why="vLLM's coordinators give the number of ranks to full attention only, or refuse the "
+        "model. vLLM-Ascend's coordinator gives it to windows, too, and the first lookup ends the "
         "engine with an assertion.",
         retire_when="vLLM-Ascend looks windows up without context parallelism, as vLLM does",
         ascend=(

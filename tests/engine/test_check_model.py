@@ -25,7 +25,7 @@ ARGUMENTS = (
 EAGER = ("--enforce-eager",)
 NOT_COMPILED = ("--compilation-config", '{"mode": 0, "cudagraph_mode": "NONE"}')
 MAY, MAY_NOT = "Segments may be reused: ", "Segments are not to be reused"
-IN_PLACE = "expected at most 0.001 of reuse in place"
+IN_PLACE = "expected reuse in place to change them by at most 0.001"
 
 
 def connector(**options: Any) -> tuple[str, str]:

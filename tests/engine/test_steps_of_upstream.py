@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps that vLLM's own ``schedule`` plans. Another function would not change any step.
+"""Which steps vLLM's own ``schedule`` plans. Another function around all steps changes no step.
 
 On vLLM's real scheduler, with real pages and without a model: see ``test_connector_scheduler``.
 """
@@ -55,7 +55,7 @@ def is_upstreams(scheduler: Any) -> bool:
 
 
 def watch_planning(engine: SimulatedEngine) -> list[bool]:
-    """Whether vLLM's own function is about to plan a step, step by step from now on."""
+    """Record for each step from now on whether vLLM's own function plans it."""
     planned: list[bool] = []
     step = engine.step
 
@@ -158,7 +158,7 @@ def num_layers() -> int:
 @pytest.mark.parametrize("way", WAYS)
 def test_another_function_is_there_for_as_long_as_holes_are(way: str, is_async: bool) -> None:
     if way == "preempted" and is_async:
-        pytest.skip("between steps, one is in flight")
+        pytest.skip("between two calls of step, an asynchronous step is in flight")
     with engine_of(FULL, is_async=is_async, max_num_batched_tokens=64) as engine:
         serve(engine, plan_of("first", PROMPT))
         assert engine.reset()
@@ -175,7 +175,7 @@ def test_another_function_is_there_for_as_long_as_holes_are(way: str, is_async: 
             check_nothing_is_left(engine)
             assert not engine.side.row_ids
         assert vars(engine.scheduler).keys() == attributes
-        assert num_layers() == layers, "what was taken off is kept"
+        assert num_layers() == layers, "functions that were taken off still exist"
 
 
 def test_the_function_is_vllms_in_the_step_after_the_workers_know_the_end_of_the_last_row() -> None:
@@ -332,7 +332,7 @@ def test_segments_are_learned_in_the_same_steps(
     seen: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So are segments that a lookup asks for, and segments that are tried again after a reset."""
+    """The same holds for segments that a lookup asks for, or that a reset makes it try again."""
 
     def learn(engine: LearningEngine) -> None:
         for document in (ONE, OTHER, ONE):

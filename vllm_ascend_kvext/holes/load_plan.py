@@ -31,9 +31,10 @@ class Span(NamedTuple):
     Attributes:
         entry: The entry whose rows are loaded; None if they are only computed.
         entry_tokens: Tokens of the entry's prefix before the first of these rows.
-        is_computed: Whether the rows are computed. If the span also has an entry, its rows are
-            loaded before, to be looked at.
-        is_exact: Whether rows of another prefix equal those that this prompt would compute.
+        is_computed: Whether the rows are computed. If the span also has an entry, the entry's rows
+            are loaded first, are compared with the question, and are then computed anew.
+        is_exact: True if the rows come from another prefix, but equal those that this prompt would
+            compute.
     """
 
     first_tokens: int
@@ -71,7 +72,10 @@ class LoadPlan:
 
     @property
     def exact_tokens(self) -> int:
-        """Rows from here on belong to other prefixes, or are computed behind such rows."""
+        """The number of tokens whose rows are the prompt's own.
+
+        Later rows belong to other prefixes, or are computed behind such rows.
+        """
         return self.boundary_tokens
 
     @property

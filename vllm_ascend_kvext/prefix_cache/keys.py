@@ -17,8 +17,8 @@ GROUP_ID_BYTES = 4
 class GroupKeys:
     """The keys of one group.
 
-    A key has the last ``hashes_in_key`` hashes of a block, which are all hashes or one, and the
-    group id as its suffix.
+    A key is the last ``hashes_in_key`` hashes of a block, and then the group id. ``hashes_in_key``
+    is 1, or the number of all hashes of a block.
     """
 
     hashes_per_block: int

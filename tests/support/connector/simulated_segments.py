@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens of segments in the pages of a worker without a model.
 
-In place of ``segments.worker.worker_segments``: what is checked, cut, staged and queued is the real
-`SegmentMover`'s. There are no keys to rotate: a move adds a number to every byte, which depends on
-the shift.
+The module stands in for ``segments.worker.worker_segments``. The real `SegmentMover` still checks,
+cuts, stages and queues. There are no keys to rotate. Instead, a move adds a number to every byte;
+the number depends on the shift.
 """
 
 from __future__ import annotations
@@ -127,7 +127,10 @@ class SimulatedMover(SegmentMover):
 
 
 class SimulatedSegments:
-    """A stand-in for `WorkerSegments`. Its arguments follow the worker's pages and transfers."""
+    """A stand-in for `WorkerSegments`.
+
+    It takes the worker's pages and transfers first, and then the arguments of `WorkerSegments`.
+    """
 
     def __init__(
         self, pages: LayoutFixture, transfers: ScriptedTransfers, *of_worker: object

@@ -52,8 +52,8 @@ def main() -> None:
     report.write_text(json.dumps(reports, default=bytes.hex))
 
 
-# This folder is replaced on the path, because its modules have common names. Spawned workers do the
-# same.
+# ``tests`` replaces this folder on the path, because the modules here have common names. Spawned
+# workers import this file, so they replace it, too.
 sys.path[:] = [*(path for path in sys.path if path != str(Path(__file__).parent)), TESTS]
 if os.environ.get("KVEXT_RUNNER") == "v2":
     from support.scenarios.interpreted_triton import have_triton

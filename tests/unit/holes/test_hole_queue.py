@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which holes a step computes, in which blocks, and when their requests go on.
 
-What they read and leave is checked by random lives of requests on vLLM's real scheduler
-(``test_request_machine``).
+``test_request_machine`` checks what holes read and leave: it runs random requests on vLLM's real
+scheduler.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_a_step_has_so_many_rows_and_tokens_of_all_requests() -> None:
     assert runs(queue, 0) == runs(queue, -5) == runs(queue, MANY, 0) == []
     assert queue.lacks_room
     queue.note_load_ended("a")
-    # Later rows of a request read all rows before them, so a part of a hole is its last row.
+    # A row reads all rows before it. So a part of a hole is its request's last row in the step.
     assert [(row.request_id, *row.run) for row in rows(queue, 12, MANY, 8)] == [
         ("a", 40, 48),
         ("b", 0, 4),
@@ -168,7 +168,7 @@ def test_row_is_as_short_as_the_free_blocks_are_few(pool: BlockPool) -> None:
     pool.release(held[17:])
     assert runs(queue) == [(0, 10)]
     queue.end_step()
-    # One block is free, and two of three stay: those before token 10.
+    # One block is free. Of the first row's three blocks, the two before token 10 stay.
     assert runs(queue) == [(10, 13)]
     pool.release(held[:17])
     queue.end_step()

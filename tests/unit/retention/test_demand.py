@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests ask for, what they leave behind, and what they are told to have lost."""
+"""What requests ask for, what they leave behind, and which losses are counted for them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_losses_by_eviction(cache: ModelCache) -> None:
 
 
 def test_losses_to_the_granularity_of_hits() -> None:
-    """Full attention has a block of 2 tokens more than the unit of 4 can use."""
+    """Full attention finds one more block of 2 tokens, which hits of 4 tokens cannot use."""
     cache = ModelCache((GroupGeometry(FULL, 2), GroupGeometry(WINDOW, 4, 5)), 100)
     cache.serve("aaaabbbbaaaacccc" + "x")
     cache.serve("aaaabbbbaabbcccc" + "x")
@@ -146,7 +146,7 @@ def test_losses_add_up(prompts: list[list[str]], num_blocks: int, use_eagle: boo
         before = sum(cache.stats.lost_tokens.values())
         hit_tokens = cache.serve(text)
         lost = sum(cache.stats.lost_tokens.values()) - before
-        if num_blocks == 400:  # Otherwise it may go while the request is admitted.
+        if num_blocks == 400:  # A smaller pool may evict cached blocks during the admission.
             assert lost >= cached_tokens - hit_tokens
         shared = max((common(text, other) for other in seen), default=0)
         assert hit_tokens + lost <= shared

@@ -8,8 +8,9 @@ What pre_tokens counts
 ----------------------
 ``sparse_mode`` 4 is a band: a query sees some keys before its own place (``pre_tokens``) and some
 behind it (``next_tokens``). Places are counted from the last token of the sequence. The reference
-code in the documentation of ``npu_fusion_attention`` compares this mode with a mask that hides the
-keys more than ``pre_tokens`` places before the query's own: a query sees ``pre_tokens + 1`` keys.
+code in the documentation of ``npu_fusion_attention`` uses a mask for this mode. The mask hides the
+keys more than ``pre_tokens`` places before the query's own key. So a query sees ``pre_tokens + 1``
+keys.
 vllm-ascend 0.23.0 passes the size of vLLM's window, which includes the query's own key
 (``attention_v1.py``, lines 1290 and 1331). Read literally, its windows are one key wider than
 vLLM's, and that key can lie in a block that vLLM has given away.
@@ -145,7 +146,8 @@ def npu_fused_infer_attention_score_v2(
         query: ``[T, N, D]`` (TND) or ``[B, N, S, D]`` (BNSD).
         key: without pages ``[T, kv heads, D]``; with pages ``[blocks, block_size, kv heads * D]``
             or ``[blocks, kv heads, block_size, D]``. ``value`` alike; its D can differ.
-        query_rope: 64 more numbers of each head, multiplied with ``key_rope``; form of ``query``.
+        query_rope: 64 more numbers per head, in the form of ``query``. They are multiplied with
+            ``key_rope``.
         atten_mask: bool or int8, ``[2048, 2048]``, ones above the diagonal. Sparse modes 3 and 4
             need it. Its values are not read, because no other values are allowed.
         actual_seq_qlen: for TND, the end of each sequence in ``query``.
