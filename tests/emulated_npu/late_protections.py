@@ -32,8 +32,7 @@ def _run_stores_at_once(self: JobRunner, job: Any, recorded: Any) -> Any:
 
 
 def _begin_stores_with_loads(self: WorkerSide, jobs: Any) -> None:
-    if self._probe is not None:
-        self._probe.begin_step(jobs.probes)
+    self._extension.begin_step(jobs.extras)
     self._submit((*jobs.loads, *jobs.stores))
 
 
