@@ -17,6 +17,8 @@ import pytest
 import torch
 from support.layout.upstream_line import HAS_ONE_VIEW, packed, plan, register
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
+from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
+from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends import utils
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
@@ -25,6 +27,7 @@ from vllm.v1.attention.backends.flex_attention import FlexAttentionBackend
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
@@ -74,6 +77,9 @@ class FlashInferBackend(AttentionBackend):
     get_kv_cache_stride_order = getattr(FlashAttentionBackend, "get_kv_cache_stride_order", None)
 
 
+BYTES = {"dtype": torch.uint8}
+
+
 def attention(**values: Any) -> FullAttentionSpec:
     sizes = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": 64, "dtype": torch.bfloat16}
     return FullAttentionSpec(**(sizes | values))
@@ -106,12 +112,22 @@ class Format:
     kernel_block_tokens: int | None = None
 
 
+def turboquant() -> KVCacheSpec:
+    """Keys and values of a head in one slot of bytes."""
+    name = "turboquant_k8v4"
+    if HAS_ONE_VIEW:
+        return attention(head_size=128, kv_quant_mode=KVQuantMode.TURBOQUANT_K8V4, **BYTES)
+    slot_bytes = TurboQuantConfig.from_cache_dtype(name, 128).slot_size_aligned
+    return kv_cache_interface.TQFullAttentionSpec(
+        block_size=BLOCK, num_kv_heads=HEADS, head_size=128, tq_slot_size=slot_bytes, **BYTES
+    )
+
+
 WHOLE = {"NHD": 0, "HND": 0}
 ONE = {"NHD": 1, "HND": 1}
 WINDOW = SlidingWindowSpec(
     block_size=BLOCK, num_kv_heads=HEADS, head_size=64, dtype=torch.bfloat16, sliding_window=40
 )
-BYTES = {"dtype": torch.uint8}
 FORMATS = {
     "FlashAttention": Format(FlashAttentionBackend, two(attention())),
     "FlashAttention with windows": Format(
@@ -153,6 +169,12 @@ FORMATS = {
         cache_dtype="nvfp4",
     ),
     "Triton": Format(TritonAttentionBackend, two(attention())),
+    "TurboQuant": Format(
+        TurboQuantAttentionBackend,
+        two(turboquant()),
+        planes_by_token=WHOLE,
+        cache_dtype="turboquant_k8v4",
+    ),
     "Flex": Format(FlexAttentionBackend, two(attention()), planes_by_token=ONE),
     "MLA": Format(MLACommonBackend, two(latent()), 1, ONE),
     "FlashMLA, sparse, fp8_ds_mla": Format(
