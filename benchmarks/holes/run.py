@@ -7,7 +7,7 @@ Traces go through vLLM's real scheduler and the connector's scheduler side, with
 pool. A stand-in for the worker plans every transfer and moves nothing. The benchmark compares:
 
 - the device alone;
-- a host tier like others: everything is stored, LRU, a prompt is read up to the first missing chunk;
+- a host tier like others: stores everything, LRU, a prompt is read up to its first missing chunk;
 - our host tier, also read up to the first missing chunk;
 - our host tier with missing chunks computed (``hole_reuse``).
 

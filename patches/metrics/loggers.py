@@ -107,8 +107,8 @@ def _for_stat_logger(
         feature="retention",
         wrapper=wrapper,
         why="Only AsyncLLM uses upstream's hook for stat loggers. Upstream makes the loggers of "
-        "the hook first. The Prometheus logger comes later, and unregisters every metric whose name "
-        "begins with vllm.",
+        "the hook first. The Prometheus logger comes later, and unregisters all metrics whose "
+        "names begin with vllm.",
         retire_when="upstream's hook serves LLM, too, and keeps a plugin's vllm: metrics",
         relies_on=relies_on,
     )

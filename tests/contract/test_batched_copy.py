@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ascend_kvext.compat import VLLM
 from vllm_ascend_kvext.commands.fingerprint import installed_trees
+from vllm_ascend_kvext.compat import VLLM
 
 
 def vllm_module(*names: str) -> ast.Module:
@@ -23,9 +23,7 @@ def vllm_module(*names: str) -> ast.Module:
 
 def function_of(module: ast.AST, name: str) -> ast.FunctionDef:
     (found,) = (
-        node
-        for node in ast.walk(module)
-        if isinstance(node, ast.FunctionDef) and node.name == name
+        node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == name
     )
     return found
 

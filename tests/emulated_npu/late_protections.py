@@ -26,12 +26,13 @@ run_job = JobRunner.run
 
 def _run_stores_at_once(self: JobRunner, job: Any, recorded: Any) -> Any:
     # A wait for an event that was never recorded returns at once.
-    return run_job(self, job, device_module("npu").Event() if isinstance(job, StoreJob) else recorded)
+    return run_job(
+        self, job, device_module("npu").Event() if isinstance(job, StoreJob) else recorded
+    )
 
 
 def _begin_stores_with_loads(self: WorkerSide, jobs: Any) -> None:
-    if self._probe is not None:
-        self._probe.begin_step(jobs.probes)
+    self._extension.begin_step(jobs.extras)
     self._submit((*jobs.loads, *jobs.stores))
 
 

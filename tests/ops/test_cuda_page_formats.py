@@ -17,6 +17,8 @@ import pytest
 import torch
 from support.layout.upstream_line import HAS_ONE_VIEW, packed, plan, register
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
+from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
+from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends import utils
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
@@ -25,6 +27,7 @@ from vllm.v1.attention.backends.flex_attention import FlexAttentionBackend
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
@@ -57,6 +60,10 @@ if HAS_ONE_VIEW:
     ORDERS += ("BLNHC", "BLHNC", "BHLNC", "LHBNC")
 
 
+APART = ("BHLNC", "LHBNC")
+"""Orders in which the heads of a page lie apart."""
+
+
 class FlashInferBackend(AttentionBackend):
     """FlashInfer's shapes; the package is not installed. Its order is that of FlashAttention."""
 
@@ -70,6 +77,9 @@ class FlashInferBackend(AttentionBackend):
     get_kv_cache_stride_order = getattr(FlashAttentionBackend, "get_kv_cache_stride_order", None)
 
 
+BYTES = {"dtype": torch.uint8}
+
+
 def attention(**values: Any) -> FullAttentionSpec:
     sizes = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": 64, "dtype": torch.bfloat16}
     return FullAttentionSpec(**(sizes | values))
@@ -78,6 +88,10 @@ def attention(**values: Any) -> FullAttentionSpec:
 def latent(**values: Any) -> MLAAttentionSpec:
     sizes = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
     return MLAAttentionSpec(**(sizes | values))
+
+
+def two(spec: KVCacheSpec) -> dict[str, KVCacheSpec]:
+    return {"a": spec, "b": spec}
 
 
 @dataclass
@@ -98,20 +112,30 @@ class Format:
     kernel_block_tokens: int | None = None
 
 
+def turboquant() -> KVCacheSpec:
+    """Keys and values of a head in one slot of bytes."""
+    name = "turboquant_k8v4"
+    if HAS_ONE_VIEW:
+        return attention(head_size=128, kv_quant_mode=KVQuantMode.TURBOQUANT_K8V4, **BYTES)
+    slot_bytes = TurboQuantConfig.from_cache_dtype(name, 128).slot_size_aligned
+    return kv_cache_interface.TQFullAttentionSpec(
+        block_size=BLOCK, num_kv_heads=HEADS, head_size=128, tq_slot_size=slot_bytes, **BYTES
+    )
+
+
 WHOLE = {"NHD": 0, "HND": 0}
 ONE = {"NHD": 1, "HND": 1}
 WINDOW = SlidingWindowSpec(
     block_size=BLOCK, num_kv_heads=HEADS, head_size=64, dtype=torch.bfloat16, sliding_window=40
 )
-BYTES = {"dtype": torch.uint8}
 FORMATS = {
-    "FlashAttention": Format(FlashAttentionBackend, {"a": attention(), "b": attention()}),
+    "FlashAttention": Format(FlashAttentionBackend, two(attention())),
     "FlashAttention with windows": Format(
         FlashAttentionBackend, {"a": attention(), "b": WINDOW, "c": attention(), "d": WINDOW}
     ),
     "FlashAttention in two kernel blocks": Format(
         FlashAttentionBackend,
-        {"a": attention(), "b": attention()},
+        two(attention()),
         planes_by_token=WHOLE,
         kernel_block_tokens=BLOCK // 2,
     ),
@@ -129,33 +153,39 @@ FORMATS = {
         },
     ),
     "FlashAttention, float8": Format(
-        FlashAttentionBackend, {"a": attention(**BYTES)}, planes_by_token=WHOLE, cache_dtype="fp8"
+        FlashAttentionBackend, two(attention(**BYTES)), planes_by_token=WHOLE, cache_dtype="fp8"
     ),
     "FlashAttention, values of another size": Format(
         FlashAttentionDiffKVBackend,
-        {"a": attention(head_size=64, head_size_v=128)},
+        two(attention(head_size=64, head_size_v=128)),
         token_axis=1,
         planes_by_token={"NHD": 1, "HND": HEADS},
     ),
-    "FlashInfer": Format(FlashInferBackend, {"a": attention(), "b": attention()}),
+    "FlashInfer": Format(FlashInferBackend, two(attention())),
     "FlashInfer, nvfp4": Format(
         FlashInferBackend,
-        {"a": attention(kv_quant_mode=KVQuantMode.NVFP4, **BYTES, **packed(2 * 36))},
+        two(attention(kv_quant_mode=KVQuantMode.NVFP4, **BYTES, **packed(2 * 36))),
         planes_by_token=WHOLE,
         cache_dtype="nvfp4",
     ),
-    "Triton": Format(TritonAttentionBackend, {"a": attention()}),
-    "Flex": Format(FlexAttentionBackend, {"a": attention()}, planes_by_token=ONE),
-    "MLA": Format(MLACommonBackend, {"a": latent(), "b": latent()}, 1, ONE),
+    "Triton": Format(TritonAttentionBackend, two(attention())),
+    "TurboQuant": Format(
+        TurboQuantAttentionBackend,
+        two(turboquant()),
+        planes_by_token=WHOLE,
+        cache_dtype="turboquant_k8v4",
+    ),
+    "Flex": Format(FlexAttentionBackend, two(attention()), planes_by_token=ONE),
+    "MLA": Format(MLACommonBackend, two(latent()), 1, ONE),
     "FlashMLA, sparse, fp8_ds_mla": Format(
         FlashMLASparseBackend,
-        {"a": latent(cache_dtype_str="fp8_ds_mla", **BYTES, **packed(656))},
+        two(latent(cache_dtype_str="fp8_ds_mla", **BYTES, **packed(656))),
         1,
         WHOLE,
         "fp8_ds_mla",
     ),
     "indexer of sparse MLA": Format(
-        DeepseekV32IndexerBackend, {"a": latent(head_size=132, **BYTES)}, 1, WHOLE
+        DeepseekV32IndexerBackend, two(latent(head_size=132, **BYTES)), 1, WHOLE
     ),
 }
 
@@ -247,6 +277,9 @@ def test_a_page_is_all_bytes_of_its_kernel_blocks(
             None,
             ([each for each in group.planes if each.layer_name == layer] for group in groups),
         )
+        if layer != "mamba":
+            num_pieces = FORMATS[name].specs[layer].num_kv_heads if order in APART else 1
+            assert len(planes) == num_pieces
         for page in (0, 1, NUM_PAGES - 1):
             wanted = worker.bytes_of(layer, page, None, 0)
             np.testing.assert_array_equal(bytes_of_rows(planes, page, range(1)), wanted)

@@ -149,7 +149,12 @@ def starts(folder: Path) -> dict[str, Start]:
             {
                 "heads": {
                     **host_memory,
-                    "segments": {"selector": "heads", "context": False, "learn": True},
+                    "segments": {
+                        "selector": "heads",
+                        "sink": [],
+                        "context": False,
+                        "learn": True,
+                    },
                     "shared_tier": f"file://{folder}",
                     "shared_tier_bytes": 1 << 26,
                 },

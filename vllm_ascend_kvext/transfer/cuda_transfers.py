@@ -56,9 +56,7 @@ class CudaDmaBackend(BatchedDmaBackend):
         ) -> None:
             for first in range(0, len(sizes), MAX_COPIES_PER_CALL):
                 part = slice(first, first + MAX_COPIES_PER_CALL)
-                copy_batch(
-                    sources[part], destinations[part], sizes[part], _IS_SRC_ACCESS_ORDER_ANY
-                )
+                copy_batch(sources[part], destinations[part], sizes[part], _IS_SRC_ACCESS_ORDER_ANY)
 
         return _beside_the_default_stream(copy)
 

@@ -217,11 +217,11 @@ CASES: dict[str, tuple[list[InPlace], list[Moved], str, str]] = {
     "what differs is shown": ([in_place(0.0002)], [], "float32", "by 0.0002 where segments are"),
     "other tokens, too": ([in_place()], [], "float32", "by 2 with other tokens"),
     "noise of two runs without reuse": ([NOISE], [], "float32", "by 0.01 between two runs"),
-    "more than noise": ([NOISE, in_place(0.05)], [], "float32", "expected at most 0.04 of reuse"),
+    "more than noise": ([NOISE, in_place(0.05)], [], "float32", "expected reuse in place to change them by at most 0.04"),
     "an unknown type is the coarsest": ([in_place(0.05)], [], "float8_e4m3fn", "by 0.05 where"),
     "other tokens make no difference": (
         *([in_place(), in_place(other=0.0005)], [], "float32"),
-        "with a limit of 0.001 that says nothing",
+        "the limit is 0.001, which says nothing",
     ),
     "repair helps": (
         *([in_place()], moved((0.8, 0.3), (0.6, 0.4)), "float32"),
@@ -235,9 +235,9 @@ CASES: dict[str, tuple[list[InPlace], list[Moved], str, str]] = {
         *([in_place()], moved((0.3, 0.8), (0.4, 0.8), (0.2, 0.8)), "float32"),
         "expected that computing the first tokens of segments brings answers nearer",
     ),
-    "no numbers": ([in_place(INF)], [], "float32", "expected at most"),
+    "no numbers": ([in_place(INF)], [], "float32", "expected reuse in place"),
     # The limit may be NaN, too.
-    "no numbers anywhere": ([(INF, INF, INF)], [], "float32", "expected at most"),
+    "no numbers anywhere": ([(INF, INF, INF)], [], "float32", "expected reuse in place"),
     **{
         f"moved, no numbers {number}": (
             *([in_place()], moved((0.8, 0.3), each), "float32"),
@@ -262,7 +262,7 @@ def test_a_model_passes_or_the_message_says_what_was_expected(name: str) -> None
 def test_what_is_reused_in_place_answers_the_same_within_the_types_rounding(dtype: str) -> None:
     limit = MIN_LIMITS[dtype]
     judge([in_place(0.9 * limit)], [], dtype)
-    with pytest.raises(BlendingError, match="expected at most"):
+    with pytest.raises(BlendingError, match="expected reuse in place to change them by at most"):
         judge([in_place(), in_place(1.1 * limit)], [], dtype)
 
 

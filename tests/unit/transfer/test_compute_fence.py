@@ -20,7 +20,6 @@ from vllm_ascend_kvext.transfer.devices import transfers_on
 from vllm_ascend_kvext.transfer.errors import BackendError
 
 
-
 @dataclass
 class Accelerator:
     """A device, and torch's module of it.

@@ -90,9 +90,10 @@ class ConnectorOptions:
     hit, up to the last row unit."""
 
     store_policy: Annotated[StorePolicy, choice(StorePolicy)] = StorePolicy.SECOND_TOUCH
-    """`second_touch` stores what a request needs to resume at the end of a prompt, at the end of an
-    answer, or at another boundary where requests may resume. It also stores what a second request
-    computes. `all` stores everything that is computed. `never` stores nothing."""
+    """`second_touch`: the connector stores what a request needs to resume at the end of a prompt,
+    at the end of an answer, or at another boundary where requests may resume. It also stores what a
+    second request computes. `all`: it stores everything that is computed. `never`: it stores
+    nothing."""
 
     state_policy: Annotated[StatePolicy, choice(StatePolicy)] = StatePolicy.EXACT
     """`exact`: states (Mamba, compressors) are stored and loaded with the rest. `skip`: they are

@@ -69,16 +69,16 @@ class BatchedDmaBackend(ABC):
         if not len(arrays[0]):
             return
         copy_batch = self.operator()
-        tensors = tuple(torch.from_numpy(array) for array in arrays)
+        sources, destinations, sizes = (torch.from_numpy(array) for array in arrays)
         module = device_module(self.device_type)
         with module.device(device):
             try:
-                copy_batch(*tensors, transfer.direction)
+                copy_batch(sources, destinations, sizes, transfer.direction)
             except RuntimeError as error:
                 raise BackendError(
-                    f"{self.name}: swap_blocks_batch failed with {len(tensors[0])} copies on "
+                    f"{self.name}: swap_blocks_batch failed with {len(sizes)} copies on "
                     f"{device}: {error}. Treat the destination as not written."
                 ) from error
             finally:
                 # This is needed after an error, too: some copies may have been enqueued.
-                IN_FLIGHT.hold(module, tensors)
+                IN_FLIGHT.hold(module, (sources, destinations, sizes))
