@@ -74,14 +74,14 @@ def windows() -> Any:
 
 
 def states() -> Any:
-    """Without experts: rounding would choose others of them."""
+    """With all experts of a layer at work: rounding would choose others of them."""
     config = random_models.states()
-    config.mlp_only_layers = list(range(config.num_hidden_layers))
+    config.num_experts_per_tok = config.num_experts
     return config
 
 
 def latent() -> Any:
-    """Without experts, too."""
+    """Without experts."""
     config = random_models.latent()
     config.first_k_dense_replace = config.num_hidden_layers
     return config
@@ -165,8 +165,8 @@ class Checks:
         return Plan(self.model, scenarios, module, arguments, options)
 
     def connector(self, **extra: Any) -> dict[str, Any]:
-        made = processes.connector(host_memory_gib=0.24, store_policy="all", **extra)
-        return self._allowed(made)
+        options = {"host_memory_gib": 0.24, "store_policy": "all", **extra}
+        return self._allowed(processes.connector(**options))
 
     def blending(self) -> dict[str, Any]:
         return self._allowed(processes.blending(separator=SEPARATOR, learn=False))
