@@ -80,6 +80,16 @@ def states() -> Any:
     return config
 
 
+def sharpen(name: str, parameter: Any) -> None:
+    """Let states last, the layer with attention look at few tokens, and both count for more."""
+    if name.endswith("self_attn.q_norm.weight"):
+        parameter.add_(3.0)  # The norm multiplies by one more than its weight.
+    elif name.endswith("linear_attn.A_log"):
+        parameter.sub_(4.0)  # Its exponential is how fast a state is forgotten.
+    elif name.endswith(("self_attn.o_proj.weight", "linear_attn.out_proj.weight")):
+        parameter.mul_(3.0)
+
+
 def latent() -> Any:
     """Without experts."""
     config = random_models.latent()
@@ -95,6 +105,7 @@ class Case:
         block_tokens: The block size on a GPU.
         has_tails: Whether host memory holds pages for boundaries only, of windows or states.
         blends: Whether segments are reused approximately, in place of all else.
+        change: Changes weights by their names, so that a small part of wrong KV shows, too.
     """
 
     config: Callable[[], Any]
@@ -104,6 +115,7 @@ class Case:
     has_holes: bool = True
     has_tails: bool = False
     blends: bool = False
+    change: Callable[[str, Any], object] | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -121,6 +133,7 @@ CASES: Mapping[str, Case] = {
         block_tokens=128,
         has_holes=False,
         has_tails=True,
+        change=sharpen,
         # vLLM caches no prefixes of such a model unless an argument says so. Parts of prompts are
         # whole blocks.
         engine={"enable_prefix_caching": True, "max_num_batched_tokens": 512},
@@ -142,7 +155,11 @@ class Checks:
         self.folder = folder
         self.is_quick = is_quick
         self.model = folder / "model"
-        random_models.write(self.model, self.case.config())
+        model = random_models.write(self.model, self.case.config())
+        if self.case.change is not None:
+            for parameter_name, parameter in model.named_parameters():
+                self.case.change(parameter_name, parameter.detach())
+            model.save_pretrained(self.model)
         block_tokens = self.case.block_tokens if device == "cuda" else processes.CPU.block_tokens
         if device == "npu":
             block_tokens = processes.NPU.block_tokens
