@@ -73,6 +73,12 @@ def windows() -> Any:
     return random_models.windows()
 
 
+def let_last_layer_tell_more(name: str, parameter: Any) -> None:
+    """Let the one layer without a window count for more, so that a few wrong rows of it show."""
+    if name.endswith("layers.5.post_attention_layernorm.weight"):
+        parameter.add_(3.0)  # The norm multiplies by one more than its weight.
+
+
 def states() -> Any:
     """With all experts of a layer at work: rounding would choose others of them."""
     config = random_models.states()
@@ -125,7 +131,9 @@ class Case:
 
 CASES: Mapping[str, Case] = {
     "full attention, bfloat16": Case(full_attention, "bfloat16", 1),
-    "windows, bfloat16": Case(windows, "bfloat16", 6, has_tails=True),
+    "windows, bfloat16": Case(
+        windows, "bfloat16", 6, has_tails=True, change=let_last_layer_tell_more
+    ),
     "states, bfloat16": Case(
         states,
         "bfloat16",
@@ -140,7 +148,9 @@ CASES: Mapping[str, Case] = {
     ),
     "latent attention, bfloat16": Case(latent, "bfloat16", 1),
     "full attention, float32": Case(full_attention, "float32", 1),
-    "windows, float32": Case(windows, "float32", 6, has_tails=True),
+    "windows, float32": Case(
+        windows, "float32", 6, has_tails=True, change=let_last_layer_tell_more
+    ),
     "blending, float32": Case(full_attention, "float32", 1, blends=True),
 }
 
@@ -172,7 +182,7 @@ class Checks:
         self, scenarios: Sequence[str], module: str, *engine: Mapping[str, Any], **options: Any
     ) -> Plan:
         arguments: dict[str, Any] = {
-            "dtype": self.case.dtype if self.device == "cuda" else "float32",
+            "dtype": "float32" if self.device == "npu" else self.case.dtype,
             **POOL,
             **ON_DEVICE[self.device],
             **self.case.engine,
