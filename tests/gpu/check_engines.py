@@ -57,6 +57,17 @@ POOL = {"num_gpu_blocks_override": 700}
 CROWDED_TOKENS = {1: 3072, 2: 5632, 4: 8192, 6: 5600}
 """The size of a pool that is too small for the scenario ``storm``, by KV cache groups."""
 
+ENVIRON: Mapping[str, Mapping[str, str]] = {
+    "eager": {},
+    "graphs": {
+        "TORCHDYNAMO_DISABLE": "0",
+        "VLLM_DISABLE_COMPILE_CACHE": "1",
+        # Several processes compile at once.
+        "TORCHINDUCTOR_COMPILE_THREADS": "2",
+    },
+}
+"""Variables of a process, by the mode of its engines."""
+
 ON_DEVICE: Mapping[str, Mapping[str, Any]] = {
     "cpu": {},
     "npu": {},
@@ -235,7 +246,7 @@ class Checks:
             return
         features = self.features
         plans = {mode: self.plan(features, "connector", self.connector(), engine)}
-        if not self.is_quick:
+        if not self.is_quick and mode == "eager":
             small = self.connector(host_memory_gib=1 / 256)
             crowded = {
                 "num_gpu_blocks_override": CROWDED_TOKENS[self.case.num_groups]
@@ -244,7 +255,7 @@ class Checks:
             plans[f"{mode}, crowded"] = self.plan(
                 ("storm", "eviction"), "connector", small, engine, crowded
             )
-        found = self.serve(plans, ADAPTIVE)
+        found = self.serve(plans, {**ADAPTIVE, **ENVIRON[mode]})
         self._note_engine(mode, found)
         expected = self.teach(found.values())
         if expected is None:
@@ -387,7 +398,7 @@ class Checks:
             engine,
             heads=[head_tokens],
         )
-        found = self.serve({mode: plan}, {}).get(mode)
+        found = self.serve({mode: plan}, ENVIRON[mode]).get(mode)
         self._note_engine(mode, {mode: found} if found else {})
         if found is None:
             return

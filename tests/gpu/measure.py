@@ -338,13 +338,14 @@ def measure_steps(
                 seeds = [number % num_visitors for number in range(num_visits)]
                 seeds += [2_000_000 + round_number * 100 + n for n in range(num_visits // 4)]
             visits[name] += engine.visits(seeds)
+    alone = decode_steps(visits.get(ALONE, ()), False)
     for name, found in visits.items():
         quiet = decode_steps(found, False)
         for kind, what in (("loaded", "loads"), ("new", "stores")):
             of_kind = [visit for visit in found if visit.kind == kind]
             busy = decode_steps(of_kind, True)
             if name != ALONE:
-                _note_steps(rows, f"{name}: decode steps beside {what}", busy, quiet)
+                _note_steps(rows, f"{name}: decode steps beside {what}", busy, quiet, alone)
         rows.add(
             f"{name}: decode steps beside no transfer",
             MEASURED,
@@ -355,7 +356,9 @@ def measure_steps(
         )
 
 
-def _note_steps(rows: Rows, what: str, busy: Sequence[Step], quiet: Sequence[Step]) -> None:
+def _note_steps(
+    rows: Rows, what: str, busy: Sequence[Step], quiet: Sequence[Step], alone: Sequence[Step]
+) -> None:
     if not busy or not quiet:
         rows.add(what, LEFT_OUT, f"{len(busy)} steps beside transfers, {len(quiet)} beside none")
         return
@@ -367,8 +370,15 @@ def _note_steps(rows: Rows, what: str, busy: Sequence[Step], quiet: Sequence[Ste
         MEASURED,
         f"p50 {percentile(busy, 50) * 1e3:.2f} ms ({ratios[50]:.2f} x), p99 "
         f"{percentile(busy, 99) * 1e3:.2f} ms ({ratios[99]:.2f} x; goal {GOAL_P99_RATIO}: "
-        f"{verdict}), {len(busy)} steps",
+        f"{verdict}), {len(busy)} steps{_against(busy, alone)}",
     )
+
+
+def _against(busy: Sequence[Step], alone: Sequence[Step]) -> str:
+    if not alone:
+        return ""
+    ratios = [percentile(busy, share) / percentile(alone, share) for share in (50, 99)]
+    return f"; of an engine without a connector p50 {ratios[0]:.2f} x, p99 {ratios[1]:.2f} x"
 
 
 def main() -> None:
