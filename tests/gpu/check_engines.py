@@ -134,6 +134,7 @@ class Case:
     blends: bool = False
     change: Callable[[str, Any], object] | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
+    engine_on_gpu: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tolerance(self) -> float:
@@ -156,6 +157,8 @@ CASES: Mapping[str, Case] = {
         # vLLM caches no prefixes of such a model unless an argument says so. Parts of prompts are
         # whole blocks.
         engine={"enable_prefix_caching": True, "max_num_batched_tokens": 512},
+        # vLLM's first choice on some cards is FlashInfer, which is not brought along.
+        engine_on_gpu={"gdn_prefill_backend": "triton", "moe_backend": "triton"},
     ),
     "latent attention, bfloat16": Case(latent, "bfloat16", 1),
     "full attention, float32": Case(full_attention, "float32", 1),
@@ -197,6 +200,7 @@ class Checks:
             **POOL,
             **ON_DEVICE[self.device],
             **self.case.engine,
+            **(self.case.engine_on_gpu if self.device == "cuda" else {}),
         }
         for each in engine:
             arguments |= each

@@ -25,6 +25,13 @@ sys.path[:] = [*(path for path in sys.path if path != str(_HERE)), str(_HERE.par
 from gpu.sections import Report, Section, run_all  # noqa: E402
 
 BUDGET_S = 480
+ENVIRON = {
+    # FlashInfer is not brought along; vLLM's sampler would import it.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""Variables of all sections."""
 ENGINE_CASES = (
     "full attention, bfloat16",
     "windows, bfloat16",
@@ -53,18 +60,23 @@ def sections(device: str, *, is_quick: bool) -> Iterator[Section]:
     # Elsewhere than on a GPU, one thing at a time has the machine, and takes longer.
     is_gpu = device == "cuda"
     factor = 1 if is_gpu else 10
-    yield Section("bytes", command("check_bytes.py"), 60 * factor, 0)
+
+    def section(name: str, run: list[str], max_s: float, stage: int) -> Section:
+        return Section(name, run, max_s * factor, stage, ENVIRON)
+
+    yield section("bytes", command("check_bytes.py"), 60, 0)
     cases = ENGINE_CASES if is_gpu else WITHOUT_GPU[device]
     for number, case in enumerate(cases if not is_quick else QUICK_CASES):
         options = ["--case", case]
         # Compiling on a CPU takes minutes.
         options += ["--mode", "eager"] if not is_gpu and is_quick else []
         stage = 1 if is_gpu else 1 + number
-        yield Section(case, command("check_engines.py", *options), 180 * factor, stage)
-    yield Section("copies", command("measure.py", "--what", "copies"), 40 * factor, 20)
+        yield section(case, command("check_engines.py", *options), 180, stage)
+    yield section("copies", command("measure.py", "--what", "copies"), 40, 20)
     if device != "npu":
-        what = command("measure.py", "--what", "engines")
-        yield Section("engines of 1B parameters", what, 180 * factor, 21)
+        yield section(
+            "engines of 1B parameters", command("measure.py", "--what", "engines"), 180, 21
+        )
 
 
 def commit_of(checkout: Path) -> str:
