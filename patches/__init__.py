@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ledger: every change this package makes to upstream, in one tuple.
 
-One folder per feature, in it one module per upstream module, named after it. What a module below
-this folder declares as its ``PATCHES`` is in the ledger, by the names of folders and modules.
+There is one folder per feature. A folder has one module per upstream module, named after it. The
+ledger has what the modules below this folder declare as ``PATCHES``, in the order of their names.
 """
 
 import importlib

@@ -43,10 +43,10 @@ def tokens_per_block(coordinator: KVCacheCoordinator, manager: SingleTypeKVCache
 def hit_unit_tokens(coordinator: KVCacheCoordinator) -> int:
     """The number of tokens of which a coordinator's hits are multiples.
 
-    Since vLLM 0.30, coordinators of several groups name the number. With partial hits it is less
-    than a block. Before, vLLM-Ascend aligns hits to ``lcm_block_size`` (with the compress ratios),
-    and vLLM to ``scheduler_block_size``. The coordinator of a single group aligns them to its block
-    size.
+    Since vLLM 0.30, coordinators of several groups name the number. With partial hits, the number
+    is less than a block. Before 0.30, vLLM-Ascend aligns hits to ``lcm_block_size`` (with the
+    compress ratios), and vLLM to ``scheduler_block_size``. The coordinator of a single group aligns
+    them to its block size.
     """
     for name in _HIT_UNITS:
         unit_tokens: int | None = getattr(coordinator, name, None)
@@ -59,12 +59,12 @@ _HIT_UNITS = ("_cache_hit_alignment_tokens", "lcm_block_size", "block_size", "sc
 
 
 def has_partial_hits(coordinator: KVCacheCoordinator) -> bool:
-    """Whether a hit may end within a block, of which the request then gets a copy (since 0.30)."""
+    """Whether a hit may end within a block, which is then copied for the request (since 0.30)."""
     return getattr(coordinator, "enable_partial_hash_hits", False)
 
 
 def cache_unit_tokens(coordinator: KVCacheCoordinator) -> int | None:
-    """The number of tokens up to whose multiples blocks are cached; None if all full blocks are.
+    """Blocks are cached up to multiples of this number of tokens; None if all full blocks are.
 
     A coordinator of several groups waits for a multiple, unless it has partial hits. A group that
     looks ahead then caches one block more.
@@ -125,7 +125,7 @@ def lookup_groups(coordinator: KVCacheCoordinator) -> tuple[LookupGroup, ...]:
 
 
 def defining_class(kind: type, method: str) -> type:
-    """The class that defines a method of ``kind``: itself, or one that it derives from."""
+    """The class that defines a method of ``kind``: ``kind`` itself, or a base class."""
     return next(each for each in kind.__mro__ if method in vars(each))
 
 
@@ -144,7 +144,7 @@ def step_start_tokens(
 
 
 def uncache(block_pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
-    """Take blocks out of the prefix cache. Free ones become the next to be reallocated."""
+    """Take blocks out of the prefix cache. Free blocks become the next to be reallocated."""
     block_pool.evict_blocks({block.block_id for block in blocks})
     free = [block for block in blocks if block.ref_cnt == 0]
     queue = block_pool.free_block_queue
@@ -192,7 +192,7 @@ def live_blocks(blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
         stop -= 1
     if not stop:
         return blocks
-    # For a window, only nulls are left. The comparison of each is one of pointers.
+    # For a window, only nulls are left. Each comparison compares only pointers.
     if blocks[:stop].count(blocks[stop - 1]) == stop:
         return blocks[stop:]
     return [block for block in blocks if not block.is_null]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/core/kv_cache_manager.py``: methods of a new manager, and of the objects it is made of.
 
-Each function below is called in place of the method of that name of one object. If the fast path
-and retention both have one, retention's is called, and calls that of the fast path::
+Each function below is called in place of an object's method of the same name. If the fast path and
+retention both have a function, retention's is called, and calls the fast path's::
 
     manager        allocate_slots, cache_blocks       FastSteps
                    free, pop_blocks_for_free          RetainingManager
@@ -19,8 +19,8 @@ and retention both have one, retention's is called, and calls that of the fast p
                    pop_blocks_for_free                RetainingGroup (since vLLM 0.30)
 
 A manager that neither the fast path nor retention understands runs upstream's own functions.
-Coordinators and pools without a manager always do. vLLM's connectors that offload to the host have
-such ones.
+Coordinators and pools without a manager always run upstream's functions. vLLM's connectors that
+offload to the host have such coordinators and pools.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from vllm_ascend_kvext.retention.checkpoint_retention import CheckpointRetention
 
 RETENTION = "retention"
-"""The feature of that name."""
+"""The name of the feature."""
 
 
 def make_manager(
@@ -91,7 +91,7 @@ def bind(manager: KVCacheManager, features: set[str]) -> None:
 
 
 def _start_retention(manager: KVCacheManager) -> CheckpointRetention | None:
-    """Start retention with the interval of the settings; None if there is neither kind of it.
+    """Start retention with the interval of the settings; None if the settings ask for none.
 
     An interval that is wrong for the model is refused here, because the unit at which the prefix
     cache can hit is known only when the coordinator exists. If the variable is not set, adaptive

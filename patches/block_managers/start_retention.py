@@ -37,7 +37,7 @@ def retain(
 
     Args:
         interval_tokens: ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; 0 if it is not set.
-        is_adaptive: Whether boundaries are also kept for what requests ask for.
+        is_adaptive: Whether boundaries that requests ask for are also kept.
 
     Raises:
         ValueError: If the interval is not valid for this coordinator.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KvextConnector: vLLM gets to know its name, and it gets to know its scheduler.
+"""KvextConnector: vLLM learns its name, and the connector learns its scheduler.
 
 Nothing is changed in an engine that is started without it.
 """

@@ -37,9 +37,10 @@ def drain_before_reset(
 
 
 def _has_outputs_to_come(core: EngineCore) -> bool:
-    # Upstream counts no requests while all are paused, although a step with some may be in flight.
+    # While the scheduler is paused, upstream counts no requests, even if a step is in flight.
     if _sending_step(core) is None:
-        # An aborted request that loads is in `requests` until a step says that it has loaded.
+        # An aborted request that loads stays in `requests` until a step reports the end of its
+        # load.
         return any(not request.is_finished() for request in core.scheduler.requests.values())
     return core.scheduler.has_unfinished_requests()
 

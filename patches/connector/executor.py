@@ -23,7 +23,7 @@ def end_transfers_before_sleep(
 
 
 def end_transfers(worker: Any) -> None:
-    """Wait, in a worker's process, until none of its transfers runs. Queued ones fail."""
+    """Wait, in a worker's process, until none of its transfers runs. Queued transfers fail."""
     from vllm.distributed import kv_transfer
 
     if kv_transfer.has_kv_transfer_group():

@@ -64,7 +64,7 @@ def budget_of_holes(scheduler: Scheduler) -> tuple[int, int, int]:
 def add_rows(scheduler: Scheduler, output: SchedulerOutput, rows: Sequence[HoleRow]) -> None:
     """Add rows to a step that has been planned. The rows of each request ascend."""
     model_config = scheduler.vllm_config.model_config
-    # These workers look into prompts. Others only copy and count their tokens.
+    # These workers look into prompts. Other workers only copy and count the tokens of prompts.
     needs_list = (
         scheduler.use_v2_model_runner
         or model_config.uses_mrope
@@ -95,7 +95,7 @@ def _prompt_of(row: HoleRow, request: Request, needs_list: bool) -> Sequence[int
 def _beginning_of(request: Request, num_tokens: int, needs_list: bool) -> MutableSequence[int]:
     """The first tokens of a request, as an array unless the worker needs a list.
 
-    A worker copies all of them for each row. A copy of a list of 131,072 numbers takes
+    A worker copies all these tokens for each row. A copy of a list of 131,072 numbers takes
     milliseconds, and a copy of an array almost no time. The holes of a request may take many steps,
     so the request's list is read only once. Tokens that are computed do not change any more.
     """
@@ -142,8 +142,8 @@ def correct_hits(scheduler: Scheduler, counts_every_admission: bool, new: NewHol
     """Take holes out of the hits that upstream has counted.
 
     Upstream counts all tokens up to the end of a load. It counts every admission of a request
-    before its first answer, or only the first one. Its counts are complete when it asks the
-    connector what to send to the workers.
+    before its first answer, or only the first admission. The counts are complete when upstream asks
+    the connector what to send to the workers.
     """
     request = scheduler.requests.get(new.request_id)
     if request is None:

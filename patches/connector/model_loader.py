@@ -3,8 +3,8 @@
 
 The model's own modules say how keys turn with their positions. The loader shows each model that it
 has built to a function that may log it. ``load_model`` is not patched, because upstream wraps it
-itself if OpenTelemetry is installed. A fingerprint cannot tell this wrapper from one of another
-program.
+itself if OpenTelemetry is installed. A fingerprint cannot tell this wrapper from another program's
+wrapper.
 
 A shared tier knows KV by the content of the weights. A loader of files calls a method of its own
 that chooses the files, before it reads them.
@@ -47,7 +47,7 @@ def begin_reading(
 def note_chosen_files(
     wrapped: Callable[..., Any], instance: object, *args: Any, **kwargs: Any
 ) -> Any:
-    """Note the files that a loader has chosen: the result of its method, or the second part."""
+    """Note the files that a loader has chosen: its method's result, or the result's second part."""
     chosen = wrapped(*args, **kwargs)
     _note_files(chosen[1] if isinstance(chosen, tuple) else chosen)
     return chosen

@@ -54,7 +54,7 @@ def connect(wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kw
     if connector is not None:
         if scheduler.connector is connector:
             # Upstream frees blocks late, because loads of other connectors do not wait for steps
-            # in flight. It cannot be reset meanwhile. Our loads wait, see ``compute_fence``.
+            # in flight. Meanwhile, it refuses a reset. Our loads wait, see ``compute_fence``.
             scheduler.defer_block_free = False
         _bind(scheduler, connector, ConnectedScheduler)
 
@@ -64,7 +64,7 @@ def connect_by_blocks(
 ) -> None:
     """As `connect`, for vLLM < 0.30, which is told of failed loads by block.
 
-    It does not ask connectors whether they have work.
+    vLLM < 0.30 does not ask connectors whether they have work.
     """
     wrapped(*args, **kwargs)
     log_least_prompt(scheduler.kv_cache_manager.coordinator)
@@ -103,7 +103,7 @@ def side_of(scheduler: Scheduler) -> ConnectorScheduler | None:
 
 
 class ConnectedScheduler:
-    """A scheduler with a KvextConnector. Methods of this object replace those of the scheduler.
+    """A scheduler with a KvextConnector. Methods of this object replace methods of the scheduler.
 
     Attributes:
         steps: The parts that are called around its ``schedule``.
@@ -150,11 +150,11 @@ class ConnectedScheduler:
     def _get_new_block_ids_to_zero(
         self, wrapped: Callable[[], list[int] | None]
     ) -> list[int] | None:
-        """Let workers zero the pages that are about to be loaded, and those of holes.
+        """Let workers zero the pages that are about to be loaded, and the pages of holes.
 
         A load may fill only parts of its pages. Upstream leaves such pages out, because loads of
-        other connectors do not wait for kernels that were enqueued before. It does not know pages
-        that only holes have.
+        other connectors do not wait for kernels that were enqueued before. Upstream does not know
+        pages that only holes have.
         """
         self.scheduler._skip_zero_block_ids -= self.side.pages_to_load()
         return [*(wrapped() or ()), *self.side.references.new_ids] or None
@@ -197,8 +197,8 @@ class ConnectedScheduler:
     def _restart_loaded_requests(self) -> None:
         """Take the blocks of requests that have loaded and do not run yet.
 
-        Upstream preempts running requests, and fails if others hold blocks. A load under way still
-        writes to its blocks, so upstream still fails then.
+        Upstream preempts running requests, and fails if other requests hold blocks. A load under
+        way still writes to its blocks, so its request keeps them, and upstream still fails.
         """
         from vllm.v1.request import RequestStatus
 
@@ -227,7 +227,8 @@ class ConnectedScheduler:
 
         If the device had tokens of the request, vLLM would go on behind these without a new lookup.
         vLLM 0.23.0 admits a load only if there is room for all that prefills in flight still need,
-        too. It leaves a request whose load failed among these. Its next load would wait for itself.
+        too. It still counts a request whose load failed among these prefills. So the next load of
+        the request would wait for the request itself.
         """
         has_failed = request.request_id in self.scheduler.failed_recving_kv_req_ids
         if has_failed and self.side.is_looked_up_again(request.request_id):
@@ -283,7 +284,7 @@ class KeptGoingScheduler(ConnectedScheduler):
         return (self.has_finished_requests,)
 
     def has_finished_requests(self, wrapped: Callable[[], bool]) -> bool:
-        """Whether steps are needed although no request waits for any."""
+        """Whether steps are needed although no request waits for a step."""
         return wrapped() or self.side.has_work
 
 
@@ -358,7 +359,8 @@ def _cached_blocks(
 _replaced = InstanceMethods()
 
 ON_CONNECTED: list[Callable[[ConnectedScheduler], object]] = []
-"""Functions that are called with each new `ConnectedScheduler`. Features above this add them."""
+"""Functions that are called with each new `ConnectedScheduler`. Features above the connector add
+functions."""
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _ASCEND_BALANCE = "vllm_ascend.patch.platform.patch_balance_schedule:BalanceScheduler"

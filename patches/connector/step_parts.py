@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/core/sched/scheduler.py``: parts around ``schedule``, in steps that need them.
 
-Most engines plan almost all of their steps with vLLM's own function. A scheduler gets another one
-when a request begins to wait for something that vLLM does not plan. It gets vLLM's own back after
-the step in which the last such request goes on::
+Most engines plan almost all of their steps with vLLM's own function. A scheduler gets another
+function when a request begins to wait for something that vLLM does not plan. The scheduler gets
+vLLM's own function back after the step in which the last such request goes on::
 
     a hole is born ──> put_on ──> steps with rows of holes ──> no part has work ──> vLLM's own
 """
@@ -35,7 +35,7 @@ class StepPart(Protocol):
 
 
 class StepParts:
-    """The parts around the ``schedule`` of one scheduler, which are there while one has work."""
+    """The parts around one scheduler's ``schedule``. They wrap it only while a part has work."""
 
     def __init__(self, scheduler: Scheduler, methods: InstanceMethods) -> None:
         self._scheduler = scheduler
@@ -44,7 +44,7 @@ class StepParts:
         self._take_off: Callable[[], None] | None = None
 
     def add(self, part: StepPart) -> None:
-        """Add a part, which is called within those that were added before."""
+        """Add a part, which is called within the parts that were added before."""
         self._parts.append(part)
 
     def put_on(self) -> None:
@@ -58,7 +58,7 @@ class StepParts:
     def schedule(
         self, wrapped: Callable[..., SchedulerOutput], *args: Any, **kwargs: Any
     ) -> SchedulerOutput:
-        """Plan a step with all parts. If none has work then, put vLLM's own function back."""
+        """Plan a step with all parts. If no part has work then, put vLLM's function back."""
         for part in reversed(self._parts):
             wrapped = partial(part.schedule, wrapped)
         output = wrapped(*args, **kwargs)

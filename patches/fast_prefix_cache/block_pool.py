@@ -30,7 +30,7 @@ class FastPool:
         self._whole_group_ids = whole_group_ids
 
     def methods(self, is_retained: bool) -> Iterator[Callable[..., Any]]:
-        """The methods that take the place of upstream's own, and of no subclass's.
+        """The methods that replace upstream's own methods, and no method of a subclass.
 
         Args:
             is_retained: Whether retention decides what is cached, in a method of its own.
@@ -47,7 +47,7 @@ class FastPool:
     def get_new_blocks(
         self, wrapped: Callable[[int], list[KVCacheBlock]], num_blocks: int
     ) -> list[KVCacheBlock]:
-        """Allocate blocks. Only cached ones cost more than a few assignments."""
+        """Allocate blocks. Only cached blocks cost more than a few assignments."""
         pool = self._pool
         queue = pool.free_block_queue
         is_watched = pool.metrics_collector or getattr(pool, "_reuse_watchers", None)
@@ -85,7 +85,7 @@ class FastPool:
         if num_cached_blocks >= num_full_blocks:
             return
         pool = self._pool
-        # Since vLLM 0.30 a block that is not full may have a hash, which gives way to another.
+        # Since vLLM 0.30 a block that is not full may have a hash, which another hash replaces.
         has_hash = blocks[num_cached_blocks]._block_hash is not None
         is_whole = block_mask is None and kv_cache_group_id in self._whole_group_ids
         if is_whole and not has_hash and not pool.enable_kv_cache_events:
@@ -170,7 +170,7 @@ RELIES_ON = (
     "vllm.v1.core.kv_cache_utils:make_block_hash_with_group_id",
     "vllm.v1.core.kv_cache_utils:BlockHashListWithBlockSize._get_value_at",
 )
-"""The functions that are replaced, and those whose results the replacements must equal.
+"""The functions that are replaced, and the functions whose results the replacements must equal.
 
 Upstream calls a method for every block that it allocates. It makes keys for every block up to the
 prompt's end.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class FastLookup:
-    """The lookup of one coordinator, all of whose groups are of a known kind."""
+    """The lookup of one coordinator. All its groups have a known kind."""
 
     def __init__(self, coordinator: KVCacheCoordinator, lookup: Lookup) -> None:
         self._block_pool = coordinator.block_pool
@@ -36,7 +36,7 @@ class FastLookup:
         block_hashes: Sequence[bytes],
         max_cache_hit_length: int,
     ) -> Hit:
-        """Look the groups up as a whole."""
+        """Look all groups up at once."""
         table = self._block_pool.cached_block_hash_to_block._cache
         return self._lookup.longest_hit(table.get, block_hashes, max_cache_hit_length)
 
@@ -46,7 +46,7 @@ def describe_lookup(coordinator: KVCacheCoordinator) -> Lookup | None:
     from vllm.v1.core import kv_cache_coordinator as upstreams
 
     finder = defining_class(type(coordinator), "find_longest_cache_hit")
-    # Since 0.30, coordinators of vLLM-Ascend find what upstream's do.
+    # Since 0.30, vLLM-Ascend's coordinators find the same hits as upstream's.
     is_known = is_ascend(coordinator) and hasattr(coordinator, "get_replay_boundaries")
     is_known |= finder in (
         upstreams.HybridKVCacheCoordinator,
@@ -112,7 +112,7 @@ RELIES_ON = (
     f"{_MANAGERS}:SlidingWindowManager.find_longest_cache_hit",
     f"{_MANAGERS}:MambaManager.find_longest_cache_hit",
 )
-"""The functions that are replaced, and those whose results the replacements must equal.
+"""The functions that are replaced, and the functions whose results the replacements must equal.
 
 Upstream calls functions for every block of the prompt, in every group.
 """

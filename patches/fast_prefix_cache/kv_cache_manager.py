@@ -108,7 +108,7 @@ class FastSteps:
 
 
 def describe_steps(manager: KVCacheManager, rule: CachingRule | None) -> Steps | None:
-    """The steps of running requests on a block manager; None if some group's are not known here.
+    """The steps of running requests on a block manager; None if some group's steps are unknown.
 
     Args:
         rule: Decides instead of upstream when something is cached; None if upstream decides.
@@ -118,7 +118,7 @@ def describe_steps(manager: KVCacheManager, rule: CachingRule | None) -> Steps |
     coordinator = manager.coordinator
     group_managers = coordinator.single_type_managers
     is_known = is_ascend(coordinator) or type(coordinator).__module__ == _COORDINATOR
-    # A quiet step calls no function of the manager, and so none of a subclass.
+    # A quiet step calls no function of the manager, and so no function of a subclass.
     for method in ("allocate_slots", "cache_blocks"):
         is_known = is_known and defining_class(type(manager), method) is KVCacheManager
     # An MTP drafter of several modules computes the last tokens again (vLLM 0.30).
@@ -204,7 +204,7 @@ RELIES_ON = (
     f"{_GROUP_MANAGER}.allocate_new_blocks",
     "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.get_num_skipped_tokens",
 )
-"""The functions that are replaced, and those whose results the replacements must equal.
+"""The functions that are replaced, and the functions whose results the replacements must equal.
 
 Upstream passes over all groups four times in every step of every request, although nothing changes
 in most steps of a decode. With asynchronous scheduling, it passes over them once more at the end of

@@ -25,7 +25,8 @@ def methods_of_group(
     Each of them does what one function of upstream does, and replaces no other function.
 
     Args:
-        is_retained: Whether retention decides what is cached. It does not ask upstream's managers.
+        is_retained: Whether retention decides what is cached. Retention does not ask upstream's
+            managers.
     """
     from vllm.v1.core import single_type_kv_cache_manager as upstreams
 
@@ -46,7 +47,7 @@ def methods_of_group(
 
 
 def _has(manager: SingleTypeKVCacheManager, method: str, owner: type) -> bool:
-    """Whether a method of a manager is that of a class of upstream."""
+    """Whether the class ``owner`` of upstream defines a manager's method."""
     return defining_class(type(manager), method) is owner
 
 
@@ -111,7 +112,7 @@ class FastTails:
             return
         pool = manager.block_pool
         blocks = manager.req_to_blocks[request_id]
-        # Since vLLM 0.30 a block that is not full may have a hash, which gives way to another.
+        # Since vLLM 0.30 a block that is not full may have a hash, which another hash replaces.
         has_hash = blocks[run.start]._block_hash is not None
         if pool.enable_kv_cache_events or retention_interval is not None or has_hash:
             wrapped(request, num_tokens, retention_interval, **boundaries)
@@ -132,7 +133,7 @@ class FastWindow:
     def remove_skipped_blocks(
         self, wrapped: Callable[..., None], request_id: str, total_computed_tokens: int
     ) -> None:
-        """Free the blocks that leave a window. If none does, compare only one block."""
+        """Free the blocks that leave a window. If no block leaves, compare only one block."""
         manager = self._manager
         skipped_tokens = manager.get_num_skipped_tokens(total_computed_tokens)
         if skipped_tokens <= 0:
@@ -142,7 +143,7 @@ class FastWindow:
         if not stop or blocks[stop - 1] is manager._null_block:
             return
         if hasattr(wrapped, "__wrapped__"):
-            # vllm-ascend 0.23.0 lets windows wait for steps in flight, so it may free fewer.
+            # vllm-ascend 0.23.0 lets windows wait for steps in flight, so it may free fewer blocks.
             wrapped(request_id, total_computed_tokens)
             return
         _free_up_to(manager, blocks, 0, stop, partial(free_by_use, manager.block_pool))
@@ -175,7 +176,7 @@ def _free_up_to(
     stop: int,
     free: Callable[[list[KVCacheBlock]], None],
 ) -> None:
-    """Put nulls in the place of blocks before ``stop``, back to ``first`` or a null."""
+    """Replace the blocks before ``stop`` by nulls, back to ``first`` or to a null."""
     null = manager._null_block
     start = stop
     while start > first and blocks[start - 1] is not null:
@@ -197,8 +198,8 @@ RELIES_ON = (
 """Upstream computes a flag for every block of a chunk to find the few that it caches."""
 
 RELIES_ON_BEFORE_0_30 = (f"{_BASE}.remove_skipped_blocks", f"{_WINDOW}.free")
-"""Upstream compares all fields of each block that leaves a window, and frees empty lists if none
-does. For each null block of a long request it counts down a reference."""
+"""Upstream compares all fields of each block that leaves a window, and frees empty lists if no
+block leaves. For each null block of a long request it counts down a reference."""
 
 RELIES_ON_SINCE_0_30 = (f"{_BASE}._remove_blocks_in_range",)
 """Upstream compares all fields of each block that leaves a window."""

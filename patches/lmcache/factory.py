@@ -2,8 +2,9 @@
 """``vllm/distributed/kv_transfer/kv_connector/factory.py``: the configs of LMCache's connector.
 
 LMCache's connector takes the name of its objects, and the tokens of its blocks, from the two
-configs that vLLM hands it. Here it gets copies with another name and other tokens. vLLM gets a
-class that makes its objects in this way. So this works for the factory and for `MultiConnector`.
+configs that vLLM hands it. Here it gets copies of the configs with another name and other tokens.
+vLLM gets a class whose constructor passes such copies. So this works for the factory and for
+`MultiConnector`.
 """
 
 from __future__ import annotations
@@ -136,8 +137,8 @@ PATCHES = (
             "vllm.v1.core.kv_cache_utils:generate_scheduler_kv_cache_config",
             "vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized",
             # This function asks for a class, and makes an object of it. `MultiConnector` does the
-            # same. It is not named here, because its module imports prometheus_client before vLLM
-            # has set that up.
+            # same. `MultiConnector` is not named here, because its module imports prometheus_client
+            # before vLLM has set up prometheus_client.
             f"{_FACTORY}.create_connector",
         ),
     ),

@@ -73,7 +73,7 @@ def end_step_with_its_block(
         request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
     )
     if scheduler.mamba_has_prefill_checkpoint_blocks:
-        return num_split_tokens  # A step leaves further states besides that of its last token.
+        return num_split_tokens  # A step leaves more states than the state of its last token.
     start_tokens = step_start_tokens(
         request, num_new_local_computed_tokens, num_external_computed_tokens
     )

@@ -75,7 +75,7 @@ def wait_for_drafts(
 def drafts_in_flight(request: Request) -> int:
     """The number of computed tokens that may be rejected drafts. The number is never too small."""
     if hasattr(request, "num_in_flight_tokens"):
-        return 0  # vLLM-Ascend >= 0.23.0 counts these itself, and its managers wait for them.
+        return 0  # vLLM-Ascend >= 0.23.0 counts drafts itself, and its managers wait for them.
     # A step in flight has one placeholder for its token, and one for each of its drafts. The next
     # step has as many drafts as any step in flight. After a preemption it has none, and the
     # placeholders are counted from zero.

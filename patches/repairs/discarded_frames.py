@@ -32,7 +32,7 @@ class StepsInFlight:
     """The steps of one scheduler whose outputs have not arrived yet, the oldest first."""
 
     def __init__(self) -> None:
-        # The steps, each with those of its requests that a reset has preempted since.
+        # The steps. Each has the requests of the step that a reset has preempted since.
         self._steps: deque[tuple[SchedulerOutput, set[str]]] = deque()
 
         self._prompt_logprobs: dict[str, Any] = {}
@@ -51,7 +51,7 @@ class StepsInFlight:
         """Forget a step, and all earlier steps, which never had an output.
 
         Returns:
-            The requests that are stale in it.
+            The requests that are stale in the step.
         """
         for index, (output, stale) in enumerate(self._steps):
             if output is planned:

@@ -2,10 +2,10 @@
 """``vllm_ascend/ops/fused_moe``: which groups of experts are the best.
 
 If experts have a bias (``noaux_tc``: DeepSeek-V3), the two best experts of a group count. If they
-have none (``group_limited_greedy``: DeepSeek-V2), only the best one counts, see ``grouped_topk`` in
-vLLM's ``grouped_topk_router.py``. vLLM-Ascend lets its kernel count two in both cases. Its own
-function without a kernel counts one. The module does not import vLLM-Ascend's modules, because that
-would import its operators too early.
+have none (``group_limited_greedy``: DeepSeek-V2), only the best expert counts, see ``grouped_topk``
+in vLLM's ``grouped_topk_router.py``. vLLM-Ascend lets its kernel count two experts in both cases.
+Its own function without a kernel counts one expert. The module does not import vLLM-Ascend's
+modules, because that would import its operators too early.
 """
 
 from __future__ import annotations

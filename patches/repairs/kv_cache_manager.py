@@ -64,9 +64,9 @@ class _UncachingManager:
         """Uncache the blocks of a preempted request whose tokens were scheduled, not computed.
 
         Upstream counts tokens as computed once the step is planned. If a request is preempted
-        before that, it has cached more tokens than it counts. Only running requests are preempted.
-        For other requests, a failed load may have set the count to 0, but the blocks that they had
-        hit are right.
+        earlier, it has cached more tokens than it counts. Only running requests are preempted. For
+        other requests, a failed load may have set the count to 0, but the blocks that they had hit
+        are right.
         """
         from vllm.v1.request import RequestStatus
 

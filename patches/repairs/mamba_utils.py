@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def leave_buffers_to_the_upload(
     wrapped: Callable[[MambaCopyBuffers], None], _instance: None, copy_bufs: MambaCopyBuffers
 ) -> None:
-    """Give the next step new buffers. The allocator keeps the others until they are read."""
+    """Give the next step new buffers. The allocator keeps the old buffers until they are read."""
     wrapped(copy_bufs)
     if copy_bufs.offset and copy_bufs.sizes.gpu.device.type == "npu":
         for buffer in (copy_bufs.src_ptrs, copy_bufs.dst_ptrs, copy_bufs.sizes):

@@ -10,8 +10,8 @@ vLLM's default, and looks like a user's 0. With 0, vLLM-Ascend still caches ever
 users who have set nothing would lose hits of siblings, next turns and edited prompts.
 
 If lookups drop no block for drafts (EAGLE, MTP), the repair keeps both positions of a prompt at
-which a request can resume: for the same prompt, and for a longer one. vLLM keeps only one of them.
-If the kept position is a whole number of blocks, states exist only at the other position.
+which a request can resume: for the same prompt, and for a longer prompt. vLLM keeps only one
+position. If the kept position is a whole number of blocks, states exist only at the other position.
 """
 
 from __future__ import annotations

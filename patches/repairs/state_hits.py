@@ -32,8 +32,8 @@ def repair_hits(scheduler: Scheduler, brings_states: bool) -> None:
     After the patch is taken back, the scheduler goes on with the hits of all groups.
 
     Args:
-        scheduler: The scheduler. It uses its own lookup if ``has_mamba_layers`` is true. Once it
-            is constructed, it reads that attribute for nothing else.
+        scheduler: The scheduler. It uses its own lookup if ``has_mamba_layers`` is true. After its
+            construction, it reads this attribute for nothing else.
         brings_states: Whether its connector may load the state at the end of its tokens.
     """
     from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
@@ -53,7 +53,7 @@ def repair_hits(scheduler: Scheduler, brings_states: bool) -> None:
 
 
 class StateHits:
-    """The lookups of one scheduler. Methods of this object replace those of manager and connector.
+    """The lookups of one scheduler. Its methods replace methods of the manager and the connector.
 
     The connector is asked once per lookup. Its answer for the longer hit is kept for the scheduler,
     which asks the same question next.

@@ -102,8 +102,9 @@ class RetainingPool:
     ) -> list[KVCacheBlock]:
         """Let the least useful checkpoints give way to the blocks that are allocated.
 
-        Upstream evicts block by block, in the order in which they were freed. A checkpoint goes
-        before the full-attention blocks that it unlocks, and then nothing can hit these.
+        Upstream evicts blocks one by one, in the order in which they were freed. It evicts a
+        checkpoint before the full-attention blocks that the checkpoint unlocks. Nothing can hit
+        these blocks then.
         """
         self._retained.make_room(num_blocks)
         return wrapped(num_blocks)
@@ -111,7 +112,7 @@ class RetainingPool:
     def free_blocks(
         self, wrapped: Callable[..., None], ordered_blocks: Iterable[KVCacheBlock]
     ) -> None:
-        """Free blocks so that those that no checkpoint needs are reallocated first.
+        """Free blocks so that blocks that no checkpoint needs are reallocated first.
 
         Upstream itself puts blocks without a hash to the front of the queue.
         """
@@ -153,8 +154,8 @@ class RetainingPoolBefore030(RetainingPool):
     ) -> None:
         """Free cached blocks to the back of the queue, all others to its front.
 
-        Blocks without a hash can never be hit. If they stood behind cached ones in the queue, the
-        cached ones would be reallocated first.
+        Blocks without a hash can never be hit. If they stood behind cached blocks in the queue, the
+        cached blocks would be reallocated first.
         """
         self._free_by_use(ordered_blocks, wrapped, partial(wrapped, prepend=True))
 

@@ -43,7 +43,7 @@ class RetainingCoordinator:
         """Free what has left a window, after saving what is needed later.
 
         The number of tokens counts no drafts. With EAGLE, a boundary opens only after the first
-        blocks of its tail have left the window. They must not be reallocated before.
+        blocks of its tail have left the window. These blocks must not be reallocated before.
         """
         self._retention.before_skip(request_id, processed_computed_tokens, is_settled=True)
         wrapped(request_id, processed_computed_tokens, num_prompt_tokens)

@@ -28,8 +28,8 @@ class RetainingManager:
     def free(self, wrapped: Callable[[Request], Any], request: Request) -> Any:
         """Settle what a finished or preempted request leaves in the prefix cache.
 
-        Upstream's replay boundary is that of the prompt. A request that is preempted while
-        decoding, or extended by a next turn, would resume long before the end of what it computed.
+        Upstream's replay boundary is the prompt's. So a request that is preempted while decoding,
+        or that a next turn extends, would resume long before the end of its computed tokens.
         """
         self._retention.release(request)
         return wrapped(request)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def follow_retention(
     wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any
 ) -> None:
-    """Let a new scheduler report the counters of retention, and end steps where it asks for it."""
+    """Let a new scheduler report retention's counts, and end steps where retention asks for it."""
     wrapped(*args, **kwargs)
     retention = CoordinatorState.of(scheduler.kv_cache_manager.coordinator).retention
     if retention is not None:

@@ -32,7 +32,7 @@ class RetainingGroup:
     def free(self, wrapped: Callable[[str], None], request_id: str) -> None:
         """Take the null blocks out of a request's block table before it is freed.
 
-        Since vLLM 0.30, upstream's ``free`` calls `pop_blocks_for_free`, which does this then.
+        Since vLLM 0.30, upstream's ``free`` calls `pop_blocks_for_free`, which then takes them out.
         """
         drop_nulls(self._manager, request_id)
         wrapped(request_id)

@@ -3,7 +3,7 @@
 
 A reset of the prefix cache makes steps until transfers have ended, and is refused while requests
 hold blocks. An engine that shuts down makes steps as long as there are requests. In both cases,
-requests that learn segments count, and each step may begin further ones.
+requests that learn segments count, and each step may begin further requests of this kind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def hold_learning(
     wrapped: Callable[..., bool], core: EngineCore, *args: Any, **kwargs: Any
 ) -> bool:
-    """Compute no segments while the prefix cache is reset, and while steps are made for that."""
+    """Compute no segments during a reset of the prefix cache, and during steps made for it."""
     learning = _learning_of(core.scheduler)
     if learning is None:
         return wrapped(*args, **kwargs)

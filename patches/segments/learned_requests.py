@@ -112,7 +112,7 @@ class LearnedRequests:
                 scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def drop_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Take the answers of own requests out of the outputs of a step, which are by client."""
+        """Take the answers of own requests out of a step's outputs, which are grouped by client."""
         if not self._ids:
             return
         for client, of_client in list(outputs.items()):
@@ -152,7 +152,7 @@ def _request_of(wanted: WantedSegment) -> Request:
 
 
 def _others_wait(scheduler: Scheduler, own_ids: set[str]) -> bool:
-    """Whether a request could not be admitted for want of tokens, of blocks, or of a place."""
+    """Whether a request could not be admitted because tokens, blocks or a place are lacking."""
     from vllm.v1.request import RequestStatus
 
     if scheduler.finished_recving_kv_req_ids:

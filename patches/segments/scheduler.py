@@ -61,7 +61,7 @@ class SegmentedScheduler:
     def cache_blocks(
         self, wrapped: Callable[[Request, int], None], request: Request, num_computed_tokens: int
     ) -> None:
-        """Cache the blocks of a request, but only those that other requests may use."""
+        """Cache the blocks of a request, but only blocks that other requests may use."""
         visible_tokens = self._segments.visible_tokens(request.request_id)
         if visible_tokens is not None:
             num_computed_tokens = min(num_computed_tokens, visible_tokens)

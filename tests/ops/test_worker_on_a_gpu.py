@@ -76,6 +76,18 @@ def test_a_load_waits_for_kernels_that_still_use_its_pages(
     assert same(worker.page_bytes(), content)
 
 
+def test_pages_that_return_after_a_reset_are_served_and_told_once(
+    gpu: StandInGpu, worker: SmallWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = worker.page_bytes()
+    worker.run(worker.job)
+    worker.side.register(worker.pages.kv_caches)
+    worker.pages.fill(seed=6)
+    worker.run(worker.load())
+    assert same(worker.page_bytes(), content)
+    assert "allow_cuda" not in caplog.text
+
+
 def test_copies_in_several_calls_are_the_same_copies(
     gpu: StandInGpu, worker: SmallWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV connector: keeps KV of every cache group in host memory, and brings it back.
 
-vLLM finds the class here by its name (``kv_connector_module_path``). It is imported when it is
-asked for, because that needs vLLM.
+vLLM finds the class here by its name (``kv_connector_module_path``). The class is imported only
+when it is asked for, because its import needs vLLM.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class ConnectorExtension(ABC):
         Args:
             workers: The layouts of the workers, by rank.
             on_used: The extension calls it with each entry of its own that is used. A shared tier
-                is told so.
+                is told of the use.
         """
 
     @abstractmethod

@@ -3,7 +3,7 @@
 
     --kv-transfer-config '{"kv_connector": "KvextConnector", "kv_role": "kv_both"}'
 
-vLLM makes one in the process of the scheduler and one in each worker.
+vLLM makes one connector in the process of the scheduler, and one in each worker.
 """
 
 from __future__ import annotations
@@ -216,8 +216,8 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         has_gets = jobs.secondary is not None and jobs.secondary.has_gets
         if jobs.loads or jobs.extras is not None or has_gets:
-            # By default vLLM >= 0.30 calls `start_load_kv` after the forward. But loads run beside
-            # the forward, and an extension may look into it.
+            # By default vLLM >= 0.30 calls `start_load_kv` after the forward. But our loads run
+            # beside the forward, and an extension may look into the forward.
             scheduler_output.has_sync_kv_loads = True
         return KvextMetadata(jobs)
 
@@ -249,7 +249,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False, params
 
     def has_pending_push_work(self) -> bool:
-        """Whether steps are needed although no request waits for any. vLLM >= 0.30 asks."""
+        """Whether steps are needed although no request waits for a step. vLLM >= 0.30 asks this."""
         return self.scheduler_side is not None and self.scheduler_side.has_work
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -296,7 +296,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None, set(self._ended.loads) or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """As `get_finished`, for vLLM >= 0.30, which wants the requests whose load failed."""
+        """As `get_finished`, for vLLM >= 0.30. The result also names requests whose load failed."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
         self._names_blocks = False

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reuse of KV behind a missing stretch of a prompt: the stretch alone is computed."""
+"""Reuse of KV behind a missing stretch of a prompt: only the stretch is computed."""

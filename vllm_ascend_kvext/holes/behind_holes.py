@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans how much of a prompt can be loaded from the host tier if holes between are computed.
+"""Plans how much of a prompt can be loaded from the host tier if the holes in between are computed.
 
-Block hashes are chained. So a block behind a hole that has the right hash holds what this prompt
-needs, and only the holes are computed.
+Block hashes are chained. So a block with the right hash holds what this prompt needs, even behind a
+hole. Only the holes are computed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from vllm_ascend_kvext.token_range import TokenRange, without
 def plan_behind_holes(
     tier: HostTier, hit: Hit, num_tokens: int, min_run_tokens: int
 ) -> LoadPlan | None:
-    """A plan that goes on behind what is missing; None if that is not worth it.
+    """A plan that also loads what is stored behind missing rows; None if that is not worth it.
 
     If the model has windows or states, a hole is computed from the last boundary at which tails are
-    stored. Windows and states that the device has are not looked at.
+    stored. Windows and states that the device has are ignored.
 
     Args:
         min_run_tokens: A shorter run behind a hole is computed.
@@ -79,9 +79,10 @@ def plan_spans(
     Args:
         rows: Ascending runs of tokens whose rows are cached in all groups of full attention. The
             last token, whose output is wanted, is not in them.
-        starts: Tokens, ascending, at which windows and states are cached. The first token needs
-            none. None if the model has no windows or states; a span then begins anywhere.
-        min_run_tokens: A cached run behind a hole that is shorter is computed with the hole.
+        starts: Tokens, ascending, at which windows and states are cached. The first token of the
+            prompt needs no windows or states. None if the model has none; a span then begins
+            anywhere.
+        min_run_tokens: A shorter cached run behind a hole is computed with the hole.
     """
     computed: list[TokenRange] = []
     for hole in without([TokenRange(0, num_tokens)], rows):

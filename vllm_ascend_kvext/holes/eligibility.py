@@ -18,13 +18,13 @@ class HoleRefusal(enum.Enum):
     """It asks for a pooled output of all its tokens."""
 
     PROMPT_LOGPROBS = "prompt_logprobs"
-    """Log-probabilities of a prompt are computed where the prompt is."""
+    """It asks for log-probabilities of its prompt, which only its own row computes."""
 
     SESSION = "session"
     """It is a streaming session, whose tokens change."""
 
     ROOM = "room"
-    """The pool is too small for what its holes need besides."""
+    """The pool is too small for the additional blocks that its holes need."""
 
     TOO_DEAR = "too_dear"
     """Loading what lies behind its holes was estimated to take longer than computing it."""

@@ -82,7 +82,7 @@ class RowTables(ABC):
     def leave(self, end_tokens: int, is_end_of_hole: bool) -> None:
         """A row up to ``end_tokens`` is in the step that is being planned.
 
-        The blocks that it leaves are released after this step.
+        The blocks that the row leaves are released after this step.
         """
 
     @abstractmethod
@@ -94,8 +94,8 @@ class HoleBlocks:
     """Makes the tables of requests with holes of one engine.
 
     Args:
-        window_pages: Called with a token. Returns the first and the end page that computing from
-            this token on reads, by KV cache group with windows.
+        window_pages: Called with a token. Returns the first and the end page of the windows that
+            are read to compute from this token on, by KV cache group with windows.
         tokens_per_page: The tokens of a page, by KV cache group.
 
     Attributes:
@@ -141,7 +141,7 @@ class HoleBlocks:
         self._leaving += blocks
 
     def end_step(self) -> None:
-        """The latest step has been handed to the workers. Release the blocks that it left."""
+        """The latest step has been handed to the workers. Release the blocks that its rows left."""
         leaving, self._leaving = self._leaving, []
         self.blocks.release(leaving)
 

@@ -2,10 +2,10 @@
 """The holes of requests that wait, parked, until the holes are computed.
 
 A request with holes has its blocks, and what is stored is being loaded into them. Separate rows of
-steps compute the holes. The request itself begins behind its last hole, as if all before it had
-been loaded. A hole reads all that lies before it. So only a hole at which the device's own rows end
-is computed beside the load, and only if it reads no windows that are being loaded. A hole that does
-not fit into a step is the last one of its request in this step.
+steps compute the holes. The request itself begins behind its last hole, as if everything before had
+been loaded. A hole reads all that lies before it. So a hole is computed beside the load only if it
+begins where the device's own rows end, and if it reads no windows that are being loaded. A hole
+that does not fit into a step is the last one of its request in this step.
 
 An extension may have a `Preview` computed first. All rows of the preview are thrown away. What is
 learnt from it decides on the further holes::
@@ -55,7 +55,7 @@ class HoleRow:
     is_kept: bool = True
 
     def tables(self, request_ids: Sequence[Sequence[int]]) -> tuple[list[int], ...]:
-        """The row's block ids by KV cache group, from those of its request."""
+        """The row's block ids by KV cache group, made from the block ids of its request."""
         return tuple(
             [*self.window_ids.get(group, ids), *self.behind_ids.get(group, ())]
             for group, ids in enumerate(request_ids)
@@ -78,8 +78,7 @@ class NewHoles(NamedTuple):
 class Preview(ABC):
     """A row behind a request's holes that is computed only to be looked at.
 
-    Its request waits for it, and has no holes but those that the preview needs, until
-    `HoleQueue.end_preview`.
+    Until `HoleQueue.end_preview`, its request waits, and has only the holes that the preview needs.
     """
 
     @property
@@ -95,7 +94,7 @@ class Preview(ABC):
         max_tokens: int,
         max_row_tokens: int,
     ) -> HoleRow | None:
-        """Its row in the step that is being planned; None if it has no room there.
+        """The preview's row in the step that is being planned; None if the step has no room for it.
 
         Args:
             new_row_id: Makes the row's id.
@@ -118,7 +117,7 @@ class _Parked:
     """A request with holes.
 
     Attributes:
-        holes: Its holes, ascending. Before the end of its preview, only those that this needs.
+        holes: Its holes, ascending. Until its preview ends, only the holes that the preview needs.
         after_tokens: The device has all rows up to here.
     """
 
@@ -159,8 +158,8 @@ class HoleQueue:
 
         Returns:
             The tables into which the tails at the beginning of each hole are to be loaded, by hole,
-            and by KV cache group with windows. Nothing if there are no blocks for them; the load
-            has to fail then.
+            and by KV cache group with windows. The result is empty if there are too few blocks; the
+            load then has to fail.
         """
         tables = self.blocks.begin([hole.first_tokens for hole in holes])
         if tables is None:
@@ -177,7 +176,7 @@ class HoleQueue:
         reads_loaded_windows: bool,
         preview: Preview | None = None,
     ) -> None:
-        """A request has got its blocks, including those in ``tables``, and its load begins.
+        """A request has got its blocks, including the blocks in ``tables``, and its load begins.
 
         Args:
             holes: The holes that are computed, or that a preview needs.
@@ -223,8 +222,8 @@ class HoleQueue:
     def drop(self, request_id: str) -> None:
         """A request has ended, or its load has failed.
 
-        If its load has ended, the next `end_step` returns it. Its rows in the latest step are
-        computed for nothing.
+        If its load has ended, the next `end_step` returns the request. Its rows in the latest step
+        are computed for nothing.
         """
         parked = self._parked.pop(request_id, None)
         if parked is not None and parked.is_loaded:
@@ -232,7 +231,7 @@ class HoleQueue:
             self._release(request_id)
 
     def restart(self, request_id: str) -> bool:
-        """Forget a request whose blocks are taken. While its load runs, it stays.
+        """Forget a request whose blocks are taken away. While its load runs, the request stays.
 
         Returns:
             Whether the request was forgotten.
@@ -293,7 +292,7 @@ class HoleQueue:
                     run = TokenRange(run.first_tokens, end_tokens)
                     window_ids = self._window_ids(request_id, run)
                 if window_ids is None:
-                    return rows  # Later requests do not take the blocks that this one waits for.
+                    return rows  # Later requests leave the free blocks to this request.
                 max_tokens -= run.num_tokens
                 row_id = self._new_row_id(request_id, other_ids)
                 is_kept = parked.preview is None
@@ -326,7 +325,7 @@ class HoleQueue:
         return rows
 
     def preview_of(self, request_id: str) -> Preview | None:
-        """The preview that a request waits for; None if it does not wait for one."""
+        """The preview that a request waits for; None if it waits for no preview."""
         parked = self._parked.get(request_id)
         return None if parked is None else parked.preview
 

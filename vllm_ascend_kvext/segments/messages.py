@@ -35,7 +35,7 @@ class ProbeJob:
 
     Attributes:
         row_id: Unique in the engine.
-        tokens: These last tokens.
+        tokens: The last tokens of the row.
         scored: Tokens before the row whose scores are wanted; ascending and disjoint.
         block_ids: The row's block table, from its first page on, by KV cache group.
     """
@@ -53,7 +53,8 @@ class SegmentOutput:
     Attributes:
         key_checks: The number of stores of segments, summed over workers, whose keys passed the
             check of ``segments.keys.key_check``.
-        key_check_failure: What is wrong with the first keys that failed it; empty if none did.
+        key_check_failure: What is wrong with the first keys that failed this check; empty if no
+            keys failed.
         scores: The scores of the step's probes, by row: one score per scored token, in their order,
             summed over workers. None if some worker has no scores.
     """

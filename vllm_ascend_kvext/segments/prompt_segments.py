@@ -73,8 +73,8 @@ def is_to_be_stored(extra_args: Mapping[str, Any] | None) -> bool:
 def separated_segments(token_ids: Sequence[int], separator: Sequence[int]) -> list[TokenRange]:
     """The texts between neighbouring separators, ascending, without empty ones.
 
-    The text before the first separator is instructions, and the text behind the last one is the
-    question: neither is a segment. The separators themselves are computed.
+    The text before the first separator is instructions, and the text behind the last separator is
+    the question: neither is a segment. The separators themselves are computed.
     """
     starts = _find_all(token_ids, separator)
     width = len(separator)
@@ -84,7 +84,10 @@ def separated_segments(token_ids: Sequence[int], separator: Sequence[int]) -> li
 
 
 def _find_all(token_ids: Sequence[int], separator: Sequence[int]) -> list[int]:
-    """Where separators begin, from the left. One that overlaps an earlier one is left out."""
+    """The tokens at which separators begin, ascending.
+
+    A separator that overlaps an earlier separator is left out.
+    """
     wanted = list(separator)
     tokens = list(token_ids)
     found: list[int] = []
@@ -157,10 +160,9 @@ def plan_blend(
 ) -> BlendPlan | None:
     """Plan the tokens of a request; None if nothing is reused.
 
-    After a preemption these are the prompt and the tokens that were generated before.
-    ``candidates`` are the ranges that may be reused, ascending and disjoint. Runs of them that are
-    shorter than ``min_run_tokens`` are computed. ``exact_tokens`` is the length of the exact
-    beginning.
+    After a preemption, these tokens are the prompt and the tokens that were generated before.
+    ``candidates`` are the ranges that may be reused, ascending and disjoint. Runs that are shorter
+    than ``min_run_tokens`` are computed. ``exact_tokens`` is the length of the exact beginning.
     """
     reused: list[TokenRange] = []
     for candidate in candidates:

@@ -34,9 +34,9 @@ MAX_LOGITS = 1 << 24
 def attention_scores(queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
     """The attention probabilities of each key, summed over queries and their heads.
 
-    The softmax runs over all keys, the keys of the question included. This matters: of 40 questions
-    to SmolLM2-135M, the run with the answer was among the best tenth of runs in 85 %. Without the
-    other keys it was in 72 %.
+    The softmax runs over all keys, the keys of the question included. This matters: with 40
+    questions to SmolLM2-135M, the run with the answer was among the best tenth of runs in 85 % of
+    the cases. Without the other keys, it was in 72 %.
 
     ``queries`` belong to consecutive tokens, shape: [num_queries, num_query_heads, head_elements].
     ``keys`` belong to all tokens up to the last of these tokens, shape: [num_keys, num_key_heads,
@@ -77,13 +77,13 @@ def select_runs(
 
     The reused tokens of each segment are cut into runs, from its first reused token on. First the
     best run of each segment is chosen. Then the best other runs are chosen, as long as the budget
-    has room for them. Of two equally good runs, the earlier one comes first.
+    has room for them. If two runs are equally good, the earlier run comes first.
 
-    ``scores`` has one score per token of ``scored``, in their order; these ranges ascend and are
-    disjoint. The ``reused`` range of each segment lies within one scored range. ``ratio`` is the
-    share of the reused tokens that is computed, the budget. The best run of each segment is chosen
-    even if it exceeds the budget. The last run of a segment may be shorter than ``run_tokens``. The
-    returned runs ascend, and adjacent runs are joined.
+    ``scores`` has one score per token of ``scored``, in their order; the ``scored`` ranges ascend
+    and are disjoint. The ``reused`` range of each segment lies within one scored range. The budget
+    is ``ratio``, the share of the reused tokens that is computed. The best run of each segment is
+    chosen even if it exceeds the budget. The last run of a segment may be shorter than
+    ``run_tokens``. The returned runs ascend, and adjacent runs are joined.
     """
     if not reused:
         return ()
@@ -115,7 +115,7 @@ def select_runs(
 
 
 def _offsets(scored: Sequence[TokenRange], reused: Sequence[TokenRange]) -> list[int]:
-    """Where the scores of each reused run begin."""
+    """The places at which the scores of each reused run begin."""
     before = list(accumulate((each.num_tokens for each in scored), initial=0))
     firsts = [each.first_tokens for each in scored]
     places = [bisect_right(firsts, run.first_tokens) - 1 for run in reused]

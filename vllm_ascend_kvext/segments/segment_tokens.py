@@ -31,8 +31,9 @@ def segment_tokens_of(model: ModelConfig, options: SegmentOptions) -> SegmentTok
     """The tokens of the sink and of the separator, for one model.
 
     Raises:
-        SettingsError: One of them is a text, and the tokenizer makes no token of it or does not
-            exist. Or one of them has token ids that the model does not have.
+        SettingsError: The sink or the separator is a text, and there is no tokenizer, or it makes
+            no token of the text. Or the sink or the separator has token ids that the model does not
+            have.
     """
     first_ids = _first_ids(model)
     sink = options.sink

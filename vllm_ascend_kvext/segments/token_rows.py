@@ -39,8 +39,8 @@ Slots = Mapping[int, npt.NDArray[np.int64]]
 class TokenPlane:
     """The keys, or the values, of one layer of a KV cache group.
 
-    Where heads share a latent, a row has one head. ``keys`` says how keys turn with their
-    position; it is None for values.
+    If heads share a latent, a row has one head. ``keys`` says how keys turn with their position; it
+    is None for values.
     """
 
     layer_name: str
@@ -67,7 +67,7 @@ class SegmentLayout:
     window_tokens: int = 0
 
     def plane_offsets_bytes(self, section_rows: int) -> list[int]:
-        """The offsets at which the planes of a section begin, and at last the offset of its end."""
+        """The offsets at which the planes of a section begin, followed by the offset of its end."""
         sizes = (row_bytes * section_rows for row_bytes in self.row_bytes)
         aligned = (num_bytes + -num_bytes % HOST_ALIGNMENT_BYTES for num_bytes in sizes)
         return list(accumulate(aligned, initial=0))

@@ -3,7 +3,7 @@
 
 An object is the bytes of one entry of host memory. Objects never change: a put of a name that
 exists does nothing. *Notes* are further names that lead to an object, one for each boundary within
-its rows. With notes, a prompt that differs from another one from the middle of a chunk on still
+its rows. Two prompts may differ from the middle of a chunk on. With notes, the later prompt still
 finds the rows that both share.
 """
 
@@ -29,7 +29,7 @@ Call = Callable[[], object]
 SEAL_BYTES = 16
 
 _QUIET_S = 10.0
-"""The tier logs no other error for this time after it has logged one."""
+"""After the tier has logged an error, it logs no other error for this time."""
 
 MAX_HANG_S = 5.0
 """A call that takes longer counts as hanging. The tier does not wait for its end."""
@@ -53,7 +53,7 @@ def seal_of(name: str, content: memoryview | bytes) -> bytes:
 
 
 def is_sealed(name: str, value: memoryview | bytes) -> bool:
-    """Whether some bytes end with the seal of the bytes before it."""
+    """Whether some bytes end with the seal of the bytes before the seal."""
     return value[-SEAL_BYTES:] == seal_of(name, value[:-SEAL_BYTES])
 
 
@@ -67,7 +67,7 @@ class Answer(enum.Enum):
     """The tier does not have the object."""
 
     BROKEN = "broken"
-    """Its bytes, length or name are not those that were put. The object is removed."""
+    """Its bytes, length or name differ from what was put. The object is removed."""
 
     UNREACHABLE = "unreachable"
     """The tier does not work, or has no room."""
@@ -146,7 +146,7 @@ class SharedTier(abc.ABC):
 
         Args:
             what: The object.
-            on_bytes: Called with the number of bytes each time that some have arrived.
+            on_bytes: Called each time that bytes have arrived, with their number.
         """
         try:
             answer = self._get(what, on_bytes)
@@ -182,7 +182,7 @@ class SharedTier(abc.ABC):
         """As `get_into`."""
 
     def _unreachable(self, error: OSError) -> Answer:
-        """Log an error, unless another one was logged shortly before."""
+        """Log an error, unless another error was logged shortly before."""
         if time.monotonic() - self._logged_s > _QUIET_S:
             self._logged_s = time.monotonic()
             logger.warning("Shared tier %s: %s. What is lacking is computed.", self._url, error)
@@ -252,7 +252,7 @@ class TierThread:
     def leave_behind(self, before: Callable[[int], object] = lambda _: None) -> None:
         """Leave threads behind whose call hangs, at most `MAX_LEFT_BEHIND` at the same time.
 
-        If all threads hang and no more can be left behind, further calls wait until one ends.
+        If all threads hang and no more can be left behind, further calls wait until a call ends.
 
         Args:
             before: Called with the number of threads, before new threads take their places.

@@ -8,9 +8,9 @@
 There is no server, no lock and no index. A file is written under another name and then renamed. So
 it exists as a whole or not at all, even if its writer is killed. Files are not flushed, so a
 machine that crashes may leave any content; therefore a file ends with a seal. A note has its own
-seal of its name and its target. The tier removes the files of all name spaces that were used
-longest ago. A get, a put and a touch count as use. Every engine measures the folder from time to
-time. If two engines do so at once, they remove a few files more than necessary.
+seal of its name and its target. If the folder is full, the tier removes the files that were used
+longest ago, in all name spaces. A get, a put and a touch count as use. Every engine measures the
+folder from time to time. If two engines do so at once, they remove a few files more than necessary.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _ABSENT = (FileNotFoundError, NotADirectoryError)
 """The errors of a call for an object that does not exist."""
 
 _NO_LINK = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL)
-"""The errors of a call for a note that does not exist. EINVAL means that its file is no link."""
+"""The errors of a call for a note that does not exist. EINVAL means that the file is no link."""
 
 _UNFINISHED_S = 600.0
 """An unfinished file of this age belongs to a writer that was killed."""
@@ -223,7 +223,7 @@ class FilesTier(SharedTier):
         )
 
     def _link(self, note: str, name: str) -> None:
-        """Let a note lead to an object, unless it leads to an object that begins as early."""
+        """Let a note lead to an object, unless its present object begins as early or earlier."""
         link = self._path(note)
         target = f"{name}.{self._note_seal(note, name)}"
         try:
@@ -251,7 +251,7 @@ class FilesTier(SharedTier):
             os.close(file)
 
     def _read(self, file: int, what: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
-        # The kernel then reads ahead twice as far.
+        # With this advice, the kernel reads ahead twice as far.
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         checksum = xxh3_128()
         for block in self._blocks(what):
@@ -394,12 +394,12 @@ def _paths_below(root: str, kind: str) -> Iterator[str]:
 
 
 def _is_file(path: str) -> bool:
-    """Whether a path is a file, and no link, folder or pipe; raises OSError if there is none."""
+    """Whether a path is a file, and no link, folder or pipe; raises OSError if nothing is there."""
     return stat.S_ISREG(os.lstat(path).st_mode)
 
 
 def _path_of(link: str, name: str) -> str:
-    """The path of the object, of the same rank, to which a note leads."""
+    """The path of the object to which a note leads. Both belong to the same rank."""
     rank_folder = os.path.dirname(os.path.dirname(os.path.dirname(link)))
     return os.path.join(rank_folder, "objects", name[-2:], name)
 

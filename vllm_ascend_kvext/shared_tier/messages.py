@@ -16,8 +16,8 @@ class WorkerIdentity:
 
     Attributes:
         device: The device. It decides the order of bytes in pages that only kernels understand.
-        weights: Digests by which the weights of its models are known.
-        refusal: Why the weights cannot be known; empty if they are.
+        weights: Digests that identify the weights of its models.
+        refusal: Why the weights cannot be identified; empty if they can.
     """
 
     device: str
@@ -26,7 +26,7 @@ class WorkerIdentity:
 
 
 class SharedJobs(NamedTuple):
-    """What every worker does from one step on.
+    """The jobs that every worker begins with one step.
 
     Attributes:
         gets: Objects of the tier that the worker brings into host memory.
@@ -50,9 +50,9 @@ class SharedOutput:
     Attributes:
         got_bytes: The bytes that have come, summed over workers.
         failures: The number of gets, puts and touches that failed, by kind, summed over workers.
-        has_new_weights: Whether some worker has loaded weights again since it told of them.
-        absent_objects: The indices of objects of a touch that some worker has not found, by number
-            of the touch.
+        has_new_weights: Whether some worker has loaded weights again since its last report.
+        absent_objects: By number of a touch: the indices of its objects that some worker has not
+            found.
     """
 
     got_bytes: int = 0

@@ -5,8 +5,8 @@
     kvext3/r0/<name space>/<note>      the name of an object, sealed
     kvext3/engine-<number>             what engines of a name space have in common, sealed
 
-An object that was put first stays. Mooncake evicts the objects that were not asked for for the
-longest time. The question whether an object exists counts as use.
+If an object is put twice, the first put stays. Mooncake evicts the objects that were asked for
+longest ago. The question whether an object exists counts as use.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _VARIABLES = {
     "MC_RPC_TIMEOUT_MS": "2000",
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",
 }
-"""Settings of Mooncake. By default it looks for a master for 90 s, and waits 30 s for a server that
-hangs."""
+"""Settings of Mooncake. By default, Mooncake looks for a master for 90 s, and waits 30 s for a
+server that hangs."""
 
 _CONNECT_S = 2.0
 """The longest time to connect to the master."""
@@ -74,8 +74,8 @@ _MEANINGS = {
 """The meanings of the error codes of a tier that does not work."""
 
 _GIVEN_UP_S = 50.0
-"""Mooncake may have given up a get that takes longer. It gives up a transfer after 60 s, but does
-not stop it."""
+"""If a get takes longer, Mooncake may have given it up. Mooncake gives up a transfer after 60 s,
+but does not stop it."""
 
 
 class MooncakeTier(SharedTier):
@@ -126,7 +126,7 @@ class MooncakeTier(SharedTier):
             )
 
     def close(self) -> None:
-        # A call of a closed store would end the process, so nothing can reach it any more.
+        # A call of a closed store would end the process, so no call can reach the store any more.
         store = self._store
         self._store = None
         if store is not None:
@@ -223,7 +223,7 @@ class MooncakeTier(SharedTier):
         return [value[:-SEAL_BYTES] if is_sealed(key, value) else b"" for key, value in pairs]
 
     def _write(self, contents: Mapping[str, bytes], *how: object) -> None:
-        """Write small contents, and replace those that exist."""
+        """Write small contents, and replace existing contents."""
         values = [content + seal_of(key, content) for key, content in contents.items()]
         codes = [self._store.upsert_batch([*contents], values, *how)] if contents else []
         _checked(codes, _OF_PUTS)

@@ -62,7 +62,7 @@ def differences(here: Identity, there: Identity) -> list[str]:
 
 
 def note_name(key: bytes) -> str:
-    """The note that leads to the rows before a boundary. It has 128 bits of the chained hash."""
+    """The name of the note for the rows before a boundary: 128 bits of the chained hash."""
     return f"N{key.hex()[:32]}"
 
 
@@ -72,7 +72,7 @@ def is_note(name: str) -> bool:
 
 
 def is_rows_name(name: str) -> bool:
-    """Whether a name is that of an object with rows of a prompt. Notes lead to such objects."""
+    """Whether an object of this name has rows of a prompt. Notes lead to such objects."""
     return _ROWS_NAME.fullmatch(name) is not None
 
 

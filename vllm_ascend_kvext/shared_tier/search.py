@@ -24,10 +24,12 @@ _TAILS_OF_A_BATCH = 64
 
 
 class FoundObject(NamedTuple):
-    """An object whose piece equals that of a prefix up to ``end_tokens``, where the two part.
+    """An object whose piece equals a piece of a prefix up to ``end_tokens``.
+
+    Behind this token, the two pieces may differ.
 
     Attributes:
-        wanted: The piece as it was asked for, if the prefix is not that of a prompt.
+        wanted: The piece as it was asked for, if the prefix belongs to no prompt.
     """
 
     name: str
@@ -42,10 +44,10 @@ class Question:
     """The question to the tier for one request.
 
     Attributes:
-        tokens: The range from the tokens that the device has to the last one at which the request
+        tokens: The range from the end of the device's tokens to the last token at which the request
             may resume.
         missing: The chunks in ``tokens`` whose rows host memory lacks. The ends of ``tokens`` may
-            cut the first and the last one.
+            cut the first and the last chunk.
         tails_tokens: The last boundary at which host memory has tails; 0 if there is none. If no
             tails are needed, the end of ``tokens``.
         goes_on_behind_holes: Whether rows are of use behind rows that are missing.
@@ -84,7 +86,8 @@ def _search_rows(question: Question, exist: Exist) -> list[FoundObject]:
     after_tokens = question.tokens.first_tokens
     found = _ask(question, exist, [chunk.end_tokens for chunk in question.missing])
     # The tier lacks the end of some chunks. It may have an inner boundary of two of these chunks:
-    # the first one, where this prompt may differ from another, and the last one of the prompt.
+    # of the first chunk, in which this prompt may differ from another one, and of the last chunk of
+    # the prompt.
     lacking = [chunk for chunk in question.missing if chunk.end_tokens not in found]
     for first, end in dict.fromkeys([*lacking[:1], *lacking[-1:]]):
         inner = range(geometry.floor(first) + geometry.unit_tokens, end, geometry.unit_tokens)
@@ -92,7 +95,8 @@ def _search_rows(question: Question, exist: Exist) -> list[FoundObject]:
         if inner_found:
             last = max(inner_found)
             found[last] = inner_found[last]
-    # A piece in the middle of a chunk begins where an earlier piece ends: ask for that one, too.
+    # A piece in the middle of a chunk begins where an earlier piece ends. Ask for the earlier
+    # piece, too.
     latest = found
     for _ in range(MAX_PIECES):
         begins = {each.piece.first_tokens for each in latest.values()} - found.keys()
@@ -121,7 +125,7 @@ def _reaches(geometry: TierGeometry, piece: Piece, end_tokens: int) -> bool:
 
 
 def _rows_end(question: Question, rows: Iterable[FoundObject]) -> int:
-    """The token up to which rows can be used, with the rows in host memory."""
+    """The token up to which rows can be used, the rows in host memory included."""
     begin = TokenRange(question.tokens.first_tokens, question.tokens.first_tokens)
     found = (TokenRange(each.piece.first_tokens, each.end_tokens) for each in rows)
     runs = union([begin, *without([question.tokens], question.missing), *found])

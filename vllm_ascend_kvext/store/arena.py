@@ -104,8 +104,8 @@ class Arena:
         """Find places around one place whose release makes a gap of some size.
 
         The method chooses the window that frees the fewest bytes; if several do, the lowest one.
-        Its time grows with the square of the parts in a window. There are few parts unless sizes
-        differ by orders of magnitude.
+        Its time grows with the square of the number of parts in a window. A window has few parts
+        unless sizes differ by orders of magnitude.
 
         Args:
             offset_bytes: A place that is freed in any case.
@@ -113,8 +113,8 @@ class Arena:
             may_free: Whether the place at another offset may be freed, too.
 
         Returns:
-            The offsets of the places to free, ascending, with the first one among them; None if
-            places that must stay are in the way.
+            The offsets of the places to free, ascending, ``offset_bytes`` included; None if places
+            that must stay are in the way.
         """
         center = _Part(offset_bytes, self._places[offset_bytes], True)
         if center.num_bytes >= size_bytes:
@@ -131,7 +131,7 @@ class Arena:
         may_free: Callable[[int], bool],
         next_of: Callable[[_Part], _Part | None],
     ) -> list[_Part]:
-        """The parts on one side, nearest first, up to enough bytes or to a place that must stay."""
+        """Parts on one side, nearest first, until they have enough bytes or a place must stay."""
         parts: list[_Part] = []
         part = center
         while lacking_bytes > 0:

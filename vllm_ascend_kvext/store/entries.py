@@ -85,13 +85,14 @@ class Entry:
         use: The latest use; see ``HostTier.next_use``.
         chunk_key: The key of the chunk's first unit. ``reuse`` recognises the chunk by it, even if
             only a part of the chunk is stored.
-        key_before: The key of the rows without which the entry is useless; None if it needs none.
+        key_before: The key of the rows before the entry, if the entry is useless without them; else
+            None.
         is_being_written: True until its store ends, even if nothing wants the entry any more.
         num_pins: The number of loads in progress that pin the entry.
         key_space: The key space of its prefix; see ``store.prefix``.
         num_leading_keys: The number of ``keys`` that lead to this entry, and not to a longer entry.
         is_shared: Whether a shared tier has the entry, too, or is just getting it. Callers write
-            it.
+            this attribute.
     """
 
     number: int

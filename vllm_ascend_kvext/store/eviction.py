@@ -20,9 +20,9 @@ while it waits, and a sample needs no sorted list that must be updated. If there
 `NUM_SAMPLED` ends, the sample has all of them.
 
 Entries differ in size, so the first entry of the order may not make a large enough gap. Entries are
-chosen in order until they make such a gap. After `MAX_TRIED` entries without one, the first entry
-that is large enough by itself is chosen, too, or else an entry together with its neighbours of
-lower priority. Nothing is changed before a gap is found.
+chosen in order until they make such a gap. If `MAX_TRIED` entries make no such gap, the first entry
+that is large enough by itself is chosen, too. If there is none, an entry is chosen together with
+its neighbours of lower priority. Nothing is changed before a gap is found.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ a smaller share costs more tokens when other documents become popular (1.05 time
 with 1/8). A larger share costs more tokens when contexts are compacted."""
 
 MAX_TRIED = 8
-"""The number of entries that are tried in order before one is chosen out of order."""
+"""The number of entries that are tried in order before an entry is chosen out of order."""
 
 
 class Priority(NamedTuple):
@@ -94,13 +94,13 @@ class EvictionOrder:
         self._reuse = reuse
         self._ends_first = ends_first
         self._random = random.Random(0)
-        # The latest uses that stored something, and the bytes of each. As many uses as fill the
-        # share are kept, and at least one.
+        # The latest uses that stored something, and the bytes of each. The oldest use is dropped
+        # while their bytes exceed the share; the latest use always stays.
         self._recent_bytes = RECENT_SHARE * arena.capacity_bytes
         self._latest: deque[list[int]] = deque([[0, 0]])
         self._latest_bytes = 0
-        # By the key of a boundary: the number of entries that begin there, and the rows before the
-        # boundary that cannot be evicted until these entries are gone.
+        # Both map the key of a boundary: `_behind` to the number of entries that begin there, and
+        # `_blocked` to the rows before the boundary, which stay until these entries are gone.
         self._behind: Counter[bytes] = Counter()
         self._blocked: dict[bytes, dict[Entry, None]] = {}
         # Entries that may be evicted, in any order, with their positions. An entry that must stay
@@ -152,7 +152,7 @@ class EvictionOrder:
             new: The entry that has no place yet. Entries of equal or higher priority stay.
             now: The latest use of all.
             preference: Returns a number for an entry, which overrules the priorities of this entry
-                and the new one. Below 0, the entry is evicted first; above 0, it stays.
+                and of the new entry. Below 0, the entry is evicted first; above 0, it stays.
         """
         sample = self._sample()
         recent_use = self._latest[0][0]

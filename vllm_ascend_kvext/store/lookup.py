@@ -167,7 +167,7 @@ class Lookup:
     def first_run(
         self, limit_tokens: int, after_tokens: int, with_storing: bool = False
     ) -> StoredRun:
-        """The rows from a token on without a gap; an empty run if the first row is not stored."""
+        """The rows without a gap from a token on; an empty run if the first row is not stored."""
         limit_tokens = self._limit(limit_tokens)
         entries: list[Entry] = []
         position = after_tokens
@@ -185,8 +185,8 @@ class Lookup:
     def find_runs(self, limit_tokens: int, after_tokens: int) -> list[StoredRun]:
         """The stored rows, ascending.
 
-        A prompt of which nothing is stored costs one look-up per chunk. So rows in the middle of a
-        chunk may be left out if their neighbours are not stored.
+        If nothing of a prompt is stored, the search costs one look-up per chunk. So rows in the
+        middle of a chunk may be left out if their neighbours are not stored.
         """
         limit_tokens = self._limit(limit_tokens)
         runs: list[StoredRun] = []
@@ -320,8 +320,8 @@ class Lookup:
     def _end_before(self, first_tokens: int, boundary_tokens: int, with_storing: bool) -> int:
         """The last boundary within a range, before the end of the range, whose rows are stored.
 
-        It is called only if the rows before the end of the range are not stored. One slice of keys
-        takes less time than a look-up per boundary.
+        The method is called only if the rows before the end of the range are not stored. One slice
+        of keys takes less time than a look-up per boundary.
         """
         upto = self.index.upto_present if with_storing else self.index.upto_stored
         unit_tokens = self.geometry.unit_tokens

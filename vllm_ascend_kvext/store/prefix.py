@@ -37,7 +37,7 @@ class HashedPrefix:
     """A request's block hashes. The list may grow, and the prefix grows with it.
 
     Attributes:
-        hashes: One hash per ``tokens_per_hash`` tokens, each of all tokens up to its own end.
+        hashes: One hash per ``tokens_per_hash`` tokens. Each hash covers all tokens before its end.
         tokens_per_hash: Tokens between two hashes; the tier's unit is a multiple of it.
     """
 
@@ -83,7 +83,8 @@ class TierGeometry:
     """Where prefixes are cut, and what a resume needs.
 
     Attributes:
-        chunk_tokens: The tokens of a chunk. Rows are stored in whole chunks or in pieces of one.
+        chunk_tokens: The tokens of a chunk. Rows are stored in whole chunks or in pieces of a
+            chunk.
         unit_tokens: The row unit of the layout. Pieces begin and end at multiples of it, and
             requests resume there. It divides ``chunk_tokens``.
         needs_rows: Whether the model has full-attention rows.
@@ -114,10 +115,10 @@ class TierGeometry:
         return tokens - tokens % self.unit_tokens
 
     def chunk_start(self, boundary_tokens: int) -> int:
-        """The beginning of the chunk with the token before a boundary."""
+        """The beginning of the chunk that has the last token before a boundary."""
         last = boundary_tokens - 1
         return last - last % self.chunk_tokens
 
     def chunk_end(self, tokens: int) -> int:
-        """The end of the chunk with the token behind ``tokens`` tokens."""
+        """The end of the chunk that has the first token behind ``tokens`` tokens."""
         return tokens - tokens % self.chunk_tokens + self.chunk_tokens

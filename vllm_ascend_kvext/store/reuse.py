@@ -39,7 +39,7 @@ NUM_ORIGINS = 3
 """The number of origins, see `_Chunk`."""
 
 MAX_TIMES = 4
-"""Chunks that were asked for at least so many times are in one class."""
+"""Chunks that were asked for this many times or more are in one class."""
 
 NUM_CLASSES = NUM_ORIGINS * MAX_TIMES
 
@@ -47,7 +47,7 @@ LEARNING_SHARE = 1 / 16
 """The densities are computed again when this share of the known chunks has been asked for."""
 
 PRIOR_REQUESTS = 0.5
-"""The weight of the assumed hazard: it counts as much as the chunks of so many requests."""
+"""The weight of the assumed hazard: it counts as much as the chunks of this many requests."""
 
 _MAX_HAZARD = 0.999
 
@@ -60,10 +60,10 @@ class _Chunk:
     """What is known of a chunk.
 
     Attributes:
-        origin: What the chunk was computed behind. 0: no known chunk. 1: a prompt that came back
-            for the first time. 2: a prompt that had come back before.
+        origin: What stood before the chunk when it was computed. 0: no known chunk. 1: a prompt
+            that came back for the first time. 2: a prompt that had come back before.
         asked_at: The latest use that asked for the chunk.
-        num_asked: The number of requests that asked for it, with the first one.
+        num_asked: The number of requests that asked for it, the first request included.
     """
 
     origin: int
@@ -98,7 +98,7 @@ class Reuse:
     def clear(self) -> None:
         """Forget everything."""
         self._chunks: OrderedDict[bytes, _Chunk] = OrderedDict()
-        # By the use that asked for chunks, and by class: how many of these chunks still wait.
+        # The number of chunks that still wait, by the use that asked for them, and by class.
         self._cohorts: dict[int, dict[int, int]] = {}
         # How long chunks waited, by class and stage. Chunks that still wait are not included.
         self._waited = _zeros()

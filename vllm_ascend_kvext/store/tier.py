@@ -84,7 +84,7 @@ class HostTier:
     def next_use(self) -> int:
         """A new point in time, later than all before. Ages are differences of such points.
 
-        A request takes one when it is admitted, and another one when it ends.
+        A request takes a point when it is admitted, and another point when it ends.
         """
         self._latest_use += 1
         return self._latest_use
@@ -95,7 +95,7 @@ class HostTier:
         Args:
             prefix: The tokens of the request.
             prompt_tokens: The length of its prompt.
-            end_tokens: The end of its tokens that have keys. They include its answer.
+            end_tokens: The end of its tokens that have keys. These tokens include its answer.
         """
         unit_tokens = self.geometry.unit_tokens
         chunk_tokens = self.geometry.chunk_tokens
@@ -273,7 +273,7 @@ class HostTier:
         return entry.state is EntryState.STORED
 
     def fail_store(self, entry: Entry, is_own: bool = True) -> None:
-        """End a store, on all workers, whose bytes cannot be used.
+        """End a store that has ended on all workers, and whose bytes cannot be used.
 
         Args:
             entry: The entry.

@@ -37,6 +37,7 @@ from vllm_ascend_kvext.layout.row_map import RowMap, StoredChunk
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart
 from vllm_ascend_kvext.settings import ASCEND_KERNEL_VARIABLE, BUNDLE_VARIABLE
 from vllm_ascend_kvext.token_range import TokenRange
+from vllm_ascend_kvext.transfer.devices import transfers_on
 from vllm_ascend_kvext.transfer.errors import BackendError, DescriptorError
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
 from vllm_ascend_kvext.transfer.placement import CopyPlacement
@@ -360,6 +361,7 @@ def test_pages_on_a_gpu_are_refused_unless_an_option_allows_them() -> None:
 def test_gpus_of_another_maker_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.version, "hip", "7.2")
+    transfers_on.cache_clear()
     with pytest.raises(BackendError, match=r"NVIDIA GPU, found ROCm 7\.2"):
         on_a_gpu(allow_cuda=True)
 

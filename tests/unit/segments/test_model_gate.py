@@ -217,7 +217,12 @@ CASES: dict[str, tuple[list[InPlace], list[Moved], str, str]] = {
     "what differs is shown": ([in_place(0.0002)], [], "float32", "by 0.0002 where segments are"),
     "other tokens, too": ([in_place()], [], "float32", "by 2 with other tokens"),
     "noise of two runs without reuse": ([NOISE], [], "float32", "by 0.01 between two runs"),
-    "more than noise": ([NOISE, in_place(0.05)], [], "float32", "expected reuse in place to change them by at most 0.04"),
+    "more than noise": (
+        [NOISE, in_place(0.05)],
+        [],
+        "float32",
+        "expected reuse in place to change them by at most 0.04",
+    ),
     "an unknown type is the coarsest": ([in_place(0.05)], [], "float8_e4m3fn", "by 0.05 where"),
     "other tokens make no difference": (
         *([in_place(), in_place(other=0.0005)], [], "float32"),

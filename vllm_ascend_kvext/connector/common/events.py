@@ -29,7 +29,7 @@ class TierEvents:
     def __init__(self, is_enabled: bool) -> None:
         self._is_enabled = is_enabled
         self._events: list[KVCacheEvent] = []
-        # By key: the numbers of the announced entries that end there, mostly one.
+        # The numbers of the announced entries that end at a key, usually one number.
         self._announced: dict[bytes, set[int]] = {}
 
     def stored(self, entry: Entry, prefix: Prefix, request: Request) -> None:

@@ -2,7 +2,7 @@
 """The names of the classes that packages above the connector add to it.
 
 vLLM's factory keeps the names of connectors in the same way. A class is imported only when a
-connector is made that needs it. To register a class costs nothing.
+connector that needs it is made. To register a class costs nothing.
 """
 
 from __future__ import annotations

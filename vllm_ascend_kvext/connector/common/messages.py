@@ -17,7 +17,7 @@ from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart
 from vllm_ascend_kvext.token_range import TokenRange
 
 Direction = Literal["store", "load", "get", "put"]
-"""Where bytes are copied.
+"""The direction in which bytes are copied.
 
 ``store`` copies pages to host memory, and ``load`` copies back. ``get`` copies objects of a
 secondary tier to host memory, and ``put`` copies back.
@@ -33,7 +33,7 @@ class ExtraRows(Protocol):
 
     @property
     def end_tokens(self) -> int:
-        """The token behind the last of them."""
+        """The token behind these rows."""
 
     @property
     def offset_bytes(self) -> int:
@@ -52,7 +52,7 @@ class SecondaryJobs(Protocol):
 
     @property
     def has_gets(self) -> bool:
-        """Whether they bring something into host memory."""
+        """Whether these jobs bring something into host memory."""
 
 
 class SecondaryOutput(Protocol):
@@ -98,7 +98,7 @@ class StoreJob:
 
 @dataclass(frozen=True, slots=True)
 class HoleTails:
-    """What the first token of a hole reads besides rows. It is loaded into blocks of the hole.
+    """The windows and states that a hole's first token reads. They are loaded into its own blocks.
 
     Attributes:
         boundary_tokens: Where the hole begins.
@@ -117,7 +117,7 @@ class HoleTails:
 class LoadJob:
     """A copy from host memory to one request's pages.
 
-    It takes one call, and one more for each of ``hole_tails``.
+    The copy takes one call, and one more for each of ``hole_tails``.
 
     Attributes:
         request_id: The request. At most one load of it is under way.
@@ -126,8 +126,8 @@ class LoadJob:
         block_ids: Parts of the request's block table, one per KV cache group.
         holes: Tokens in the range whose rows are computed, and not loaded.
         hole_tails: What the holes that need windows or states read.
-        may_lack: Whether the load succeeds without the parts that cannot be read. If not, the whole
-            load fails if one cannot be read.
+        may_lack: Whether the load succeeds without the parts that cannot be read. If not, one
+            unreadable part makes the whole load fail.
         extras: Rows that an extension loads into the same pages. Their tokens are in ``holes``.
     """
 
@@ -142,7 +142,7 @@ class LoadJob:
 
     @property
     def places(self) -> set[int]:
-        """The offsets in host memory, in bytes, of all that it reads."""
+        """The offsets in host memory, in bytes, of all that the load reads."""
         return {
             *(stored.host_offset_bytes for stored in self.stored),
             *(tails.stored.host_offset_bytes for tails in self.hole_tails),
@@ -157,8 +157,8 @@ class ConnectorMetadata:
     Attributes:
         stores_before: Stores of preempted requests. They end before the step overwrites the pages.
         loads: Loads that begin with the step.
-        stores: Stores that begin when the step has computed. This step writes what they read, or an
-            earlier step has written it.
+        stores: Stores that begin when the step has computed. They read what this step or an earlier
+            step has written.
         has_forward: Whether the step computes anything.
         wants_stats: Whether workers are to send statistics, even empty ones.
         extras: The message to the worker side of an extension; None if there is none.
@@ -198,8 +198,8 @@ class WorkerOutput:
     """What workers report after a step.
 
     Attributes:
-        jobs_ended: On how many workers a job has ended, well or not, by number of the job. A job is
-            a store, or a job of a secondary tier.
+        jobs_ended: By number of a job: on how many workers it has ended, well or not. A job is a
+            store, or a job of a secondary tier.
         failed_jobs: The numbers of the jobs that failed on some worker.
         failed_loads: Requests whose load failed on some worker. vLLM itself is told of all loads
             that have ended.

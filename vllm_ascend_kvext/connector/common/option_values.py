@@ -81,7 +81,7 @@ def parse_values(
     """Parse the values of declared options.
 
     Args:
-        where: The key whose object this configuration is; empty for the outermost one.
+        where: The key whose value this configuration is; empty for the outermost configuration.
         other_keys: Further keys that are known. The caller parses them.
         former_keys: What has replaced the keys of earlier releases, by former key.
 

@@ -26,7 +26,7 @@ class SchedulerView:
 
     Attributes:
         requests: The requests that have not ended, by id.
-        managers: The managers by KV cache group, which have the block tables.
+        managers: The managers of the block tables, by KV cache group.
         num_blocks: The blocks of the pool, including the null block.
         hash_block_size: Tokens per hash of a request.
         make_boundary_planner: Decides at which boundaries tails are stored.
@@ -34,7 +34,7 @@ class SchedulerView:
             left behind.
         use_eagle: Whether a local hit drops the last block that it finds (EAGLE, MTP).
         num_lookahead_tokens: Draft tokens of a step.
-        recomputes_failed_loads: Whether a request whose load fails goes on without it.
+        recomputes_failed_loads: Whether a request whose load fails goes on without the load.
         has_other_connectors: Whether other connectors see the same requests.
         num_data_parallel: The number of engines of a mixture of experts that take every step
             together.

@@ -59,7 +59,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
 _STATS_EVERY_S = 1.0
-"""The time between two statistics of the workers, with which those of the scheduler side travel."""
+"""The time between two statistics of the workers. The scheduler side's statistics travel with
+them."""
 
 MAX_STEPS_IN_FLIGHT = 64
 """The most steps whose end is awaited. If there are more, some have ended without a report, and
@@ -72,7 +73,7 @@ class ConnectorScheduler:
     Args:
         workers: The layouts of the workers, by rank.
         clock: Seconds that only grow.
-        extension: Reuses something else than exact prefixes; None if nothing does.
+        extension: Reuses something else than exact prefixes; None if there is no extension.
         secondary: The tier behind host memory; None if there is none.
 
     Raises:
@@ -81,11 +82,12 @@ class ConnectorScheduler:
         TierError: If the host memory is too small, or the tier cannot be made.
 
     Attributes:
-        computes_holes: Whether steps may compute rows that are not those of a scheduled request.
+        computes_holes: Whether steps may compute rows that belong to no scheduled request.
         references: Keeps blocks from being reallocated. Its new ids are the blocks that holes get
             in the step that is being scheduled.
-        extension: The scheduler side of the extension. Without one, it has all defaults.
-        secondary: The scheduler side of the secondary tier. Without one, it has all defaults.
+        extension: The scheduler side of the extension. Without an extension, it has all defaults.
+        secondary: The scheduler side of the secondary tier. Without such a tier, it has all
+            defaults.
         holes: Requests that wait for their holes, or for `end_hole_step`.
         row_ids: The rows of holes in the latest step. The next step tells the workers of their end.
     """
@@ -207,7 +209,7 @@ class ConnectorScheduler:
     # Admission.
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Tokens past those on the device that can be loaded; None to be asked again later."""
+        """Tokens past the device's tokens that can be loaded; None to be asked again later."""
         rule = self.extension.lookup_rule(request)
         if rule is LookupRule.WAIT:
             return None
@@ -222,7 +224,7 @@ class ConnectorScheduler:
     def update_state_after_alloc(
         self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int
     ) -> None:
-        """A request has got its blocks, including those for tokens that are to be loaded."""
+        """A request has got its blocks, including blocks for tokens that are to be loaded."""
         state = self._states[request.request_id]
         before = state.report
         job = self._loads.begin(request, state, num_external_tokens, block_ids)
@@ -267,7 +269,7 @@ class ConnectorScheduler:
         return {page for job in self._step_loads for part in job.block_ids for page in part.ids}
 
     def next_stop_tokens(self, request: Request, computed_tokens: int) -> int:
-        """Where a prefill step from there is to end, at the latest."""
+        """Where a prefill step from ``computed_tokens`` on has to end, at the latest."""
         if not self._states.options_of(request).may_store:
             return NEVER
         state = self._states[request.request_id]
@@ -320,7 +322,7 @@ class ConnectorScheduler:
         loads = tuple(self._step_loads)
         self._swaps.clear()
         self._step_loads.clear()
-        # A step that computes nothing may be the last for a while.
+        # A step that computes nothing may be the last step for a while.
         wants_stats = not num_tokens or now_s >= self._next_stats_s
         self._has_news = False
         if wants_stats:
@@ -354,7 +356,7 @@ class ConnectorScheduler:
         self._stores.leave_free(num_blocks, [self._states[each] for each in num_scheduled_tokens])
 
     def _note_step(self, num_scheduled_tokens: Mapping[str, int]) -> None:
-        """Plan the stores of the requests that compute."""
+        """Plan the stores of the requests that the step computes."""
         for request_id, num_new_tokens in num_scheduled_tokens.items():
             if self._room.num_parked:
                 self._room.unpark(request_id)
@@ -377,7 +379,7 @@ class ConnectorScheduler:
             finished_recving: Requests whose load has ended on all workers.
 
         Returns:
-            The requests among these whose holes are still to be computed.
+            The requests of ``finished_recving`` whose holes are still to be computed.
         """
         if results is not None:
             self._note_results(results)
@@ -423,7 +425,8 @@ class ConnectorScheduler:
         request_id = request.request_id
         state = self._states[request_id]
         self._loads.forget(request_id, state)
-        # While a load is under way, its pages do not hold what the request's count says.
+        # While a load is under way, its pages do not yet hold the tokens that the request counts as
+        # computed.
         is_whole = state.under_way is None and self._may_store(request)
         self._stores.finish(request, state, is_end_of_turn and is_whole)
         params: dict[str, Any] = dict(self.extension.on_request_finished(request) or {})
@@ -435,7 +438,7 @@ class ConnectorScheduler:
     def _explains(self, request: Request) -> bool:
         """Whether the response of a request says what was reused.
 
-        A MultiConnector raises an error where two of its connectors answer, which ends the engine.
+        If two connectors of a MultiConnector answer, it raises an error, and this ends the engine.
         """
         is_alone = not self._view.has_other_connectors
         return is_alone and self._states.options_of(request).explains

@@ -8,7 +8,7 @@ scheduler side asks it at the places below, in this order, for each request::
     on_step ── on_output                                 in each step
     on_request_finished                                  when the request has ended
 
-The defaults are those of an engine without an extension.
+An engine without an extension has the defaults.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class LookupRule(enum.Enum):
     """What the connector does for a request that is to be admitted."""
 
     LOOK_UP = enum.auto()
-    """It loads what is stored of the prompt."""
+    """The connector loads what is stored of the prompt."""
 
     COMPUTE = enum.auto()
-    """It loads nothing."""
+    """The connector loads nothing."""
 
     WAIT = enum.auto()
-    """It is asked again in the next step."""
+    """The connector is asked again in the next step."""
 
 
 class StepPlan(NamedTuple):
     """The work that an extension gives to the workers in a step.
 
     Attributes:
-        stores: Begin when the step has computed.
-        extras: For the worker side of the extension; None if there is nothing.
+        stores: Stores that begin when the step has computed.
+        extras: The message to the worker side of the extension; None if there is none.
     """
 
     stores: Sequence[StoreJob] = ()
@@ -76,10 +76,10 @@ class SchedulerExtension:
         return None
 
     def hold(self, request: Request, plan: LoadPlan) -> bool:
-        """Keep what a plan of `plan` needs of the device, until the end of the step.
+        """Keep what a plan of `plan` needs on the device, until the end of the step.
 
         Returns:
-            False if it is not on the device any more. The request is then looked up again.
+            False if the device does not have it any more. The request is then looked up again.
         """
         return True
 
@@ -121,7 +121,7 @@ class SchedulerExtension:
         return None
 
     def take_report(self) -> Report:
-        """What it has counted since the last report; see ``counted``."""
+        """What the extension has counted since the last report; see ``counted``."""
         return {}
 
     def release_pages(self) -> None:

@@ -38,7 +38,7 @@ class LoadJobs:
         Args:
             block_ids: The request's blocks by KV cache group, from its first token on.
             hole_tables: The blocks of holes, by hole, and by KV cache group with windows. If there
-                are none, a load that needs some fails.
+                are none, a load that needs such blocks fails.
             may_lack: See `LoadJob`.
         """
         tokens = TokenRange(plan.after_tokens, plan.boundary_tokens)
@@ -55,7 +55,7 @@ class LoadJobs:
     def stored(self, plan: LoadPlan, tails: Entry | None) -> tuple[StoredChunk, ...]:
         """The stored chunks that are read of the prompt's own prefix.
 
-        Rows of holes are left out. A step is computing them, and another row may read them.
+        Rows of holes are left out, because a step is computing them, and another row may read them.
         """
         stored = []
         for first_tokens, end_tokens, entry, *_ in plan.exact_spans:

@@ -6,8 +6,8 @@
        └ asked again, with other   └ the request was not admitted with it ──> cancelled
          tokens on the device ──> cancelled
 
-If another request is loading the same prefix, `match` answers "later". The request can hit on the
-device what the other one loads, once it is there.
+If another request is loading the same prefix, `match` answers "later". Once the other load has
+ended, the request can hit the loaded tokens on the device.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ blocks while it waits.
 """
 
 MAX_LOOKUPS_IN_VAIN = 16
-"""The most lookups in one step after which the request is told to wait.
+"""The most lookups in one step that end with a wait. After them, requests wait without a lookup.
 
 A lookup takes about a millisecond, and thousands of requests may be waiting.
 """
 
 MAX_FAILED_LOADS = 2
-"""The number of failed loads after which all of a request is computed.
+"""The number of failed loads after which the whole request is computed.
 
 After fewer failures, the request is looked up again, for what is left.
 """
@@ -91,7 +91,7 @@ class Loads:
         self._holes = parts.holes
         self._computes_holes = parts.computes_holes
         self._extension = extension
-        # The boundaries up to which a load under way can be hit on the device later, by key.
+        # The boundaries up to which the device can be hit once a load under way has ended, by key.
         self._promised: dict[bytes, int] = {}
         self.num_under_way = 0
         self._lookups_in_vain = 0  # In the step that is being planned.
@@ -103,7 +103,9 @@ class Loads:
         num_computed_tokens: int,
         may_load: bool = True,
     ) -> int | None:
-        """How many tokens past those on the device can be loaded; pinned until `begin` or `forget`.
+        """How many tokens past the tokens on the device can be loaded.
+
+        What is to be loaded is pinned until `begin` or `forget`.
 
         Args:
             may_load: Whether anything may be loaded.
@@ -113,7 +115,7 @@ class Loads:
         """
         admission = state.admission
         self.room.release(request.request_id)
-        # The request's own load has ended. The blocks that it left may have been taken.
+        # The request's own load has ended. Other requests may have taken the blocks that it filled.
         self._withdraw_promise(state)
         if self._still_lacks_room(request, admission, num_computed_tokens):
             return None
@@ -131,7 +133,7 @@ class Loads:
     def _still_lacks_room(
         self, request: Request, admission: Admission, num_computed_tokens: int
     ) -> bool:
-        """Whether a request would get the answer that it got before; asked in every step."""
+        """Whether a request still lacks the room that it lacked before; asked in every step."""
         later = admission.later
         if later is None or later.num_computed_tokens != num_computed_tokens:
             return False
@@ -194,7 +196,7 @@ class Loads:
                 return 0
             if self._waits_for_other(admission, plan):
                 return None
-            if not plan.holes and self._takes_longer(plan):  # `_plan` asks this for holes.
+            if not plan.holes and self._takes_longer(plan):  # With holes, `_plan` asks this.
                 if not admission.is_slower:  # A waiting request is asked about in every step.
                     self._counters.too_dear_loads += 1
                 admission.is_slower = True
@@ -221,16 +223,16 @@ class Loads:
         return plan.num_tokens
 
     def _keeps_parked_waiting(self) -> bool:
-        """Whether a request that was not admitted with its load stands before parked ones.
+        """Whether parked requests wait behind a request that was not admitted with its load.
 
         vLLM 0.23 admits a load only if there is room for all that parked requests still need, too.
-        It tries no request behind one that it cannot admit. If nothing runs, the engine would stand
-        still.
+        It tries no request behind a request that it cannot admit. If nothing runs, the engine would
+        stand still.
         """
         return self.room.num_parked > 0 and not self._view.num_running()
 
     def _hold(self, request: Request, plan: LoadPlan) -> bool:
-        """Whether what a plan of the extension needs of the device is there, and is kept."""
+        """Keep what an extension's plan needs on the device. Returns whether the device has it."""
         return plan.is_exact or self._extension.hold(request, plan)
 
     def end_step(self) -> None:
@@ -311,7 +313,8 @@ class Loads:
             block_ids: The request's blocks by KV cache group, from its first token on.
 
         Raises:
-            ConnectorError: If the number differs. Tokens would count as computed that are not.
+            ConnectorError: If the number differs. Tokens would then count as computed although they
+                are not.
         """
         request_id = request.request_id
         self._withdraw_promise(state)
@@ -323,7 +326,7 @@ class Loads:
             self._counters.hole_refusals[admission.hole_refusal] += 1
         pinned = admission.pinned
         if num_tokens or not request.num_computed_tokens:
-            # In the other case, upstream admits the request once more, with what it has loaded.
+            # Otherwise upstream admits the request once more, with the tokens that it has loaded.
             state.report = _report(request, state, admission, num_tokens)
         if num_tokens == 0:
             self._cancel(admission)
@@ -350,11 +353,11 @@ class Loads:
         return self._jobs.plan(request_id, plan, block_ids, tables, self._may_lack(request))
 
     def _may_lack(self, request: Request) -> bool:
-        """Whether what a load fails to bring is computed as a hole at once.
+        """Whether tokens that a load fails to bring are computed as a hole at once.
 
-        This is not possible for models with windows. The hole has no blocks for its windows yet. It
-        reads its windows from the last tails before it, which may be what failed to load. Such a
-        request is looked up again.
+        This is not possible for models with windows. The hole has no blocks for its windows yet.
+        The hole reads its windows from the last tails before it, and these tails may have failed to
+        load. Such a request is looked up again.
         """
         return (
             self._computes_holes
@@ -367,7 +370,7 @@ class Loads:
         """All workers have ended a load. A load of another connector is ignored.
 
         Returns:
-            Tokens that the request has to have computed as holes.
+            The tokens that are to be computed as holes of the request.
         """
         under_way, state.under_way = state.under_way, None
         if under_way is None:
@@ -381,7 +384,7 @@ class Loads:
             # The request holds its blocks until the scheduler looks at it, so it stays parked.
             self._withdraw_promise(state)
             self._extension.restart(request_id)
-            # Upstream may go on behind what the device has, and ask for no load any more.
+            # Upstream may go on behind the device's tokens, and not ask for a load any more.
             _note_loaded(state, 0, [], Decision.FAILED_LOADS)
             is_all = len(failed) == len(plan.entries)
             state.num_failed_loads += MAX_FAILED_LOADS if is_all else 1
@@ -432,7 +435,7 @@ class Loads:
         return self.cost.is_slower_than_computing(plan.num_bytes, plan.loaded_tokens)
 
     def _promise(self, state: RequestOffloadState, plan: LoadPlan) -> None:
-        """Let others wait for what this load leaves on the device, if they can hit all of it."""
+        """Let others wait for this load, if they can hit all that it leaves on the device."""
         if not self._view.enable_caching or self._view.use_eagle or not plan.is_exact:
             return
         boundary = plan.boundary_tokens
@@ -449,7 +452,7 @@ class Loads:
             state.promised_key = None
 
     def _still_waits(self, admission: Admission, num_computed_tokens: int) -> bool:
-        """Whether what a request waited for is still to come; asked in every step."""
+        """Whether the load that a request waited for is still to end; asked in every step."""
         awaited = admission.awaited
         return (
             awaited is not None
@@ -459,7 +462,7 @@ class Loads:
         )
 
     def _waits_for_other(self, admission: Admission, plan: LoadPlan) -> bool:
-        """Whether the load of another will leave on the device what this one needs."""
+        """Whether another request's load will leave on the device what this request needs."""
         if not self._promised or admission.awaited is not None:
             return False  # A request waits for another load only once.
         for boundary in set(self._promised.values()):

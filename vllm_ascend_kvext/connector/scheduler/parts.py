@@ -19,7 +19,7 @@ class SchedulerParts(NamedTuple):
     """The parts of a scheduler side that loads, stores, a secondary tier and an extension share.
 
     Attributes:
-        computes_holes: Whether holes may be computed. If not, a load stops at the first one.
+        computes_holes: Whether holes may be computed. If not, a load stops at the first hole.
         clock: Seconds that only grow.
     """
 

@@ -18,7 +18,7 @@ class Decision(enum.Enum):
     """Why a request loads what it loads."""
 
     LOADED = "loaded"
-    """It loads all that can be loaded of what host memory has."""
+    """The request loads all that it can load from host memory."""
 
     NOTHING_FOUND = "nothing_found"
     """Host memory has nothing behind what the device has."""
@@ -30,10 +30,11 @@ class Decision(enum.Enum):
     """The device's pool, or what is pinned of host memory, leaves no room for the load."""
 
     FAILED_LOADS = "failed_loads"
-    """It is computed, because its loads have failed before."""
+    """The request is computed, because its loads have failed before."""
 
     NOT_LOOKED_UP = "not_looked_up"
-    """It reads no cache, because it asks for that, or its prompt is a segment to be stored."""
+    """The request reads no cache, because it asks for that, or its prompt is a segment to be
+    stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class RequestReport:
         device_tokens: The first tokens, which the device had.
         host_tokens: The tokens behind these that were loaded from host memory.
         tier_tokens: The tokens that a shared tier has brought into host memory for it.
-        hole_tokens: The tokens between loaded ones that are computed.
+        hole_tokens: The tokens between loaded tokens that are computed.
         num_holes: The number of runs of such tokens.
         shortfall: Why host memory has no more; None if it has all that could be of use.
         hole_refusal: Why the load stops at the first hole; None if it does not.

@@ -41,14 +41,14 @@ class RequestLoad:
     unreadable: set[int] = field(default_factory=set)
 
     def is_good_for(self, num_computed_tokens: int) -> bool:
-        """Whether its plan still holds, with so many tokens on the device."""
+        """Whether its plan is still valid if the device has this many tokens."""
         return self.plan.after_tokens == num_computed_tokens and all(
             entry.state is EntryState.STORED for entry in self.load.entries
         )
 
 
 class Awaited(NamedTuple):
-    """The load of another request, which leaves on the device what ends with ``key``."""
+    """Another request's load. It leaves the tokens on the device that end with ``key``."""
 
     key: bytes
     boundary_tokens: int
@@ -56,7 +56,7 @@ class Awaited(NamedTuple):
 
 
 class Later(NamedTuple):
-    """Why a request has to wait for room, when the device had ``num_computed_tokens`` of it.
+    """Why a request had to wait for room, when the device had ``num_computed_tokens`` tokens of it.
 
     Attributes:
         room_version: The version of the `PoolRoom` that had no room for its load; None if it has
@@ -74,7 +74,7 @@ class Admission:
     """What is known of a request while it waits to be admitted.
 
     Attributes:
-        pinned: What can be loaded; None if nothing was found, or it was not looked for.
+        pinned: What can be loaded; None if nothing was found, or nothing was looked for.
         awaited: The load that it waits for, or has waited for.
         later: Why it waits for room.
         shortfall: Why the lookup found no more.
@@ -104,7 +104,7 @@ class StoreProgress:
         done_tokens: Boundaries up to here have been looked at.
         next_event_tokens: A step that ends below this number of tokens changes nothing.
         rows_tokens: Rows up to here are in the tier, or on their way there.
-        held: Pages of the latest tails, those at ``held_tokens``, that leave their windows.
+        held: Pages of the latest tails, which end at ``held_tokens``, that leave their windows.
     """
 
     use: int
@@ -121,17 +121,17 @@ class RequestOffloadState:
     """One request.
 
     Attributes:
-        options: What it asks for; None before that was read.
+        options: What it asks for; None before its options were read.
         device_tokens: The tokens of it that the device had when it was last looked at.
         report: The report of its latest admission; None before the first one.
         admission: What is known while it waits. A new one begins when the request has got blocks.
-        promised_key: The key of what its load leaves on the device for others; None if they cannot
-            wait for it.
+        promised_key: The key of the tokens that its load leaves on the device; None if other
+            requests cannot wait for them.
         planned: Before its admission: the token at which it is to begin, and the boundaries at
             which tails will be stored then, with reasons. None if nothing is planned.
         progress: What is stored of it; None before it computes.
         secondary: What the secondary tier notes of it. Only the tier reads and writes it.
-        has_ended: Whether the request is gone, and only its load is not.
+        has_ended: Whether the request has ended. Only its load is then still under way.
     """
 
     options: RequestOptions | None = None
@@ -162,7 +162,10 @@ class RequestOffloadStates(dict[str, RequestOffloadState]):
         return state.options
 
     def renew_options(self, request: Request) -> None:
-        """A session goes on with other parameters. What was kept out once is never stored."""
+        """A session goes on with other parameters.
+
+        If its KV was kept out once, it is never stored.
+        """
         state = self.get(request.request_id)
         if state is not None and state.options is not None:
             may_store = state.options.may_store

@@ -5,12 +5,12 @@ A request that loads is *parked*: it holds blocks and computes nothing, and vLLM
 If parked requests hold so many blocks that no next chunk fits, the engine stands still. So a load
 begins only if each parked request could go on while the others stay parked. vLLM's own check
 (``_request_remaining_blocks``) does not count windows and states beyond the first chunk. On Ascend,
-a chunk of 2,048 tokens takes some 360 blocks of them.
+a chunk of 2,048 tokens takes some 360 blocks of windows and states.
 
-A request that vLLM tries to admit must be admitted, because vLLM does not try the requests behind
-one that does not fit. Its admission (``allocate_slots``, ``full_sequence_must_fit``) counts a
-window and a step for each group with windows, and since 0.30 all steps in flight. It does not count
-pages that the request has already.
+A request that vLLM tries to admit must be admitted, because vLLM does not try the requests behind a
+request that does not fit. vLLM's admission (``allocate_slots``, ``full_sequence_must_fit``) counts
+a window and a step for each group with windows, and since 0.30 all steps in flight. It does not
+count pages that the request has already.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class PoolRoom:
     def of_other(self, num_tokens: int) -> Room:
         """Whether vLLM may try to admit a request that loads nothing.
 
-        If this request does not fit, vLLM tries no later one, and parked requests would wait behind
-        it.
+        If this request does not fit, vLLM tries no later request, and parked requests would wait
+        behind it.
         """
         if not self._parked or self._view.num_running():
             return Room.YES
@@ -172,7 +172,7 @@ class PoolRoom:
                 continue
             window_pages = -(-max(1, group.window_tokens) // tokens_per_page) + 1
             held += min(end_page, window_pages)
-            # vLLM does not try requests behind one for which fewer blocks than these are free.
+            # If fewer blocks than these are free, vLLM admits neither this request nor a later one.
             admitted_tokens = min(num_tokens, group.window_tokens - 1 + max_tokens)
             admitted = min(
                 -(-num_tokens // tokens_per_page), -(-admitted_tokens // tokens_per_page) + 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler side's seam to a tier behind host memory: what one may do, and the defaults.
+"""The scheduler side's seam to a tier behind host memory: what it may do, and the defaults.
 
 A secondary tier brings what host memory lacks, and is given what host memory has. What it brings
 becomes entries of the host tier: loads do not know where an entry is from. The scheduler side calls
@@ -8,7 +8,7 @@ it in this order::
     has_to_wait ── on_request_begun ── on_stored      for each request
     on_step ── on_output ── on_jobs_ended             in each step
 
-The defaults are those of an engine without a secondary tier.
+An engine without a secondary tier has the defaults.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm_ascend_kvext.store.entries import Entry, WantedPiece
 class SecondaryTierScheduler:
     """The scheduler side of a secondary tier, for one engine.
 
-    Its jobs have numbers of ``WorkerJobs``, which calls back when all workers have ended one.
+    Its jobs have numbers of ``WorkerJobs``, which calls back when all workers have ended a job.
     """
 
     @property
@@ -45,7 +45,7 @@ class SecondaryTierScheduler:
 
         Args:
             state: The state of the request. The tier writes its ``secondary``.
-            num_computed_tokens: What the device has of the request.
+            num_computed_tokens: The tokens of the request that the device has.
             further_pieces: What host memory lacks of other prefixes that the request may use.
         """
         return False
@@ -74,7 +74,8 @@ class SecondaryTierScheduler:
     def on_output(self, output: SecondaryOutput) -> None:
         """Take note of what the worker sides of the tier report of a step, joined.
 
-        Called before the jobs of the same report end, and before an extension is told of it.
+        Called before the jobs of the same report end, and before an extension is told of the
+        report.
         """
 
     def on_jobs_ended(self) -> None:

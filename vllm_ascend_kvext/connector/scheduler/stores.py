@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores of requests: what is worth storing, when its pages are complete, and how a store ends.
 
-When a request's computed tokens pass a boundary, the rows before it and the tails at it are stored
-after that step, before windows move on. A store holds references to its pages until all workers
-have ended it. The end of an answer is known only when it is reached. Until then, the scheduler side
-also holds the pages of the latest tails that would leave their windows.
+If a step takes a request past a boundary, the rows before the boundary and the tails at the
+boundary are stored after the step, before windows move on. A store holds references to its pages
+until all workers have ended it. The end of an answer is known only when it is reached. Until then,
+the scheduler side also holds the pages of the latest tails that would leave their windows.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Stores:
         self, request: Request, state: RequestOffloadState, num_scheduled_tokens: int
     ) -> None:
         """A request computes in the step that is being planned."""
-        # Beyond the tokens that are known lie drafts, which may be rejected.
+        # Behind the known tokens are drafts, which may be rejected.
         computed_tokens = request.num_computed_tokens + num_scheduled_tokens
         progress = state.progress
         if progress is None or request.num_computed_tokens < progress.done_tokens:
@@ -108,7 +108,7 @@ class Stores:
     def next_stop_tokens(
         self, request: Request, state: RequestOffloadState, computed_tokens: int
     ) -> int:
-        """Where a prefill step that begins there is to end, so that it leaves a state to store.
+        """Where a prefill step from ``computed_tokens`` on has to end to leave a state to store.
 
         The request may not have been admitted yet.
 
@@ -146,7 +146,7 @@ class Stores:
         self.release_held(progress)
 
     def release_held(self, progress: StoreProgress | None) -> None:
-        """Release the blocks that are held for a request, because its block table goes."""
+        """Release the blocks that are held for a request."""
         if progress is not None:
             self._references.release(list(progress.held.values()))
             progress.held = {}
@@ -155,9 +155,9 @@ class Stores:
     def leave_free(self, num_blocks: int, states: Sequence[RequestOffloadState]) -> None:
         """Release blocks that are held for running requests, until ``num_blocks`` blocks are free.
 
-        vLLM preempts the latest request first, and what is held of it goes to host memory then. So
-        the latest request keeps its held blocks if other requests compute, too, and if its blocks
-        are too few to prevent a preemption.
+        vLLM preempts the latest request first, and its held blocks then go to host memory. So the
+        latest request keeps its held blocks if other requests compute, too, and if its blocks are
+        too few to prevent a preemption.
         """
         for state in states:
             num_lacking = num_blocks - self._references.num_free
@@ -173,17 +173,17 @@ class Stores:
         """A request is about to be preempted: store what it would have to compute again.
 
         The step needs its pages at once, so the job holds none of them. Workers carry the job out
-        before the step overwrites them.
+        before the step overwrites the pages.
 
         Returns:
-            The job; None if there is nothing to store. And whether the request can go on from where
-            it stands once the job is made.
+            The job, None if there is nothing to store; and whether the request can resume where it
+            stands after the job.
         """
         progress = state.progress
         boundary = self._last_boundary(request)
         if progress is None or boundary <= 0 or self._is_off:
             return None, False
-        progress.use = self._tier.next_use()  # The store is read before those of other requests.
+        progress.use = self._tier.next_use()  # This store is read before stores of other requests.
         is_whole = self._store_end(request, progress, boundary, max_share=math.inf)
         job = self._jobs.pop(request.request_id, None)
         if job is None:
@@ -226,7 +226,7 @@ class Stores:
         self.reasons.pop(entry.number, None)
         self._events.removed(entry)
 
-    # What is behind it.
+    # Internals.
 
     def _begin(self, job: _Job, blocks: list[Block]) -> StoreJob:
         number = self._under_way.begin_store(blocks, partial(self._end, job.stored))
@@ -280,7 +280,7 @@ class Stores:
         return state.progress
 
     def _shared_tokens(self, request: Request) -> int:
-        """Up to where the rows of a prompt are stored, or being stored."""
+        """The boundary up to which the rows of a prompt are stored, or being stored."""
         prefix = self._view.prefix(request)
         return self._tier.present_tokens(prefix, request.num_prompt_tokens)
 
@@ -313,8 +313,8 @@ class Stores:
         crossed = [(tokens, reason) for tokens, reason in crossed if tokens <= known_tokens]
         if not crossed:
             return
-        # The rows of all boundaries are stored at once, in fewer pieces. Of tails, those that were
-        # asked for come first.
+        # The rows of all boundaries are stored at once, in fewer pieces. Tails that were asked for
+        # come before other tails.
         has_rows = self._store_rows(request, progress, crossed[-1][0])
         for tokens, reason in sorted(crossed, key=lambda each: self.planner.is_unasked(each[1])):
             tails = Piece.tails(tokens)
@@ -327,7 +327,7 @@ class Stores:
     def _store_chunks(
         self, request: Request, progress: StoreProgress, computed_tokens: int
     ) -> None:
-        """Store whole chunks that another request has computed before, or all of them by policy."""
+        """Store whole chunks that another request has computed before, or all chunks by policy."""
         geometry = self._layout.geometry
         if not geometry.needs_rows:
             return
@@ -450,7 +450,10 @@ class Stores:
         return self._layout.geometry.floor(known_tokens)
 
     def _hold_tails(self, request: Request, progress: StoreProgress, boundary_tokens: int) -> None:
-        """Hold pages that leave the windows of the latest boundary before the next is reached."""
+        """Hold pages of the tails at the latest boundary.
+
+        These pages leave their windows before the next boundary is reached.
+        """
         if boundary_tokens <= progress.held_tokens or boundary_tokens <= 0:
             return
         # Rejected drafts and steps in flight count as computed for a while. So one unit is added.

@@ -15,7 +15,7 @@ from __future__ import annotations
 from vllm_ascend_kvext.connector.common.messages import Direction
 
 MIN_PREFILL_TOKENS = 64
-"""Steps with fewer tokens are not measured, because their fixed cost hides that of prefill."""
+"""Steps with fewer tokens are not measured, because their fixed cost hides the cost of prefill."""
 
 _WEIGHT = 0.2
 """The weight of a new sample in a moving mean, which remembers some ten samples."""

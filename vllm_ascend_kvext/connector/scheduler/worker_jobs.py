@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs that all workers of an engine do: which blocks they read, and when the last worker ends one.
+"""Jobs that all workers of an engine do: the blocks that they read, and the end of each job.
 
 A job is a store of pages, or a job of a secondary tier. Workers report both by number.
 """
@@ -52,7 +52,8 @@ class WorkerJobs:
         """A store of pages is handed to the workers.
 
         Args:
-            blocks: The blocks that are referenced for it. They are released when it ends.
+            blocks: The blocks that are referenced for the store. They are released when the store
+                ends.
             on_end: Called at the end, with whether the job has failed.
 
         Returns:

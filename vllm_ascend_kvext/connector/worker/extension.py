@@ -23,7 +23,7 @@ class RegisteredPages(NamedTuple):
         kv_caches: By layer name.
         pools: The storages of the layout. The worker side renews them after a reset.
         host: The host buffer. dtype: uint8, shape: [num_bytes].
-        placement: Where copies on the host run; None leaves it to the calling thread.
+        placement: Where copies on the host run; None runs them on the calling thread.
         move: Moves rows, as ``page_transfer`` does.
     """
 
@@ -53,7 +53,7 @@ class ExtraMover(Protocol):
 
 
 class WorkerExtension:
-    """The worker side of an extension. The model's thread calls all of it but the mover."""
+    """The worker side of an extension. The model's thread calls all methods, but not the mover."""
 
     @property
     def mover(self) -> ExtraMover | None:
@@ -66,7 +66,7 @@ class WorkerExtension:
         return False
 
     def register(self, pages: RegisteredPages) -> None:
-        """Take note of the pages. Called again after a reset, with others that are laid out alike.
+        """Take note of the pages. Called again after a reset, with other pages of the same layout.
 
         The method does not raise. An extension tells in `describe` what it cannot do.
         """

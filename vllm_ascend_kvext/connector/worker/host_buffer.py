@@ -44,7 +44,7 @@ class HostBuffer:
 
     @classmethod
     def allocate(cls, num_bytes: int, device: torch.device) -> HostBuffer:
-        """Allocate memory for the pages of a device. The memory is pinned unless that is a CPU.
+        """Allocate memory for the pages of a device. It is pinned unless the device is a CPU.
 
         Each page of memory is written to once. Otherwise the kernel would hand out pages at the
         first write to them; stores have been seen to take five times as long then.
@@ -145,7 +145,7 @@ def _warn_of_rounding(num_bytes: int) -> None:
 
 
 def _map(tensor: torch.Tensor, device_type: str) -> Callable[[], None] | None:
-    """Map memory for a kernel. Returns what undoes that; None if it is not mapped."""
+    """Map memory for a kernel. Returns a function that unmaps it; None if it is not mapped."""
     if not parse_uses_ascend_kernel(os.environ):
         return None
     try:

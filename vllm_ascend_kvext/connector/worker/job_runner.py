@@ -40,8 +40,8 @@ Move = Callable[..., None]
 
 
 MAX_FAILED_IN_A_ROW = 3
-"""After so many failed parts in a row, the other parts of a load are not tried. Each failure may
-take until a device's time limit. Other transfers wait for it, and a shutdown may, too."""
+"""After this many failed parts in a row, the other parts of a load are not tried. Each failure may
+take as long as a device's time limit. Other transfers, and perhaps a shutdown, wait for it."""
 
 
 class Moved(NamedTuple):

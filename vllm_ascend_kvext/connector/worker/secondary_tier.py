@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker side's seam to a tier behind host memory: what one may do, and the defaults."""
+"""The worker side's seam to a tier behind host memory: what it may do, and the defaults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_ascend_kvext.connector.worker.extension import RegisteredPages
 
 
 class SecondaryTierWorker:
-    """The worker side of a secondary tier. The model's thread calls all of it."""
+    """The worker side of a secondary tier. The model's thread calls all methods."""
 
     def register(self, pages: RegisteredPages, begin_thread: Callable[[], object]) -> None:
         """Take note of the pages, and of the host memory. Called once.

@@ -21,7 +21,7 @@ from vllm_ascend_kvext.connector.worker.job_runner import Job, Moved
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
 _QUIET_S = 10.0
-"""After a failure was logged, other failures are only counted for this time."""
+"""For this time after a logged failure, other failures are only counted."""
 
 
 class TransferThread:
@@ -85,7 +85,7 @@ class TransferThread:
         """The jobs that have ended since the last call, in the order of their ends.
 
         Returns:
-            Pairs of a job and what it has moved; None in its place if the job failed.
+            Pairs of a job and what it has moved. The second part is None if the job failed.
         """
         with self._changed:
             ended = self._ended
@@ -123,7 +123,7 @@ class TransferThread:
     def _start(self) -> None:
         """Start the thread, if it does not run.
 
-        It starts with the first job. A process that forks before that has no thread to lose.
+        The thread starts with the first job. So a process that forks earlier has no thread to lose.
         """
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._serve, name="kvext-transfer", daemon=True)

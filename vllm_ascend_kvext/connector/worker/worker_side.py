@@ -103,13 +103,13 @@ class WorkerSide:
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Take note of the tensors that hold the pages, and allocate host memory for them.
 
-        A second call after a reset takes the pages where they are now. Stores and loads that have
-        not begun fail then. What lies in host memory stays.
+        After a reset, a second call takes the pages at their new addresses. Stores and loads that
+        have not begun then fail. What lies in host memory stays.
 
         Raises:
             GroupError: If the config is not understood.
             LayoutError: If config and tensors contradict each other; with pipeline or context
-                parallelism; or if the pages are laid out otherwise than those registered first.
+                parallelism; or if the layout of the pages differs from the layout registered first.
             BackendError: If no backend serves the device.
             HostMemoryError: If the host memory cannot be had.
             SettingsError: If the options do not allow the device, copies cannot run on the CPUs
@@ -117,7 +117,8 @@ class WorkerSide:
             CompiledModuleError: If the compiled module cannot be had.
         """
         device_type = device_type_of(kv_caches)
-        _require_allowed(device_type, self._options)
+        if self._runner is None:
+            _require_allowed(device_type, self._options)
         transfers = transfers_on(device_type)
         nz_layers = read_nz_layers(self._vllm_config, kv_caches)
         layout = build_layout(
@@ -176,7 +177,7 @@ class WorkerSide:
         )
 
     def run_before_step(self, jobs: ConnectorMetadata) -> None:
-        """Carry out ``stores_before``. When this returns, they have ended, well or not.
+        """Carry out ``stores_before``. On return, these stores have ended, well or not.
 
         They do not wait for stores in the queue.
         """
@@ -196,12 +197,12 @@ class WorkerSide:
         self._secondary.begin_step(jobs.secondary)
 
     def end_of_forward(self) -> None:
-        """Begin the stores of the step whose forward is enqueued; nothing if there is none."""
+        """Begin the stores of the step whose forward is enqueued, if there is such a step."""
         stores, self._stores_after_forward = self._stores_after_forward, ()
         self._submit(stores)
 
     def wait_for_end(self, timeout_s: float) -> None:
-        """Wait until a job has ended that `end_step` has not reported, or none is under way.
+        """Wait until some ended job is not reported by `end_step` yet, or no job is under way.
 
         Steps that compute nothing call this, because vLLM would make the next step at once.
         """

@@ -148,7 +148,7 @@ def _rotary_module_of(parent: Any, layer_name: str) -> Any:
 
 
 def _is_rotary(module: Any) -> bool:
-    """Whether a module has a known rotary class, or a base class that is one."""
+    """Whether a module has a known rotary class, or a known class as its base class."""
     return any(
         f"{base.__module__}.{base.__qualname__}" in READERS.keys() | REFUSED.keys()
         for base in type(module).__mro__

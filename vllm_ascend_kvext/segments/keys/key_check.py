@@ -2,9 +2,9 @@
 """Checks that the keys of a model depend on their positions by the rotation alone.
 
 In the first layer, a key depends only on its token and its position. So two tokens with the same id
-in one text have equal values, and their keys are equal once one is turned to the position of the
-other. The check finds a model that scales keys behind the rotation, adds positions to embeddings,
-or turns keys by other angles than its rotary module says.
+in one text have equal values. Their keys are equal once the key of one token is turned to the
+position of the other token. The check finds a model that scales keys behind the rotation, adds
+positions to embeddings, or turns keys by other angles than its rotary module says.
 
 Angles are computed here in float64, without the transfer op. This module knows neither pages nor
 torch.
@@ -118,11 +118,11 @@ def has_enough_pairs(token_ids: Sequence[int]) -> bool:
 
 
 def text_with_pairs(token_ids: Sequence[int], max_tokens: int) -> list[int]:
-    """Make a text of tokens of another text, by which the keys of the model can be compared.
+    """Make a text from tokens of another text. Keys of the model can be compared in the new text.
 
-    Each of its tokens occurs at least twice, near and far. It has enough pairs if the other text
-    has `MIN_PAIRS` tokens, and ``max_tokens`` is at least twice that. It does not begin like the
-    other text.
+    Each of its tokens occurs at least twice, near and far. The new text has enough pairs if the
+    other text has `MIN_PAIRS` tokens, and ``max_tokens`` is at least twice `MIN_PAIRS`. The new
+    text does not begin like the other text.
     """
     first_ids = list(token_ids[: min(MAX_PAIRS, max_tokens // 2)])
     return first_ids[::-1] + first_ids

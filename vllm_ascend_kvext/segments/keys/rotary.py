@@ -36,9 +36,9 @@ class RotarySignature:
     """The rotary embedding of one layer's keys, as they lie in a row.
 
     ``frequencies`` are radians per position, one per pair, with the scaling of the embedding.
-    ``head_elements`` counts the elements of one head, or of the whole row where heads share a
-    latent. The rotated part begins at ``offset_elements``. YaRN multiplies this part by its
-    attention factor. The factor is already in stored keys, so a rotation must not apply it again.
+    ``head_elements`` counts the elements of one head, or of the whole row if heads share a latent.
+    The rotated part begins at ``offset_elements``. YaRN multiplies this part by its attention
+    factor. The factor is already in stored keys, so a rotation must not apply it again.
     """
 
     frequencies: tuple[float, ...]

@@ -48,10 +48,10 @@ HALF_UNITS = {
 def check_rotation(module: Any, signature: RotarySignature) -> None:
     """Compare the op with the module that ``signature`` was read from.
 
-    The module rotates random keys to one position, and the op moves them to another one. They are
-    compared with the keys that the module rotates to this other position. Moves go near and far,
-    and in both directions. They are made in the keys' type, and also in float32 if the module is in
-    host memory. The module is left as it was.
+    The module rotates random keys to one position, and the op moves them to another position. The
+    result is compared with the keys that the module rotates to this other position. Moves go near
+    and far, and in both directions. They are made in the keys' type, and also in float32 if the
+    module is in host memory. The module is left as it was.
 
     Raises:
         BlendingError: The keys differ by more than rounding explains.
@@ -139,7 +139,7 @@ def _check(
 def _rotated_by(
     module: Any, signature: RotarySignature, rows: torch.Tensor, positions: list[int]
 ) -> torch.Tensor:
-    """Rows that the module has rotated, shaped as in ``_check``. ``positions`` has one per move."""
+    """Rows that the module has rotated, shaped as in ``_check``. There is one position per move."""
     import torch
 
     given = slice(signature.offset_elements, signature.offset_elements + module.head_size)

@@ -57,8 +57,8 @@ class BlendOptions:
 
     Attributes:
         head_tokens: The number of first tokens of each reused segment that are computed.
-        min_head_tokens: The minimum of this number. With windows, so many first tokens read across
-            the beginning of a segment.
+        min_head_tokens: The minimum of ``head_tokens``. With windows, this many first tokens of a
+            segment read tokens before the segment.
         min_tokens: The minimum length of a reused run. Shorter runs are computed.
         separator_ids: The separator between segments; empty if segments have none.
     """
@@ -99,7 +99,8 @@ class _State:
 
     Attributes:
         blended: What it reuses; None if all of its KV is exact.
-        answered: What it reused before it was preempted, if it answered with it.
+        answered: What it reused before it was preempted, if it gave an answer with the reused
+            tokens.
         preview: The preview of its question; None if there is none.
         is_refused: Whether a refusal was counted. A refusal may be found anew in every step.
     """
@@ -323,7 +324,7 @@ class BlendedRequests:
     def _park(
         self, request: Request, plan: BlendedPlan, block_ids: tuple[list[int], ...]
     ) -> WindowTables:
-        """Have the request's holes computed, and before them its question if that is previewed.
+        """Have the request's holes computed. A previewed question is computed before them.
 
         Returns:
             The window tables, by KV cache group with windows. Empty if the model has no windows, or
@@ -393,7 +394,7 @@ class BlendedRequests:
             state.blended = None
             self._count(blended)
             blended.hashes.take_back()
-            # From here on all of its KV is exact. The answer it has given so far is approximate.
+            # From here on, all KV of the request is exact. Its answer so far is approximate.
             request = self._view.requests.get(request_id)
             if request is not None and _known_tokens(request) > blended.known_tokens:
                 state.answered = blended
@@ -494,7 +495,7 @@ class BlendedRequests:
             self.questions.forget(request_id)
 
     def _put(self, entry: Entry) -> None:
-        """Offer an entry to other engines once keys were checked: these engines do not check."""
+        """Offer an entry to other engines once keys were checked: other engines do not check."""
         if self._checks.are_passed and not self._store.has_context(entry):
             self._on_used(entry)
 

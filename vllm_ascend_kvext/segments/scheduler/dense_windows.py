@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Window blocks of requests that reuse segments.
 
-Tokens of segments lie between the holes of such a request, and not only tails. So all rows of the
+Tokens of segments, and not only tails, lie between the holes of such a request. So all rows of the
 request share one table per group without gaps. The table begins with the window before the first
 blended token, which is loaded or cached. It ends with the request's own blocks.
 """
@@ -72,7 +72,7 @@ class DenseWindows:
         return request_id in self._held
 
     def release_held(self) -> None:
-        """Release held blocks after a step is planned: their requests got no blocks in it."""
+        """Release held blocks after a step is planned. Their requests got no blocks in the step."""
         for cached in self._held.values():
             for blocks in cached.values():
                 self._hole_blocks.blocks.release(blocks)
@@ -89,7 +89,7 @@ class DenseWindows:
     def begin(
         self, request_id: str, first_tokens: int, own_ids: Sequence[Sequence[int]]
     ) -> DenseTables | None:
-        """Take blocks for all windows from one token on, where the request has no own blocks.
+        """Take blocks for all windows from one token on, up to the request's own blocks.
 
         The blocks that are held for the request become part of the tables.
 

@@ -25,10 +25,10 @@ from vllm_ascend_kvext.store.entries import Entry
 logger = logging.getLogger("vllm.ascend_kvext.segments")
 
 HEAD_TOKENS = 16
-"""The default of ``head_tokens`` where only heads are computed; see docs/blending_contexts.md."""
+"""The default of ``head_tokens`` if only heads are computed; see docs/blending_contexts.md."""
 
 HEAD_TOKENS_WITH_QUESTION = 4
-"""The default of ``head_tokens`` where the question chooses further tokens."""
+"""The default of ``head_tokens`` if the question chooses further tokens."""
 
 MIN_REUSED_TOKENS = 32
 """The minimum length of a reused run; shorter runs are computed. It is twice the default head,
@@ -57,7 +57,7 @@ def make_segments(
     layouts = [each.layout for each in of_workers if each.layout is not None]
     counters = SegmentCounters()
     questions = _make_questions(parts, options, of_workers, counters)
-    # Where only heads are computed, some models answer what a context says.
+    # If only heads are computed, some models answer what a context says.
     has_context = questions is not None and options.learn is not False
     if options.context is not None:
         has_context = options.context
@@ -142,7 +142,7 @@ def _make_questions(
     of_workers: Sequence[SegmentsOfWorker],
     counters: SegmentCounters,
 ) -> Questions | None:
-    """Make what compares questions with segments; None if they are not compared."""
+    """Make the object that compares questions with segments; None if questions are not compared."""
     if options.selector is Selector.HEADS:
         return None
     is_by_default = options.selector is None and options.check_layer is None

@@ -3,8 +3,8 @@
 
 A block hash stands for exact KV. Caches, stores and events find KV by its hashes, and must not take
 approximate KV for exact KV. So the hashes of a request are random numbers from its first
-approximate token on. The same is done behind the sink of a segment that is to be stored, so that no
-cache has the segment.
+approximate token on. A request that stores a segment has random hashes behind the sink, too, so
+that no cache has the segment.
 """
 
 from __future__ import annotations

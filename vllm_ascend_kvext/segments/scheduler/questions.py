@@ -29,11 +29,12 @@ from vllm_ascend_kvext.segments.scheduler.question_preview import PreviewPlan
 from vllm_ascend_kvext.token_range import TokenRange, union, without
 
 MAX_PROBED_TOKENS = 256
-"""The maximum length of the first pass's question. Of a longer question only the end is computed,
-as if it stood right behind the segments."""
+"""The maximum length of the first pass's question. If a question is longer, only its end is
+computed, as if the end stood right behind the segments."""
 
 CHOSEN_RUN_TOKENS = 8
-"""The length of the runs that the question chooses. docs/blending.md measured with it."""
+"""The length of the runs that the question chooses. The measurements in docs/blending.md used this
+length."""
 
 
 class _Compared(NamedTuple):
@@ -57,12 +58,12 @@ class Questions:
         self._compared: dict[str, _Compared] = {}
 
     def begin(self, request: Request, plan: BlendedPlan) -> PreviewPlan | None:
-        """Plan the first pass of a request that has blocks; None if it has no room for one."""
+        """Plan the first pass of a request that has blocks; None if the request has no room."""
         first_tokens = plan.boundary_tokens
         num_tokens = min(
             request.num_tokens - first_tokens,
             MAX_PROBED_TOKENS,
-            # Half of a step, so that it finds room beside running requests.
+            # Half of a step, so that the question finds room beside running requests.
             max(1, self._view.max_num_batched_tokens // 2),
             # One token less, because the prompt of its row has one token more.
             self._view.max_model_len - 1 - first_tokens,
@@ -92,7 +93,7 @@ class Questions:
     def choose(self, request_id: str, scores: Scores | None) -> tuple[TokenRange, ...]:
         """The runs that the question chooses, by the scores of the tokens of `scored`.
 
-        Without scores (None), or with scores that are not finite, it chooses none.
+        Without scores (None), or with scores that are not finite, the question chooses no run.
         """
         compared = self._compared.pop(request_id)
         if scores is None or not np.isfinite(scores).all():

@@ -2,11 +2,11 @@
 """The sinks that segments are computed behind. With ``context``, they have documents of their salt.
 
 The KV of a document that is computed behind other documents is nearer to its KV in a prompt of
-documents. It is nearest behind about as many documents as stand before it in the prompt, and behind
-the common beginning of prompts. So a document is stored behind no other document, behind a few, and
-behind many. The first documents of a salt become its contexts, and stay its contexts. The common
-beginning of its prompts is put before them once it is known. A segment behind another context is
-another segment. See ``docs/blending_contexts.md``.
+documents. It is nearest with about as many documents before it as in the prompt, and with the
+common beginning of prompts before them. So a document is stored behind no other document, behind a
+few, and behind many. The first documents of a salt become its contexts, and stay its contexts. Once
+the common beginning of its prompts is known, it is put before these documents. The same text behind
+another context is another segment. See ``docs/blending_contexts.md``.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ NUM_DOCUMENTS = 8
 """The number of documents in the larger context of a salt. Eight documents were measured."""
 
 MAX_DOCUMENT_TOKENS = 256
-"""The maximum length of a document in a context. Documents of 100 to 200 tokens were measured. Of a
-longer document only the beginning is taken, which is worse."""
+"""The maximum length of a document in a context. Documents of 100 to 200 tokens were measured. If a
+document is longer, only its beginning is taken, which is worse."""
 
 NUM_PROMPTS = 4
 """The number of prompts that are compared to find their common beginning. Their first segments have
 to differ: the turns of one chat have the same user's text before their first segment."""
 
 MIN_BEGINNING_TOKENS = 16
-"""The minimum length of a common beginning, in addition to the sink of all segments. A shorter one
-is not worth a computation."""
+"""The minimum length of a common beginning, in addition to the sink of all segments. A shorter
+beginning is not worth a computation."""
 
 MAX_BEGINNING_TOKENS = 2048
 """The maximum length of a common beginning."""
@@ -53,16 +53,16 @@ MAX_BEGINNING_SHARE = 1 / 4
 """The maximum length of a common beginning, as a share of the longest request."""
 
 MAX_SALTS = 128
-"""The maximum number of salts with contexts. It also limits, each by itself, the salts with
-documents of an unfinished context, and the salts whose prompts are compared. A salt's documents are
+"""The maximum number of salts with contexts. The same maximum holds for salts with documents of an
+unfinished context, and for salts whose prompts are compared. Documents of an unfinished context are
 kept whole."""
 
 
 class Sink(NamedTuple):
     """The tokens that a segment is computed behind.
 
-    ``space`` is the key space of segments behind this sink; see ``key_space``. Nothing is stored
-    any more behind a sink that ``is_past``.
+    ``space`` is the key space of segments behind this sink; see ``key_space``. Behind a sink that
+    ``is_past``, nothing more is stored.
     """
 
     token_ids: tuple[int, ...]
@@ -165,7 +165,8 @@ class SegmentContexts(Generic[Document]):
     ) -> Sequence[Document]:
         """Note a stored document; returns the documents to be stored behind contexts now.
 
-        These are the document itself or, where it has completed the context, all documents in it.
+        These are the document itself or, if it has completed a context, all documents in the
+        context.
         """
         salt = cache_salt or ""
         if not self._document_tokens:
@@ -226,7 +227,7 @@ class SegmentContexts(Generic[Document]):
     def _sinks(
         self, sink: Callable[[tuple[Beginning, ...]], Sink], documents: Sequence[Beginning]
     ) -> tuple[Sink, ...]:
-        """Sinks of no, few and all documents. One that equals the sink of clients is left out."""
+        """Sinks of no, few and all documents. The sink of clients is left out."""
         parts = (documents[:number] for number in (0, FEW_DOCUMENTS, len(documents)))
         found = [sink(tuple(part)) for part in parts]
         return tuple(each for each in found if each.token_ids != self.sink_ids)

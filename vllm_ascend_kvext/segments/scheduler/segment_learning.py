@@ -3,17 +3,17 @@
 
 The life of a learned segment::
 
-    seen       a request has it; a second one does, and it is still not stored
+    seen       a request has it, then a second request has it, and it is still not stored
     queued     until the scheduler has nothing else to admit
     begun      a request of the engine's own computes it; `SegmentStores` treats it like a client's
     ended      it is stored, or counted as dropped: to be tried again, it has to be seen twice again
 
 Segments are reused only after workers have compared keys of equal tokens. Short documents may have
-too few equal tokens. Then a text with enough of them is computed first. It is a *check*, of which
-nothing is kept.
+too few equal tokens. Then a text with enough of them is computed first. This text is a *check*;
+nothing of it is kept.
 
 This module decides which segments are computed, and follows them. It knows nothing of the
-scheduler: ``patches.connector.learned_requests`` makes the requests, and takes them back.
+scheduler: ``patches.segments.learned_requests`` makes the requests, and takes them back.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ MAX_QUEUED_SEGMENTS = 64
 """The maximum number of queued segments that two requests had."""
 
 MAX_QUEUED_DOCUMENTS = 4096
-"""The maximum number of queued documents that are stored, and are to be stored behind a context."""
+"""The maximum number of queued documents that are stored, and are also to be stored behind a
+context."""
 
 MAX_TRIES = 3
 """The maximum number of repeated tries, of a check or of a segment behind a context."""
@@ -53,16 +54,17 @@ MAX_BEGUN_SEGMENTS = 2
 """The maximum number of segments that are computed or being stored at a time."""
 
 _MAX_SKIPPED_CHECKS = 1024
-"""The maximum number of occasions for a check that are skipped after checks were given up. Each
-check that is given up doubles the number. A request of a client is an occasion."""
+"""After checks were given up, at most this many occasions for a check are skipped. Each check that
+is given up doubles their number. A client's request is an occasion."""
 
 
 class WantedSegment(NamedTuple):
     """A segment that is to be computed, with the salt of the requests that had it.
 
-    The block hasher comes from ``vllm.v1.request.Request``; all requests of an engine have the
-    same. ``is_learned`` says that two requests have had the segment. Otherwise it follows from a
-    segment that a client stored. ``is_check`` says that it is computed only to compare its keys.
+    The block hasher comes from ``vllm.v1.request.Request``; all requests of an engine have the same
+    hasher. ``is_learned`` says that two requests have had the segment. Otherwise the segment
+    follows from a segment that a client stored. ``is_check`` says that the segment is computed only
+    to compare its keys.
     """
 
     prefix: SegmentPrefix
@@ -107,7 +109,7 @@ class SegmentLearning:
         self._max_model_len = max_model_len
         self._counters = counters
         self._seen = RememberedKeys[int](MAX_SEEN_SEGMENTS)
-        self._needed = RememberedKeys[int](MAX_SEEN_SEGMENTS)  # The requests that have to have one.
+        self._needed = RememberedKeys[int](MAX_SEEN_SEGMENTS)  # Requests needed, by segment.
         self._queue: deque[WantedSegment] = deque()
         self._behind_contexts: deque[WantedSegment] = (
             deque()
@@ -153,7 +155,7 @@ class SegmentLearning:
                 self.enqueue(wanted, MAX_QUEUED_SEGMENTS)
 
     def _was_seen(self, key: bytes) -> bool:
-        """Count a segment; whether enough requests have had it. Then counting begins anew."""
+        """Count a segment. Returns whether enough requests had it; then counting begins anew."""
         times = self._seen.pop(key, 0) + 1
         if times >= self._needed.get(key, 2):
             return True
@@ -163,8 +165,8 @@ class SegmentLearning:
     def take(self, has_room: Callable[[int], bool]) -> WantedSegment | None:
         """Take a segment that is to be computed now. None if there is none, or enough are begun.
 
-        ``has_room`` says whether a segment of so many tokens can be stored now, beside others. The
-        next segment waits until it can, because its request would be taken back otherwise.
+        ``has_room`` says whether a segment of this many tokens can be stored now, beside others.
+        The next segment waits until then, because its request would be taken back otherwise.
         """
         if self._is_checking:
             return None  # The check may show that no segment can be reused.
@@ -253,7 +255,7 @@ class SegmentLearning:
         self.clear()
 
     def enqueue(self, wanted: WantedSegment, max_queued: int) -> None:
-        """Have a segment computed when there is time. It is dropped if too many wait."""
+        """Have a segment computed when there is time. It is dropped if too many segments wait."""
         prefix = wanted.prefix
         queue = self._behind_contexts if prefix.has_context else self._queue
         is_too_long = prefix.sink_tokens + prefix.num_segment_tokens >= self._max_model_len
@@ -273,10 +275,10 @@ class SegmentLearning:
                 self._on_queued()
 
     def check_keys(self, document: WantedSegment) -> None:
-        """Have the engine compute a text by which keys are compared, before anything else.
+        """Have the engine compute a text in which keys are compared, before anything else.
 
-        ``document`` has too few equal tokens, and keys have not been compared with another one. The
-        text checks the model, and not the document, so it may have any document's tokens.
+        ``document`` has too few equal tokens, and keys have not been compared in another document.
+        The text checks the model, and not the document, so it may have any document's tokens.
         """
         if self._has_stopped or self._are_keys_checked or self._has_check:
             return
@@ -318,7 +320,7 @@ class SegmentLearning:
         self._check = None
 
     def _note_again(self, wanted: WantedSegment) -> None:
-        """Double the requests that a learned segment behind a context needs to be learned again."""
+        """Double the number of requests after which a segment behind a context is learned again."""
         if wanted.is_learned and wanted.prefix.has_context:
             key = _key_of(wanted.prefix)
             self._needed.put(key, 2 * self._needed.get(key, 2))

@@ -154,7 +154,7 @@ class SegmentStore:
         return found
 
     def is_missing(self, prefix: SegmentPrefix) -> bool:
-        """Whether some of a segment is neither stored nor on its way."""
+        """Whether a part of a segment is neither stored nor being stored."""
         lookup = self._tier.lookup(prefix)
         if lookup.index.present(Kind.ROWS, prefix.key_at(prefix.num_tokens)) is None:
             return True  # Nearly every incomplete segment lacks its end.
@@ -165,9 +165,10 @@ class SegmentStore:
     ) -> Sequence[SegmentPrefix]:
         """The prefixes of a segment that are to be computed, if they are missing.
 
-        This is the first prefix that is not past. If no prefix is stored, it is also the one
+        This is the first prefix that is not past. If no prefix is stored, it is also the prefix
         without a context, which serves every place in a prompt. Without ``learns_new``, it is only
-        a first prefix with a context, of a segment that is stored behind some sink.
+        the first prefix, and only if this prefix has a context and the segment is stored behind
+        some sink.
         """
         first = next(each for each in prefixes if not each.sink.is_past)
         is_new = all(map(self.is_missing, prefixes))
@@ -176,7 +177,7 @@ class SegmentStore:
         return [first] if first.has_context and not is_new else []
 
     def lacking(self, prefixes: Sequence[SegmentPrefix]) -> Iterator[tuple[SegmentPrefix, Piece]]:
-        """The chunks of a segment that are not stored; chunks that are on their way are included.
+        """The chunks of a segment that are not stored; chunks that are being stored are included.
 
         Engines share only segments without a context, because each engine has its own contexts.
         """
@@ -231,7 +232,7 @@ class SegmentStore:
         )
 
     def finish_store(self, prefix: SegmentPrefix, entry: Entry) -> bool:
-        """Finish the store of an entry, which all workers have ended; whether it can be found."""
+        """Finish a store that all workers have ended. Returns whether the entry can be found."""
         return self._tier.finish_store(entry, self.contents(prefix, entry.piece))
 
     def contents(self, prefix: SegmentPrefix, piece: Piece) -> StoredTokens:
@@ -250,7 +251,7 @@ class SegmentStore:
 
 
 def _alone(prefixes: Sequence[SegmentPrefix]) -> SegmentPrefix:
-    """The prefix without a context. Every segment has one."""
+    """The prefix without a context. Every segment has such a prefix."""
     return next(each for each in prefixes if not each.has_context)
 
 

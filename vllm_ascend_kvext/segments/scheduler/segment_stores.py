@@ -41,8 +41,8 @@ from vllm_ascend_kvext.store.entries import Entry
 logger = logging.getLogger("vllm.ascend_kvext.segments")
 
 MAX_PREEMPTIONS = 2
-"""The maximum number of preemptions of a request that holds pages. After more of them its store is
-given up: the request may lack the very pages that it holds."""
+"""The maximum number of preemptions of a request that holds pages. After more preemptions, its
+store is given up: the request may lack the very pages that it holds."""
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class SegmentStores:
         self._has_said_why = False
 
     def is_segment(self, request_id: str) -> bool:
-        """Whether the prompt of a request is a segment to be stored. It loads nothing then."""
+        """Whether a request's prompt is a segment to be stored. Such a request loads nothing."""
         found = self._segments.get(request_id)
         return found is not None and found.segment is not None
 
@@ -113,7 +113,10 @@ class SegmentStores:
         return num_tokens if num_tokens >= self._view.hash_block_size else None
 
     def note_new(self, request: Any) -> bool:
-        """Note a request; whether its prompt is to be stored. Then the sink is put before it."""
+        """Note a request. Returns whether its prompt is to be stored.
+
+        If so, the sink is put before the prompt.
+        """
         if request.sampling_params is None or request.prompt_token_ids is None:
             return False
         try:
@@ -153,7 +156,7 @@ class SegmentStores:
         return False
 
     def has_room(self, num_segment_tokens: int) -> bool:
-        """Whether the store of a segment of so many tokens could begin now."""
+        """Whether the store of a segment of this many tokens could begin now."""
         max_blocks = MAX_REFERENCED_SHARE * self._view.num_blocks / 2  # Prompts are stored, too.
         num_expected = self._num_expected_blocks
         return (
@@ -265,7 +268,7 @@ class SegmentStores:
             self._learning.end_store(request_id, has_failed)
 
     def _note_unchecked(self, wanted: WantedSegment) -> None:
-        """Have keys checked, or warn: a stored document had too few equal tokens for that."""
+        """Have keys checked, or warn: a stored document had too few equal tokens for a check."""
         if self._learning is not None:
             self._learning.check_keys(wanted)
         elif not self._has_said_why:
@@ -282,9 +285,9 @@ class SegmentStores:
     def _note_document(self, wanted: WantedSegment) -> None:
         """Note a stored document. A client's document is stored behind its salt's contexts, too.
 
-        A request of the engine's own computes it there: the client's request would answer to the
-        context. A learned document is stored behind a context once two requests have wanted it
-        there.
+        A request of the engine's own computes it there, because the client's request would answer
+        to the context. A learned document is stored behind a context once two requests have wanted
+        it there.
         """
         prefix, cache_salt, *_ = wanted
         if self._learning is None or prefix.has_context or wanted.is_check:
@@ -297,7 +300,7 @@ class SegmentStores:
                     self._learning.enqueue(document._replace(prefix=each), MAX_QUEUED_DOCUMENTS)
 
     def _put(self, entry: Entry) -> None:
-        """Offer an entry to other engines once keys were checked: these engines do not check."""
+        """Offer an entry to other engines once keys were checked: other engines do not check."""
         if self._checks.are_passed and not self._store.has_context(entry):
             self._on_used(entry)
 

@@ -71,18 +71,21 @@ class SegmentsSide(SchedulerExtension):
 
     @property
     def questions(self) -> Questions | None:
-        """Compares questions of requests with their segments; None if they are not compared."""
+        """Compares questions of requests with segments; None if questions are not compared."""
         return self.blended.questions
 
     def add_request(self, request: Request) -> None:
-        """Add a new request, before any part of the engine has looked at it. It may be changed."""
+        """Add a new request, before any part of the engine has looked at it.
+
+        The method may change the request.
+        """
         if not self.stores.note_new(request):
             self.blended.note_new(request)
 
     def visible_tokens(self, request_id: str) -> int | None:
         """The length of a request's beginning that all requests may use; None if there is no limit.
 
-        Behind it, KV is approximate, or it belongs to a segment behind a sink of its own.
+        Behind this beginning, KV is approximate, or belongs to a segment behind a sink of its own.
         """
         found = self.blended.visible_tokens(request_id)
         return self.stores.visible_tokens(request_id) if found is None else found

@@ -40,15 +40,15 @@ _SCRATCH_PAGES = 5
 _PROBED_PAGE = 2
 _UNTOUCHED = -1.0
 _BASE = 256
-"""The base of the written digits. bfloat16 has all whole numbers up to it."""
+"""The base of the written digits. bfloat16 has all whole numbers up to this base."""
 
 
 class CpuLayer(NamedTuple):
     """One layer with pages of its own, in a KV cache group.
 
-    The caches are those that the write op takes, of shape [num_pages, num_heads, tokens_per_page,
-    head_size]. Their strides need not say the real order of the bytes. ``signature`` says how the
-    keys turn with their position.
+    The write op takes the caches, of shape [num_pages, num_heads, tokens_per_page, head_size].
+    Their strides need not say the real order of the bytes. ``signature`` says how the keys turn
+    with their position.
     """
 
     name: str
@@ -71,7 +71,7 @@ class _Place(NamedTuple):
 
 
 class CpuTokenPages:
-    """The pages of a worker on a CPU. ``write_rows`` is called only with small caches of its own.
+    """The pages of a worker on a CPU. ``write_rows`` only gets small caches that are made here.
 
     ``layers`` are in the order of the model. The layers of one group have the same number of tokens
     per page. All layers have the same number of pages.
@@ -167,7 +167,7 @@ class _Scratch:
 
 
 def _probe(name: str, scratch: _Scratch, write: Callable[..., None]) -> Offsets:
-    """Write the number of every element of a page, digit by digit, and find where each lands."""
+    """Write every page element's number, digit by digit, and find where each number lands."""
     import torch
 
     num_tokens, row_shape = scratch.tokens_per_page, scratch.row_shape

@@ -48,10 +48,10 @@ class CheckLayer:
 def check_layer_of(
     compilation: Any, layers: Mapping[str, LayerKeys], index: int | None
 ) -> CheckLayer:
-    """Choose the check layer. ``layers`` are those with pages of their own, in the model's order.
+    """Choose the check layer. ``layers`` are layers with own pages, in the model's order.
 
-    ``index`` is its place among ``layers``. None takes the layer with full attention that is
-    nearest to `CHECK_DEPTH`. ``compilation`` is vLLM's ``CompilationConfig``.
+    ``index`` is its place among ``layers``. If it is None, the layer with full attention that is
+    nearest to `CHECK_DEPTH` is chosen. ``compilation`` is vLLM's ``CompilationConfig``.
 
     Raises:
         BlendingError: Questions cannot be compared in this model, or not at this layer.

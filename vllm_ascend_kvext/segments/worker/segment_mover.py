@@ -72,7 +72,7 @@ class SegmentMover:
     """Moves tokens of segments. Threads may share it.
 
     ``host`` is the host buffer, dtype: uint8, shape: [num_bytes]. ``make_staging`` makes host
-    memory of so many bytes that the device of the pages can reach. ``pages`` is None while the
+    memory of a given size, which the device of the pages can reach. ``pages`` is None while the
     memory of the pages is taken away. After a wake-up or a reset, ``pages`` is set to new pages
     with the same rows.
     """
@@ -100,7 +100,7 @@ class SegmentMover:
         self._key_check_failure = ""
 
     def close(self) -> None:
-        """Give the staging memory back, while no load runs. A later load makes another."""
+        """Give the staging memory back, while no load runs. A later load makes new memory."""
         staging = self._staging
         self._staging = None
         if staging is not None:
@@ -121,7 +121,7 @@ class SegmentMover:
         return self._num_bytes(rows)
 
     def load(self, rows: Sequence[SegmentRows], block_ids: Sequence[TablePart]) -> int:
-        """Copy tokens out of their sections into pages; arguments and errors are those of `store`.
+        """Copy tokens out of their sections into pages; for arguments and errors, see `store`.
 
         Each token is copied once. Keys are rotated by their shifts. A shift of 0 keeps every bit.
         """

@@ -2,9 +2,10 @@
 """Objects that are being brought from the shared tier into host memory, and patience with them.
 
 Each get fills one entry of the host tier, as a store does. A get ends well when all workers have
-the bytes. If one fails, the entry is dropped. While requests wait for a get, it is *awaited*. If
-they wait no longer, the object may still come, for later requests. A get that hangs is *abandoned*:
-its entry is not found any more, and its place in host memory is not used before the get ends.
+the bytes. If a get fails, its entry is dropped. While requests wait for a get, it is *awaited*. If
+they wait no longer, the object may still come, and later requests may use it. A get that hangs is
+*abandoned*: its entry is not found any more, and its place in host memory is not used before the
+get ends.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class Gets:
             left_bytes -= entry.num_bytes
             if not self._awaited:
                 self._begin_busy_time()
-            # Without its tails, rows are of no use.
+            # Tails save all tokens before them, because rows are of no use without their tails.
             self._awaited[entry] = end_tokens - piece.first_tokens or end_tokens - after_tokens
             self._under_way[entry] = _Get(self._clock(), name)
             self.join(waiting, entry)
@@ -151,7 +152,7 @@ class Gets:
 
     @property
     def has_new(self) -> bool:
-        """Whether the workers have not been told of some get."""
+        """Whether there are gets that the workers have not been told of."""
         return bool(self._new)
 
     # Waiting.
@@ -204,7 +205,7 @@ class Gets:
         busy_s = now_s - self._busy_since_s
         left_s = sum(each.num_bytes for each in self._awaited) * busy_s / max(1, self._busy_bytes)
         compute_s = self._cost.compute_s(sum(self._awaited.values()), limits.MAX_UNKNOWN_S)
-        self._num_silent += 1  # Steps may take longer than `limits.MAX_STALL_S`, too.
+        self._num_silent += 1  # A single step may take longer than `limits.MAX_STALL_S`, too.
         is_silent = self._num_silent > limits.MAX_SILENT_REPORTS
         has_stalled = is_silent and now_s - self._last_bytes_s > limits.MAX_STALL_S
         is_slow = busy_s > limits.MAX_STALL_S and left_s > compute_s + limits.MAX_STALL_S

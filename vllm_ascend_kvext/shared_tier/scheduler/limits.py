@@ -4,13 +4,16 @@
 from vllm_ascend_kvext.shared_tier import backend
 
 MAX_LOOKUP_S = 0.05
-"""The longest time that the tier may take for an answer. The request then goes on without it."""
+"""The longest time that the tier may take for an answer. If an answer takes longer, the request
+goes on without it."""
 
 MAX_QUEUED_S = 1.0
-"""The longest time that a question may wait behind others. The request then goes on without."""
+"""The longest time that a question may wait behind other questions. After this time, the request
+goes on without an answer."""
 
 MAX_STALL_S = 0.2
-"""The longest time without any bytes of gets. Requests then wait for these gets no longer."""
+"""The longest time without any bytes of gets. After this time, requests wait for these gets no
+longer."""
 
 MAX_UNKNOWN_S = 2.0
 """The assumed time of computing as long as its speed is not known."""
@@ -22,7 +25,8 @@ PAUSE_S = 5.0
 """A tier that is slow, or has failed, is left alone for this time."""
 
 MAX_ASKED = 16
-"""The most requests for which the tier is asked in one step. Others wait for a later one."""
+"""The most requests for which the tier is asked in one step. Further requests wait for a later
+step."""
 
 MAX_BEHIND = 128
 """The most requests that wait until the tier is asked for them.
@@ -47,10 +51,11 @@ TOUCH_EVERY_S = 1.0
 """The shortest time between two messages to the tier that the same object is used."""
 
 MAX_TOUCHED = 256
-"""The most objects that are being touched at once. Others wait for these."""
+"""The most objects that are being touched at once. Further objects wait for these touches."""
 
 REMEMBERED_TOUCHES = 1 << 14
-"""The number of objects whose last touch is remembered. At most as many wait to be touched."""
+"""The number of objects whose last touch is remembered. At most this many objects wait to be
+touched."""
 
 MAX_SILENT_REPORTS = 3
 """The most reports without bytes that are usual: workers report gets one or two steps later."""

@@ -83,5 +83,5 @@ class Puts:
 
     @property
     def has_new(self) -> bool:
-        """Whether the workers have not been told of some put."""
+        """Whether there are puts that the workers have not been told of."""
         return bool(self._new)

@@ -52,7 +52,7 @@ class Questions:
         self._gets = gets
         self._thread = TierThread("kvext-shared-lookups")
         self._last_asked: SharedRequest | None = None
-        self._num_asked = 0  # Requests in this step, including those that were too many to ask for.
+        self._num_asked = 0  # Requests of this step, including requests that were not asked for.
 
     def has_to_wait(
         self,
@@ -138,16 +138,17 @@ class Questions:
             if num_before:
                 present = index.present(Kind.TAILS, prefix.key_at(tails_tokens))
                 self._gets.join(known.gets, present)
-        # The thread gets a copy of the hashes, because those of the request grow meanwhile.
+        # The thread gets a copy of the hashes, because the request's own list grows meanwhile.
         prefix = replace(prefix, hashes=tuple(prefix.hashes[: limit // prefix.tokens_per_hash]))
         wanted = TokenRange(after, limit)
         holes = self._core.computes_holes
         return Question(prefix, geometry, wanted, tuple(missing), tails_tokens, holes, further)
 
     def _answer(self, known: SharedRequest) -> None:
-        """Answer a question, on the thread. Its time counts from here, without the wait before it.
+        """Answer a question, on the thread. Only the time from here on is measured.
 
-        So many questions at once do not look like a slow tier.
+        The wait in the queue is left out, so that many questions at once do not look like a slow
+        tier.
         """
         began_s = self._clock()
         try:
@@ -178,7 +179,7 @@ class Questions:
             self._last_asked.is_answered.wait(limits.IDLE_WAIT_S)
 
     def end_step(self) -> None:
-        """The step is planned. The next one may ask for as many requests again."""
+        """The step is planned. The next step may ask for `limits.MAX_ASKED` requests again."""
         self._num_asked = 0
 
     def close(self) -> bool:

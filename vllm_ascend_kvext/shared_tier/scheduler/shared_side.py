@@ -110,7 +110,7 @@ class SharedSide(SecondaryTierScheduler):
 
     def on_output(self, output: SecondaryOutput) -> None:
         told = cast("SharedOutput", output)
-        if told.has_new_weights:  # This comes first, before a store ends and is put.
+        if told.has_new_weights:  # This comes first, so that no store that ends now is put.
             self._turn_off("a worker has loaded weights again, and KV has the first ones' name")
         for number, absent in told.absent_objects.items():
             self._uses.note_absent(number, absent)
@@ -130,7 +130,7 @@ class SharedSide(SecondaryTierScheduler):
         self._turn_off("its connector was reset, as is done when weights are replaced in memory")
 
     def _turn_off(self, why: str) -> None:
-        """Use the tier no longer, because the weights may be others and no file says so."""
+        """Use the tier no longer, because the weights may have changed, and no file shows it."""
         self._puts.turn_off()
         logger.warning(
             "The shared tier is not used by this engine any more: %s. Start the engine again to "
@@ -145,7 +145,7 @@ class SharedSide(SecondaryTierScheduler):
 
 
 def _introduce(tier: SharedTier, url: str, namespace: str, identity: names.Identity) -> None:
-    """Tell other engines what this one shares, and the log which engines it shares with."""
+    """Tell other engines what this engine shares, and the log which engines share with it."""
     engines = tier.engines()
     tier.introduce(namespace, identity)
     logger.info("Shared tier %s: the name space is %s.", url, namespace)

@@ -27,7 +27,8 @@ class _Touch:
     """One job that tells the tier of used objects.
 
     Attributes:
-        entries: The entries in host memory, by name of the object; None where there is none.
+        entries: The entries in host memory, by name of the object; None if host memory lacks an
+            entry.
         began_s: When the job began, by the clock of the scheduler side.
         number: The number of the job.
         absent: The indices of objects that the tier does not have.
@@ -51,7 +52,7 @@ class Uses:
         self._puts = puts
         # Used objects that wait to be touched, by name, with the entry if host memory has it.
         self._new: dict[str, Entry | None] = {}
-        self._touches: dict[int, _Touch] = {}  # By number of the job, without those that hang.
+        self._touches: dict[int, _Touch] = {}  # By number of the job, without hanging touches.
         self._num_touched = 0  # The number of objects in `_touches`.
         self._num_hung = 0  # The number of touches that hang.
         self._touched_s: RememberedKeys[float] = RememberedKeys(limits.REMEMBERED_TOUCHES)
@@ -92,7 +93,7 @@ class Uses:
                 self._note_used(None, prefix.key_at(boundary))
 
     def _note_used(self, entry: Entry | None, key: bytes, name: str = "") -> None:
-        """Put what is used into the tier; if this was done, touch it from time to time.
+        """Put what is used into the tier. If the tier has it, touch it from time to time.
 
         Args:
             name: The name in the tier. By default, a note with the key leads to the object.
@@ -135,7 +136,7 @@ class Uses:
         return (UsedObjects(touch.number, tuple(touch.entries)),)
 
     def _leave_hanging_behind(self) -> None:
-        """Count touches that hang apart, so that others do not wait for them."""
+        """Count hanging touches separately, so that other touches do not wait for them."""
         before_s = self._clock() - limits.MAX_HANG_S
         hung = [number for number, touch in self._touches.items() if touch.began_s < before_s]
         for number in hung:
@@ -149,7 +150,7 @@ class Uses:
             touch.absent |= absent
 
     def _end(self, touch: _Touch, has_failed: bool) -> None:
-        """A touch has ended. Put objects that the tier has lost again, if host memory has them."""
+        """A touch has ended. If host memory has objects that the tier has lost, put them again."""
         if self._touches.pop(touch.number, None) is None:
             self._num_hung -= 1
         else:
@@ -165,5 +166,5 @@ class Uses:
                 self._puts.put(entry)
 
     def _is_uncut(self, entry: Entry) -> bool:
-        """Whether an entry has all rows that its name says. One got in part has fewer."""
+        """Whether an entry has all rows that its name says. An entry got in part has fewer."""
         return bool(entry.key_space) or entry.row_map == self._layout.row_map(entry.piece)

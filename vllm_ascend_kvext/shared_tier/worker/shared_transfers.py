@@ -83,7 +83,7 @@ class SharedTransfers:
             self._submit("get", partial(self._move, "get", what, time.monotonic()))
         for what in jobs.puts:
             self._submit("put", partial(self._move, "put", what, time.monotonic()))
-        # Touches come behind puts, because they may touch objects that these put.
+        # Touches come behind puts, because a touch may concern an object that these puts store.
         for used in jobs.touches:
             self._submit("put", partial(self._touch, used, time.monotonic()))
 
@@ -99,7 +99,8 @@ class SharedTransfers:
 
     def _note_hanging(self, direction: Direction, num_threads: int) -> None:
         if direction == "put" or num_threads >= self._tier.num_get_threads:
-            # All threads of this kind hang. The calls in the queue have waited as long as they.
+            # All threads of this kind hang. The calls in the queue have waited as long as these
+            # threads.
             self._stale_before_s[direction] = time.monotonic()
         logger.warning(
             "Shared tier: %d %s(s) have taken more than %.0f s, and others go on without them. "
@@ -194,7 +195,7 @@ class SharedTransfers:
                 self._changed.notify_all()
 
     def _is_own(self, name: str) -> bool:
-        """Whether this rank puts and touches an object. Of ranks with equal KV, one does."""
+        """Whether this rank puts and touches an object. Among ranks with equal KV, one does."""
         return (zlib.crc32(name.encode()) - self._rank) % self._num_equal == 0
 
     def _note_duration(
