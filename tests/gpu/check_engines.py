@@ -53,6 +53,7 @@ CONTROL_FACTOR = 2
 WITHOUT_HITS = ("cold", "first question", "before intact")
 DAMAGED = ("zeroed rows", "swapped rows", "zeroed tails", "swapped tails")
 FEATURES = ("turns", "document", "salts", "damage", "failures", "holes")
+V1_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 POOL = {"num_gpu_blocks_override": 700}
 CROWDED_TOKENS = {1: 3072, 2: 5632, 4: 8192, 6: 5600}
 """The size of a pool that is too small for the scenario ``storm``, by KV cache groups."""
@@ -135,6 +136,7 @@ class Case:
     change: Callable[[str, Any], object] | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
     engine_on_gpu: Mapping[str, Any] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tolerance(self) -> float:
@@ -161,7 +163,8 @@ CASES: Mapping[str, Case] = {
         engine_on_gpu={"gdn_prefill_backend": "triton", "moe_backend": "triton"},
     ),
     "latent attention, bfloat16": Case(latent, "bfloat16", 1),
-    "full attention, float32": Case(full_attention, "float32", 1),
+    # vLLM has its V2 runner for such a model, unless it is told otherwise.
+    "full attention, float32": Case(full_attention, "float32", 1, environ=V1_RUNNER),
     "windows, float32": Case(
         windows, "float32", 6, has_tails=True, change=let_last_layer_tell_more
     ),
@@ -259,7 +262,7 @@ class Checks:
             plans[f"{mode}, crowded"] = self.plan(
                 ("storm", "eviction"), "connector", small, engine, crowded
             )
-        found = self.serve(plans, {**ADAPTIVE, **ENVIRON[mode]})
+        found = self.serve(plans, {**ADAPTIVE, **ENVIRON[mode], **self.case.environ})
         self._note_engine(mode, found)
         expected = self.teach(found.values())
         if expected is None:
@@ -286,7 +289,7 @@ class Checks:
         }
         sequences = list(begins.items())
         plan = self.plan(("teach",), "taught", NO_PREFIX_CACHING, sequences=sequences)
-        reports = self.serve({"the reference": plan}, PLUGIN_OFF)
+        reports = self.serve({"the reference": plan}, {**PLUGIN_OFF, **V1_RUNNER})
         if not reports:
             return None
         steps = reports["the reference"].report["facts"]["steps"]
@@ -377,7 +380,9 @@ class Checks:
 
     def _note_engine(self, mode: str, found: Mapping[str, Served]) -> None:
         """What the log says about attention and graphs."""
-        log = next(iter(found.values())).log if found else ""
+        served = next(iter(found.values()), None)
+        log = served.log if served else ""
+        runner = "V2" if served and served.report["is_v2_runner"] else "V1"
         facts = dict.fromkeys(
             " ".join(match.group(0).split())
             for match in re.finditer(
@@ -386,7 +391,7 @@ class Checks:
                 log,
             )
         )
-        self.rows.add(f"{mode}: engine", MEASURED, "; ".join([*facts][:6]) or "-")
+        self.rows.add(f"{mode}: engine", MEASURED, "; ".join([f"{runner} runner", *facts][:6]))
 
     # Segments.
 
