@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-TapName = Literal["none", "kvext", "lmcache"]
+TapName = Literal["none", "kvext", "lmcache", "offloading"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from common.models import MAX_MODEL_TOKENS, VOCABULARY_TOKENS
 from offload.contenders import Contender
 from offload.taps import TAPS, Tap
 from offload.workload import (
+    COMPUTED_TOKENS,
     DECODER_OUTPUT_TOKENS,
     DECODER_PROMPT_TOKENS,
     NUM_DECODERS,
+    OFFLOADED_TOKENS,
     PROMPT_TOKENS,
     STEP_TOKENS,
     STEPS_BETWEEN_VISITS,
@@ -34,18 +36,19 @@ MAX_RESETS = 5
 class Engine(CpuEngine):
     """vLLM in this process, and a tap on its transfers."""
 
-    def __init__(self, model: str, num_blocks: int, contender: Contender) -> None:
+    def __init__(
+        self, model: str, num_blocks: int, contender: Contender, options: Mapping[str, Any]
+    ) -> None:
         self.tap: Tap = TAPS[contender.tap]()
         self.tap.install()
-        super().__init__(
-            model,
-            contender.kv_transfer_config,
-            dtype="bfloat16",
-            max_model_len=MAX_MODEL_TOKENS,
-            max_num_batched_tokens=STEP_TOKENS,
-            max_num_seqs=NUM_DECODERS + 1,
-            num_gpu_blocks_override=num_blocks,
-        )
+        settings = {
+            "dtype": "bfloat16",
+            "max_model_len": MAX_MODEL_TOKENS,
+            "max_num_batched_tokens": STEP_TOKENS,
+            "max_num_seqs": NUM_DECODERS + 1,
+            "num_gpu_blocks_override": num_blocks,
+        }
+        super().__init__(model, contender.kv_transfer_config, **(settings | dict(options)))
 
     def settle(self) -> None:
         """Run empty steps until no transfer is under way and no block is held.
@@ -78,15 +81,21 @@ class Engine(CpuEngine):
         raise RuntimeError("blocks are in use; the prefix cache cannot be emptied")
 
 
-def start(contender: Contender, model: str, num_blocks: int, log: Path) -> None:
-    """Start the engine of this process. Its log is written to a file."""
+def start(
+    contender: Contender, model: str, num_blocks: int, log: Path, options: Mapping[str, Any]
+) -> None:
+    """Start the engine of this process. Its log is written to a file.
+
+    Args:
+        options: Arguments of ``LLM``, on top of those of all engines.
+    """
     global _engine
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     # vLLM inspects models in a process that imports from this folder, so it is not the checkout.
     os.chdir(model)
-    _engine = Engine(model, num_blocks, contender)
+    _engine = Engine(model, num_blocks, contender, options)
     _engine.ask(random_tokens("warm-up", 1000))
 
 
@@ -95,11 +104,15 @@ def random_tokens(seed: int | str, num_tokens: int) -> list[int]:
     return random.Random(str(seed)).choices(range(VOCABULARY_TOKENS), k=num_tokens)
 
 
-def cold_and_warm(seed: int) -> Prompt:
-    """Ask a prompt that is not cached, and again when only the host tier has it."""
+def cold_and_warm(seed: int, offloaded_tokens: int = OFFLOADED_TOKENS) -> Prompt:
+    """Ask a prompt that is not cached, and again when only the host tier has it.
+
+    Args:
+        offloaded_tokens: The tokens that the second request can hit.
+    """
     engine = _engine
     tap = _engine.tap
-    tokens = random_tokens(seed, PROMPT_TOKENS)
+    tokens = random_tokens(seed, offloaded_tokens + COMPUTED_TOKENS)
     engine.forget_local()
     tap.take()
     cold = engine.ask(tokens)
@@ -114,6 +127,7 @@ def cold_and_warm(seed: int) -> Prompt:
         warm_hit_tokens=warm.hit_tokens,
         store=stored["store"],
         load=tap.take()["load"],
+        offloaded_tokens=offloaded_tokens,
     )
 
 

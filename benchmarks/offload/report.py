@@ -140,7 +140,7 @@ def _decode_table(measured: Measured) -> Iterator[str]:
             every = [step for visit in visits for step in visit.steps]
             cells = [f"{kind}: {name}"]
             for steps in (every, decode_steps(visits, True), decode_steps(visits, False)):
-                ms = [f"{1e3 * _percentile(steps, share):.1f}" for share in (50, 99) if steps]
+                ms = [f"{1e3 * percentile(steps, share):.1f}" for share in (50, 99) if steps]
                 cells += [*ms, str(len(steps))] if steps else ["", "", ""]
             yield STEPS.line(*cells)
 
@@ -196,10 +196,10 @@ def _ratios(ones: Sequence[Step], others: Sequence[Step]) -> str:
 def _ratio(
     ones: Sequence[Step], others: Sequence[Step], share: int, name: str = "seconds"
 ) -> float:
-    return _percentile(ones, share, name) / _percentile(others, share, name)
+    return percentile(ones, share, name) / percentile(others, share, name)
 
 
-def _percentile(steps: Sequence[Step], share: int, name: str = "seconds") -> float:
+def percentile(steps: Sequence[Step], share: int, name: str = "seconds") -> float:
     """The smallest value that at least ``share`` per cent of the steps do not exceed."""
     values = [getattr(step, name) for step in steps]
     return float(np.percentile(values, share, method="inverted_cdf"))

@@ -20,8 +20,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 # Modules are found by their full names below benchmarks/, not by short names in this folder.
@@ -81,17 +82,24 @@ class EngineProcess:
     """The engine of a contender in its own process, with the model on one CPU."""
 
     def __init__(
-        self, contender: Contender, model: Path, num_blocks: int, cpu: int, log: Path
+        self,
+        contender: Contender,
+        model: Path,
+        num_blocks: int,
+        cpu: int,
+        log: Path,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
+        """Start the engine. ``options`` are further arguments of ``LLM``."""
         self.contender = contender
         binding = {"VLLM_CPU_OMP_THREADS_BIND": str(cpu), "OMP_NUM_THREADS": "1"}
         self._process = processes(1, {**ENGINE_ENVIRON, **binding, **contender.environ})
         self._process_id = self._process.submit(os.getpid).result()
-        self._process.submit(start, contender, str(model), num_blocks, log).result()
+        self._process.submit(start, contender, str(model), num_blocks, log, options or {}).result()
 
-    def prompt(self, seed: int) -> Prompt:
+    def prompt(self, seed: int, offloaded_tokens: int = OFFLOADED_TOKENS) -> Prompt:
         """Ask a prompt cold, and then warm."""
-        return self._process.submit(cold_and_warm, seed).result()
+        return self._process.submit(cold_and_warm, seed, offloaded_tokens).result()
 
     def visits(self, seeds: Sequence[int]) -> list[Visit]:
         """Ask visitors one after the other, while other requests decode."""

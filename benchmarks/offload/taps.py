@@ -188,4 +188,58 @@ class KvextTap(Tap):
         JobRunner.run = timed_run
 
 
-TAPS: dict[TapName, type[Tap]] = {"none": Tap, "lmcache": LMCacheTap, "kvext": KvextTap}
+class OffloadingTap(Tap):
+    """Measures a transfer of vLLM's OffloadingConnector from its submission until it is polled.
+
+    It polls in each step. Bytes and the seconds of the copies are those that it measures itself, by
+    events of the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ends: dict[tuple[int, int], Callable[..., None]] = {}
+        self._handlers: dict[int, Any] = {}
+
+    def install(self) -> None:
+        from vllm.v1.kv_offload.cpu.gpu_worker import SingleDirectionOffloadingHandler as Handler
+
+        transfer_async = Handler.transfer_async
+        get_finished = Handler.get_finished
+
+        def timed_async(handler: Any, job_id: int, spec: Any) -> bool:
+            self._handlers[id(handler)] = handler
+            self._ends[id(handler), job_id] = self.begin()
+            started: bool = transfer_async(handler, job_id, spec)
+            return started
+
+        def timed_finished(handler: Any) -> list[Any]:
+            results: list[Any] = get_finished(handler)
+            for each in results:
+                direction: Direction = "load" if handler.transfer_type[0] == "CPU" else "store"
+                end = self._ends.pop((id(handler), each.job_id))
+                end(
+                    direction,
+                    each.success,
+                    num_bytes=each.transfer_size,
+                    copy_seconds=each.transfer_time,
+                )
+            return results
+
+        Handler.transfer_async = timed_async
+        Handler.get_finished = timed_finished
+
+    def is_idle(self) -> bool:
+        """Whether the device has done all transfers. Without requests, nothing polls them."""
+        return all(
+            transfer.end_event.query()
+            for handler in self._handlers.values()
+            for transfer in handler._transfers
+        )
+
+
+TAPS: dict[TapName, type[Tap]] = {
+    "none": Tap,
+    "lmcache": LMCacheTap,
+    "kvext": KvextTap,
+    "offloading": OffloadingTap,
+}

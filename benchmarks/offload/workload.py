@@ -13,7 +13,8 @@ VisitKind = Literal["loaded", "local", "new"]
 """Where the KV of a visitor's prompt is: in host memory, on the device, or nowhere."""
 
 OFFLOADED_TOKENS = 4096
-PROMPT_TOKENS = OFFLOADED_TOKENS + 14
+COMPUTED_TOKENS = 14
+PROMPT_TOKENS = OFFLOADED_TOKENS + COMPUTED_TOKENS
 """The length of a prompt. It is no whole number of blocks or chunks, so 4,096 tokens can be hit,
 and a few are computed."""
 
@@ -60,6 +61,7 @@ class Prompt:
         warm_hit_tokens: The tokens that the second request did not compute.
         store: The stores during and after the first request.
         load: The loads of the second request.
+        offloaded_tokens: The tokens that the second request could hit.
     """
 
     cold_s: float
@@ -68,6 +70,7 @@ class Prompt:
     warm_hit_tokens: int
     store: Moved
     load: Moved
+    offloaded_tokens: int = OFFLOADED_TOKENS
 
     @property
     def why_not(self) -> str | None:
@@ -77,15 +80,17 @@ class Prompt:
         """
         if self.cold_hit_tokens:
             return f"the cold request hit {self.cold_hit_tokens} tokens"
-        if self.warm_hit_tokens != OFFLOADED_TOKENS:
-            return f"the warm request hit {self.warm_hit_tokens} tokens, not {OFFLOADED_TOKENS}"
+        if self.warm_hit_tokens != self.offloaded_tokens:
+            return (
+                f"the warm request hit {self.warm_hit_tokens} tokens, not {self.offloaded_tokens}"
+            )
         for name, moved in (("store", self.store), ("load", self.load)):
             if moved.failed:
                 return f"{moved.failed} of {moved.transfers} {name}s failed"
             if not moved.transfers:
                 return f"no {name} was seen"
-            if moved.num_tokens not in (0, OFFLOADED_TOKENS):
-                return f"the {name} was of {moved.num_tokens} tokens, not {OFFLOADED_TOKENS}"
+            if moved.num_tokens not in (0, self.offloaded_tokens):
+                return f"the {name} was of {moved.num_tokens} tokens, not {self.offloaded_tokens}"
         return None
 
 

@@ -19,19 +19,20 @@ from vllm_ascend_kvext.connector.common.messages import StoreJob
 from vllm_ascend_kvext.connector.worker.job_runner import JobRunner
 from vllm_ascend_kvext.connector.worker.worker_side import WorkerSide
 from vllm_ascend_kvext.segments.worker.device_token_pages import DeviceTokenPages
-from vllm_ascend_kvext.transfer.ascend.device import InFlight, npu
+from vllm_ascend_kvext.transfer.accelerator.device import InFlight, device_module
 
 run_job = JobRunner.run
 
 
 def _run_stores_at_once(self: JobRunner, job: Any, recorded: Any) -> Any:
     # A wait for an event that was never recorded returns at once.
-    return run_job(self, job, npu().Event() if isinstance(job, StoreJob) else recorded)
+    return run_job(
+        self, job, device_module("npu").Event() if isinstance(job, StoreJob) else recorded
+    )
 
 
 def _begin_stores_with_loads(self: WorkerSide, jobs: Any) -> None:
-    if self._probe is not None:
-        self._probe.begin_step(jobs.probes)
+    self._extension.begin_step(jobs.extras)
     self._submit((*jobs.loads, *jobs.stores))
 
 
@@ -63,10 +64,10 @@ def _no_references(owner: str) -> None:
 
 
 PROTECTIONS: dict[str, Callable[[], None]] = {
-    # A store waits for the kernels before it: ``wait_event`` in `AscendFence.run`.
+    # A store waits for the kernels before it: ``wait_event`` in `StreamFence.run`.
     "stores wait": partial(setattr, JobRunner, "run", _run_stores_at_once),
     # Pointer arrays stay in memory until the stream has read them.
-    "arrays held": partial(setattr, InFlight, "hold", lambda self, what: None),
+    "arrays held": partial(setattr, InFlight, "hold", lambda self, module, what: None),
     # Stores of a step begin when its kernels are enqueued: `WorkerSide.end_of_forward`.
     "stores behind the forward": partial(
         setattr, WorkerSide, "begin_step", _begin_stores_with_loads

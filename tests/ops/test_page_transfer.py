@@ -15,6 +15,7 @@ from pytest_mock import MockerFixture
 from support.sample import sampled
 from support.transfer.cases import (
     HOST_TO_PAGES,
+    LARGE_CASES,
     PAGES_TO_HOST,
     TransferCase,
     TransferMemory,
@@ -66,30 +67,10 @@ def test_it_does_what_the_oracle_does(
     assert_same(memory.snapshot(), expected)
 
 
-# They are large enough to be split between threads. No task's end falls on a row's end.
-LARGE = [
-    uniform_case(
-        row_bytes=row_bytes,
-        rows_per_page=rows_per_page,
-        pages=pages,
-        num_planes=num_planes,
-        padding_bytes=padding,
-        misalignment_bytes=padding % 64,
-    )
-    for row_bytes, rows_per_page, pages, num_planes, padding in (
-        (9000, 7, (5, 1, 9, 2, 3), 8, 100),
-        (33, 301, tuple(range(40, 0, -1)), 5, 0),
-        (2, 997, tuple(range(1, 200)), 6, 31),
-        (70_001, 1, (3, 2, 7, 1), 9, 1),
-        (2048, 16, tuple(range(1, 33)), 4, 0),
-    )
-]
-
-
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("direction", [PAGES_TO_HOST, HOST_TO_PAGES])
 @pytest.mark.parametrize("streaming", [0, 1])
-@pytest.mark.parametrize("case", LARGE, ids=lambda case: f"rows of {case.planes[0, 5]}")
+@pytest.mark.parametrize("case", LARGE_CASES, ids=lambda case: f"rows of {case.planes[0, 5]}")
 def test_large_transfers_are_split(case, direction, num_threads, streaming) -> None:
     if direction == HOST_TO_PAGES:
         case = case.reversed()
@@ -228,7 +209,7 @@ def test_pools_of_no_known_device_are_refused() -> None:
     pools = Pools([torch.zeros(8, dtype=torch.uint8, device=on) for on in ("meta", "cpu")])
     assert pools.device_types == ("cpu", "meta")
     with pytest.raises(
-        BackendError, match="expected all of them on cpu or all on npu, found cpu, m"
+        BackendError, match="expected all of them on cpu or all on npu or all on cuda, found cpu, m"
     ):
         choose_backend(transfer_of(THREE_PLANES, []), pools.device_types)
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -29,6 +30,7 @@ from support.connector.row_pages import (  # noqa: E402
 from support.connector.worker_configs import vllm_config, worker_options  # noqa: E402
 from support.layout.byte_memory import chunk_bytes  # noqa: E402
 from support.layout.fakes import FullAttentionSpec, SlidingWindowSpec, config  # noqa: E402
+from support.transfer.stand_in_gpu import StandInGpu, on_gpu  # noqa: E402
 
 from vllm_ascend_kvext import loaded_models  # noqa: E402
 from vllm_ascend_kvext.connector.common.messages import (  # noqa: E402
@@ -47,7 +49,7 @@ from vllm_ascend_kvext.layout.row_map import StoredChunk  # noqa: E402
 from vllm_ascend_kvext.layout.rows import TokenRange  # noqa: E402
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart  # noqa: E402
 from vllm_ascend_kvext.segments.messages import SegmentsOfWorker  # noqa: E402
-from vllm_ascend_kvext.segments.options import SegmentOptions  # noqa: E402
+from vllm_ascend_kvext.segments.options import SegmentOptions, Selector  # noqa: E402
 from vllm_ascend_kvext.segments.token_rows import SegmentRows  # noqa: E402
 from vllm_ascend_kvext.segments.worker.segment_mover import SegmentMover  # noqa: E402
 from vllm_ascend_kvext.segments.worker.segments_worker import SegmentsWorker  # noqa: E402
@@ -91,7 +93,7 @@ class Worker:
         self.side = WorkerSide(
             vllm,
             config(NUM_PAGES, *groups),
-            worker_options(),
+            worker_options(allow_cuda=True),
             extension=SegmentsWorker(vllm, SegmentOptions(), self.backend),
         )
         self.side.register(self.kv_caches)
@@ -290,6 +292,22 @@ def test_no_backend_is_refused(make_worker) -> None:
         "expected some whose rows of tokens can be addressed, or that"
         in side.describe().extras.refusal
     )
+    side.shutdown()
+
+
+def test_questions_are_not_compared_in_steps_that_are_computed_in_parts(make_worker) -> None:
+    worker = make_worker()
+    vllm = worker.side._vllm_config
+    vllm.parallel_config.use_ubatching = True
+    side = WorkerSide(
+        vllm,
+        worker.side._kv_cache_config,
+        worker_options(),
+        extension=SegmentsWorker(vllm, SegmentOptions(selector=Selector.QUESTION), SmallBackend()),
+    )
+    side.register(worker.kv_caches)
+    described = side.describe().extras
+    assert not described.refusal and "found microbatches" in described.probe_refusal
     side.shutdown()
 
 
@@ -627,3 +645,76 @@ def test_rows_that_are_not_keys_and_values_are_refused(make_token_worker) -> Non
     refusal = make_token_worker((HEADS, 2 * HEAD), (HEADS, HEAD)).layout.refusal
     assert "expected rows of 128 bytes of float32 that are rotated, beside such" in refusal
     assert "found 256 bytes of float32, 128 bytes of float32" in refusal
+
+
+# Pages of a GPU, shaped as FlashAttention shapes them. The streams are late.
+
+
+def make_gpu_worker(make_worker: Callable[..., Worker], order: tuple[int, ...]) -> Worker:
+    """A worker with pages of shape [pages, 2, tokens, heads, elements]; ``order`` is in memory."""
+    rotary = RotaryEmbedding()
+    shape = [(NUM_PAGES, 2, BLOCK, HEADS, HEAD)[axis] for axis in order]
+    return make_worker(
+        model=small_model(rotary, rotary),
+        make_caches=lambda: on_gpu(torch.zeros(shape).permute(*map(order.index, range(5)))),
+    )
+
+
+@pytest.mark.parametrize("staged_tokens", [8, 1024])
+def test_segments_are_stored_and_placed_on_a_gpu(
+    staged_tokens: int, make_worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Staging has room for some of the segment's tokens, or for all."""
+    StandInGpu().install(monkeypatch)
+    worker = make_gpu_worker(make_worker, (0, 1, 2, 3, 4))
+    assert worker.layout.refusal == ""
+    worker.mover._max_tokens = staged_tokens
+    of_token = torch.randn(8, 2, HEADS, HEAD)
+
+    def write(kv_cache: torch.Tensor, table: TablePart, first: int) -> None:
+        keys, values = of_token[list(STORED.token_ids)].unbind(1)
+        positions = torch.arange(first, first + 33)
+        pages, in_page = torch.tensor(table.ids)[positions // BLOCK], positions % BLOCK
+        kv_cache[pages, 0, in_page] = worker.rotary(positions, keys, keys)[1]
+        kv_cache[pages, 1, in_page] = values
+
+    pages = [kv_cache.as_subclass(torch.Tensor) for kv_cache in worker.kv_caches.values()]
+    for kv_cache in pages:
+        write(kv_cache, SOURCE[0], 3)
+    results = worker.run(StoreJob(7, (), SOURCE[:1], (STORED,))).results
+    assert not results.failed_jobs
+    expected = [kv_cache.clone() for kv_cache in pages]
+    assert not worker.run(load_of(PLACED, tables=TARGET[:1])).results.failed_loads
+    for kv_cache, wanted in zip(pages, expected, strict=True):
+        write(wanted, TARGET[0], 5)
+        torch.testing.assert_close(kv_cache[:, 0], wanted[:, 0], rtol=1e-5, atol=1e-5)
+        assert torch.equal(kv_cache[:, 1], wanted[:, 1])
+
+
+def test_keys_are_read_in_a_forward_also_on_the_default_stream_of_a_gpu(
+    make_worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question is compared between the kernels of the model, on their stream."""
+    gpu = StandInGpu()
+    gpu.install(monkeypatch)
+    worker = make_gpu_worker(make_worker, (0, 1, 2, 3, 4))
+    (kv_cache, _) = (each.as_subclass(torch.Tensor) for each in worker.kv_caches.values())
+    written = torch.randn(NUM_PAGES, 2, BLOCK, HEADS, HEAD)
+    for stream in (gpu.current_stream(), torch.cuda.Stream()):
+        kv_cache.zero_()
+        with gpu.stream(stream):
+            stream.enqueue(lambda: kv_cache.copy_(written))
+            found = worker.mover.pages.read_plane(0, np.array([2 * BLOCK + 3, 17]))
+        wanted = [written[2, 0, 3], written[17 // BLOCK, 0, 17 % BLOCK]]
+        assert found.tobytes() == torch.stack(wanted).numpy().tobytes()
+
+
+def test_pages_of_a_gpu_whose_heads_lie_apart_have_no_segments(
+    make_worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such pages (HND) are stored and loaded without segments."""
+    StandInGpu().install(monkeypatch)
+    worker = make_gpu_worker(make_worker, (0, 1, 3, 2, 4))
+    assert "expected rows of 128 bytes of float32 that are rotated" in worker.layout.refusal
+    ended = worker.run(StoreJob(1, (PlacedChunk(TokenRange(0, 32)),), SOURCE[:1]))
+    assert ended.results.jobs_ended == {1: 1} and not ended.results.failed_jobs

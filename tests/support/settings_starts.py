@@ -55,6 +55,8 @@ LEFT_OUT = {
 NOT_SHOWN = {
     ASCEND_KERNEL_VARIABLE: "1: there is no AscendC to build the kernel with; copies are made by "
     "DMA. test_ascend_kernel.py and test_kernel_or_dma.py run the kernel's code",
+    "allow_cuda": "on CPUs and NPUs it changes nothing; test_batched_dma.py runs the code for GPUs "
+    "on a stand-in",
     "shared_tier": "file:///...; mooncake://... needs a master: "
     "test_shared_tier_mooncake_engine.py",
     "separator": "token ids; a text needs a tokenizer: test_segment_tokens.py",
@@ -102,6 +104,7 @@ def starts(folder: Path) -> dict[str, Start]:
                     "state_policy": "skip",
                     "hole_reuse": False,
                     "load_if_slower": True,
+                    "allow_cuda": True,
                     "copy_cpus": [min(os.sched_getaffinity(0))],
                 },
                 "question": {
@@ -171,6 +174,7 @@ def starts(folder: Path) -> dict[str, Start]:
                     **host_memory,
                     "store_policy": "second_touch",
                     "load_if_slower": False,
+                    "allow_cuda": False,
                     "segments": {},
                 }
             },

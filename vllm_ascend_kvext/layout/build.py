@@ -36,14 +36,18 @@ def build_layout(
     nz_layers: Collection[str],
     *,
     addressing: RowAddressing | None = None,
+    needs_token_rows: bool = False,
 ) -> KVLayout:
     """The layout of everything that one worker has registered.
 
     Args:
         kv_caches: One entry per layer name: a tensor, or a list or tuple of tensors.
         nz_layers: The result of ``read_nz_layers``. A page of such a layer is always one row.
-        addressing: The default on an NPU is TOKENS, because its kernels write rows as the shapes of
-            the tensors say. The default on every other device is PAGES.
+        addressing: The default is TOKENS where kernels write rows as the shapes of the tensors
+            say: on an NPU, and on a GPU if ``needs_token_rows``. On every other device, the
+            default is PAGES. On a GPU without ``needs_token_rows`` it is PAGES, too, because whole
+            pages need fewer copies.
+        needs_token_rows: Whether single tokens will be moved.
 
     Raises:
         GroupError: If the config contradicts itself or is not understood.
@@ -53,9 +57,9 @@ def build_layout(
     num_pages = int(kv_cache_config.num_blocks)
     _check_names(specs_by_group, kv_caches)
     if addressing is None:
-        # The kernels of an NPU write each row where the shape of the tensor says.
-        is_npu = device_type_of(kv_caches) == "npu"
-        addressing = RowAddressing.TOKENS if is_npu else RowAddressing.PAGES
+        device_type = device_type_of(kv_caches)
+        is_by_token = device_type == "npu" or (device_type == "cuda" and needs_token_rows)
+        addressing = RowAddressing.TOKENS if is_by_token else RowAddressing.PAGES
     storages = StorageTable()
     groups: list[LayoutGroup] = []
     all_regions: list[OwnedRegion] = []

@@ -33,6 +33,12 @@ def read_nz_layers(vllm_config: Any, kv_caches: Mapping[str, Any]) -> frozenset[
             "(``vllm_ascend/attention/attention_c8_mxfp.py``); use another --kv-cache-dtype, or "
             "start without offloading"
         )
+    if str(cache_dtype).endswith("per_token_head"):
+        raise LayoutError(
+            f"cache dtype: found {cache_dtype}: the first forward of each layer sets the scales in "
+            "all pages (``vllm/v1/attention/backends/triton_attn.py``), also in pages that were "
+            "loaded before it; use another --kv-cache-dtype, or start without offloading"
+        )
     additional: Mapping[str, Any] = getattr(vllm_config, "additional_config", None) or {}
     if additional.get("enable_kv_nz", False):
         return frozenset(kv_caches)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps the order between the model's kernels and copies of the pages that these kernels use.
 
-On an NPU a step returns when its kernels are enqueued. A copy that began at once would read pages
-that are not written yet, or write pages that kernels still read. So the thread that enqueues
+On an accelerator a step returns when its kernels are enqueued. A copy that began at once would read
+pages that are not written yet, or write pages that kernels still read. So the thread that enqueues
 kernels records an event, and the copying thread lets its own stream wait for that event::
 
     model's thread    kernels enqueued, record() ....................... next step enqueued
@@ -40,3 +40,6 @@ class ComputeFence:
         begun_s = time.perf_counter()
         copy()
         return time.perf_counter() - begun_s
+
+    def wait(self) -> None:
+        """Return when all that this thread has enqueued on its current stream is done."""

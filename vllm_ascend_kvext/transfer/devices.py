@@ -66,8 +66,12 @@ class CpuTransfers:
 
 _CPU = CpuTransfers()
 
+CUDA = "cuda"
+"""The type of NVIDIA GPUs. GPUs of AMD have it, too; `CudaTransfers` refuses them."""
+
 _PLACES: dict[str, tuple[str, str]] = {
     "npu": ("vllm_ascend_kvext.transfer.ascend.npu_transfers", "NpuTransfers"),
+    CUDA: ("vllm_ascend_kvext.transfer.cuda_transfers", "CudaTransfers"),
 }
 """Maps a type of device to the module and the class of its transfers."""
 

@@ -400,3 +400,23 @@ def uniform_case(
         direction=direction,
         misalignment_bytes=(misalignment_bytes,) * (num_planes + 1),
     )
+
+
+LARGE_CASES = [
+    uniform_case(
+        row_bytes=row_bytes,
+        rows_per_page=rows_per_page,
+        pages=pages,
+        num_planes=num_planes,
+        padding_bytes=padding,
+        misalignment_bytes=padding % 64,
+    )
+    for row_bytes, rows_per_page, pages, num_planes, padding in (
+        (9000, 7, (5, 1, 9, 2, 3), 8, 100),
+        (33, 301, tuple(range(40, 0, -1)), 5, 0),
+        (2, 997, tuple(range(1, 200)), 6, 31),
+        (70_001, 1, (3, 2, 7, 1), 9, 1),
+        (2048, 16, tuple(range(1, 33)), 4, 0),
+    )
+]
+"""They are large enough to be split between threads. No task's end falls on a row's end."""

@@ -23,7 +23,7 @@ from vllm_ascend_kvext.settings import ASCEND_KERNEL_VARIABLE
 from vllm_ascend_kvext.transfer.ascend import npu_transfers
 from vllm_ascend_kvext.transfer.errors import BackendError
 
-CPU, NPU = SimpleNamespace(type="cpu"), SimpleNamespace(type="npu")
+CPU, NPU, GPU = (SimpleNamespace(type=name) for name in ("cpu", "npu", "cuda"))
 
 
 @pytest.fixture
@@ -126,6 +126,20 @@ def test_memory_beside_an_npu_is_pinned_and_mapped_for_a_wanted_kernel(
     buffer.unmap()
     buffer.unmap()
     assert kernel.unmap_host.mock_calls == once
+
+
+def test_memory_beside_a_gpu_is_pinned_and_never_mapped(
+    torch: Any,
+    pinned: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    HostBuffer.allocate(4096, GPU)
+    assert pinned == [True] and not caplog.records
+    monkeypatch.setenv(ASCEND_KERNEL_VARIABLE, "1")
+    HostBuffer.allocate(4096, GPU).unmap()
+    assert "cuda: expected a device with a kernel of its own" in caplog.text
 
 
 @pytest.mark.parametrize("has_kernel", [False, True])

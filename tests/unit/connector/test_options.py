@@ -58,6 +58,7 @@ TABLE: dict[str, tuple[str, list[tuple[Any, Any]], tuple[Any, ...]]] = {
             *("1,,2", "5,3-1", "0-999999999", "123456", "1 2", "0x1", "٣"),
         ),
     ),
+    "allow_cuda": ("false", list(FLAG.items()), NO_FLAG),
     "shared_tier": (
         "unset",
         [(url, url) for url in ("file:///a/b", "mooncake://10.0.0.1:50051", "mooncake://m.x:1")],

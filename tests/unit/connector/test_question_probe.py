@@ -185,6 +185,7 @@ class Graphs(enum.Enum):
     PIECEWISE = 1
     FULL = 2
     FULL_AND_PIECEWISE = (2, 1)
+    FULL_DECODE_ONLY = (2, 0)
 
     def mixed_mode(self) -> Graphs:
         return Graphs(self.value[1]) if isinstance(self.value, tuple) else self
@@ -232,6 +233,7 @@ def test_the_default_layer_has_full_attention_and_lies_three_fifths_into_the_mod
         {"mode": 2},
         {"mode": 3, "cudagraph_mode": Graphs.PIECEWISE},
         {"mode": 3, "cudagraph_mode": Graphs.FULL_AND_PIECEWISE},
+        {"cudagraph_mode": Graphs.FULL_DECODE_ONLY},
         {"cudagraph_mode": None},
     ],
 )

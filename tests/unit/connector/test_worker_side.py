@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import ANY
 
@@ -27,6 +28,7 @@ from vllm_ascend_kvext.connector.common.messages import (
     WorkerOutput,
 )
 from vllm_ascend_kvext.connector.worker import worker_side
+from vllm_ascend_kvext.connector.worker.extension import WorkerExtension
 from vllm_ascend_kvext.connector.worker.job_runner import MAX_FAILED_IN_A_ROW
 from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide
 from vllm_ascend_kvext.errors import ConnectorError, LayoutError, SettingsError
@@ -35,6 +37,7 @@ from vllm_ascend_kvext.layout.row_map import RowMap, StoredChunk
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart
 from vllm_ascend_kvext.settings import ASCEND_KERNEL_VARIABLE, BUNDLE_VARIABLE
 from vllm_ascend_kvext.token_range import TokenRange
+from vllm_ascend_kvext.transfer.devices import transfers_on
 from vllm_ascend_kvext.transfer.errors import BackendError, DescriptorError
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
 from vllm_ascend_kvext.transfer.placement import CopyPlacement
@@ -345,6 +348,49 @@ def test_cpus_that_nobody_has_are_refused(make: Make) -> None:
     message = str(raised.value)
     assert "copy_cpus: expected CPUs that the kernel gives to this worker, which are " in message
     assert ", found 5000-99999 among them. Leave these out, or widen" in message
+
+
+def on_a_gpu(extension: WorkerExtension | None = None, **options: Any) -> WorkerSide:
+    side = WorkerSide(vllm_config(), None, worker_options(**options), extension=extension)
+    side.register({"a": SimpleNamespace(device="cuda:0")})
+    return side
+
+
+def test_pages_on_a_gpu_are_refused_unless_an_option_allows_them() -> None:
+    with pytest.raises(SettingsError, match=r"allow_cuda: expected true, .* found False"):
+        on_a_gpu()
+
+
+def test_gpus_of_another_maker_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    transfers_on.cache_clear()
+    with pytest.raises(BackendError, match=r"NVIDIA GPU, found ROCm 7\.2"):
+        on_a_gpu(allow_cuda=True)
+
+
+@pytest.mark.parametrize("needs_token_rows", [False, True])
+def test_a_layout_is_told_whether_an_extension_moves_tokens(
+    needs_token_rows: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Extension(WorkerExtension):
+        @property
+        def needs_token_rows(self) -> bool:
+            return needs_token_rows
+
+    found = []
+
+    def read(*_: Any, needs_token_rows: bool) -> None:
+        found.append(needs_token_rows)
+        raise LayoutError("the test ends here")
+
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(worker_side, "build_layout", read)
+    with pytest.raises(LayoutError, match="the test ends here"):
+        on_a_gpu(Extension(), allow_cuda=True)
+    assert found == [needs_token_rows]
+    assert "has never run on a GPU (allow_cuda)" in caplog.text
 
 
 def test_a_second_registration_takes_the_pages_where_they_are(

@@ -101,6 +101,13 @@ def test_rows_are_addressed_where_they_are_known(device: str, rows: int) -> None
     assert build_one(FULL, entry).rows_per_page == rows
 
 
+@pytest.mark.parametrize(("device", "rows"), [("npu:3", TOKENS), ("cpu", 1), ("cuda:0", TOKENS)])
+def test_rows_are_divided_on_a_gpu_where_tokens_are_needed(device: str, rows: int) -> None:
+    entry = {"a": tensor(PAGES, TOKENS, HEADS, 2 * HEAD, device=device)}
+    layout = build(config(PAGES, (FULL, "a")), entry, needs_token_rows=True)
+    assert layout.groups[0].rows_per_page == rows
+
+
 def indexer_page() -> tuple[AscendMLAAttentionSpec, list[object]]:
     """A page of 72 bytes: each row has 16 bytes of keys and a scale of 2 bytes."""
     spec = AscendMLAAttentionSpec(

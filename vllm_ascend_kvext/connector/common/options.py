@@ -111,6 +111,10 @@ class ConnectorOptions:
     """The CPUs that copies run on: a list such as `[2, 3]`, or a text such as `"0-3,8"`. Unset:
     CPUs of the process that the model does not run on."""
 
+    allow_cuda: Annotated[bool, FLAG] = False
+    """Experimental: the connector has never run on a GPU. `true`: pages on NVIDIA GPUs are stored
+    and loaded, too. `false`: an engine on a GPU does not start with the connector."""
+
     shared_tier: Annotated[str | None, _TIER_URL] = None
     """The place of KV that engines share and that outlives them: `file:///path` of a folder, or
     `mooncake://host:port` of the master of a Mooncake Store. See `docs/shared_tier.md`. Unset:

@@ -60,6 +60,11 @@ class WorkerExtension:
         """Moves rows for the extension; None if it moves none. Read after each `register`."""
         return None
 
+    @property
+    def needs_token_rows(self) -> bool:
+        """Whether it moves single tokens, so that a page must have a row for each if it can."""
+        return False
+
     def register(self, pages: RegisteredPages) -> None:
         """Take note of the pages. Called again after a reset, with other pages of the same layout.
 

@@ -30,7 +30,7 @@ from vllm_ascend_kvext.connector.common.messages import (
     WorkerLayout,
     WorkerOutput,
 )
-from vllm_ascend_kvext.connector.common.option_values import CONFIG
+from vllm_ascend_kvext.connector.common.option_values import CONFIG, wrong_value
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.worker.extension import RegisteredPages, WorkerExtension
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
@@ -40,11 +40,11 @@ from vllm_ascend_kvext.connector.worker.transfer_thread import TransferThread
 from vllm_ascend_kvext.errors import ConnectorError, LayoutError, SettingsError
 from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.layout.model import KVLayout
-from vllm_ascend_kvext.layout.views import storage_tensors
+from vllm_ascend_kvext.layout.views import device_type_of, storage_tensors
 from vllm_ascend_kvext.layout.worker_config import read_nz_layers
 from vllm_ascend_kvext.settings import parse_is_bundled, parse_uses_ascend_kernel
 from vllm_ascend_kvext.transfer.cpus import as_ranges
-from vllm_ascend_kvext.transfer.devices import transfers_on
+from vllm_ascend_kvext.transfer.devices import CUDA, transfers_on
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
 from vllm_ascend_kvext.transfer.placement import CopyPlacement, default_placement, given_cpus
 from vllm_ascend_kvext.transfer.pools import Pools
@@ -112,12 +112,21 @@ class WorkerSide:
                 parallelism; or if the layout of the pages differs from the layout registered first.
             BackendError: If no backend serves the device.
             HostMemoryError: If the host memory cannot be had.
-            SettingsError: If copies cannot run on the CPUs that the options name, or the secondary
-                tier cannot be used.
+            SettingsError: If the options do not allow the device, copies cannot run on the CPUs
+                that they name, or the secondary tier cannot be used.
             CompiledModuleError: If the compiled module cannot be had.
         """
+        device_type = device_type_of(kv_caches)
+        if self._runner is None:
+            _require_allowed(device_type, self._options)
+        transfers = transfers_on(device_type)
         nz_layers = read_nz_layers(self._vllm_config, kv_caches)
-        layout = build_layout(self._kv_cache_config, kv_caches, nz_layers)
+        layout = build_layout(
+            self._kv_cache_config,
+            kv_caches,
+            nz_layers,
+            needs_token_rows=self._extension.needs_token_rows,
+        )
         tensors = storage_tensors(layout, kv_caches)
         if self._runner is not None:
             _require_same(self._runner.layout, layout)
@@ -126,7 +135,7 @@ class WorkerSide:
             self._register_extension(self._runner, kv_caches)
             return
         device = tensors[0].device
-        fence = transfers_on(device.type).make_fence(device)
+        fence = transfers.make_fence(device)
         pools = Pools(tensors)
         self._placement = placement = _placement(self._options, device.type)
         self._host = host = HostBuffer.allocate(self._options.host_memory_bytes_per_worker, device)
@@ -264,6 +273,23 @@ class WorkerSide:
         """
         if self._placement is not None:
             os.sched_setaffinity(0, self._placement.cpus)
+
+
+def _require_allowed(device_type: str, options: ConnectorOptions) -> None:
+    """Raise `SettingsError` for a device that no test has had, unless the options allow it."""
+    if device_type != CUDA:
+        return
+    if not options.allow_cuda:
+        raise wrong_value(
+            "allow_cuda",
+            False,
+            "true, to use the connector with pages on a GPU, which it has never run on",
+            "Set it to true to try it, or leave the connector out.",
+        )
+    logger.warning(
+        "KvextConnector has never run on a GPU (allow_cuda). Compare answers with those of an "
+        "engine without it before you rely on it."
+    )
 
 
 def _transfer_op(environ: Mapping[str, str]) -> Move:

@@ -45,6 +45,10 @@ class SegmentsWorker(WorkerExtension):
     def mover(self) -> SegmentMover | None:
         return self._mover
 
+    @property
+    def needs_token_rows(self) -> bool:
+        return True
+
     def register(self, pages: RegisteredPages) -> None:
         if not self._is_registered:
             self._is_registered = True

@@ -25,7 +25,7 @@ from vllm_ascend_kvext.segments.worker.cpu_token_pages import CpuLayer, CpuToken
 from vllm_ascend_kvext.segments.worker.device_token_pages import DeviceTokenPages, PlacedPlane
 from vllm_ascend_kvext.segments.worker.question_probe import QuestionProbe, check_layer_of
 from vllm_ascend_kvext.segments.worker.segment_mover import SegmentMover
-from vllm_ascend_kvext.transfer.ascend.device import npu
+from vllm_ascend_kvext.transfer.devices import transfers_on
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
 from vllm_ascend_kvext.transfer.placement import CopyPlacement
 from vllm_ascend_kvext.transfer.pools import Pools
@@ -70,6 +70,7 @@ class WorkerSegments:
         self._backend = backend
         self._move = move
         self._compilation = vllm_config.compilation_config
+        self._has_microbatches = getattr(vllm_config.parallel_config, "use_ubatching", False)
         self._group_of_layer = _groups_by_layer(layout)
         self._num_pages = layout.num_pages
         self._keys = _read_keys(vllm_config, kv_caches, self._group_of_layer)
@@ -113,7 +114,13 @@ class WorkerSegments:
             raise BlendingError(
                 "segments: selector: expected question, to compare questions with segments on "
                 f"{', '.join(self._pools.device_types)}, found none. Set it to question, and "
-                "measure: no NPU has run that yet."
+                "measure: neither an NPU nor a GPU has run that yet."
+            )
+        if self._has_microbatches:
+            raise BlendingError(
+                "segments: selector: question: expected steps that are computed as a whole, found "
+                "microbatches (enable_dbo or ubatch_size). Leave them out, or set selector to "
+                "heads."
             )
         layer = check_layer_of(self._compilation, self._keys, check_layer)
         return QuestionProbe(layer, self.pages, partial(_slots_of_step, layer.name))
@@ -127,6 +134,7 @@ class WorkerSegments:
         return HostBuffer.allocate(num_bytes, self._pools.tensors[0].device)
 
     def _device_pages(self) -> DeviceTokenPages:
+        device = self._pools.tensors[0].device
         return DeviceTokenPages(
             [
                 placed
@@ -140,7 +148,7 @@ class WorkerSegments:
             self._num_pages,
             self._pools,
             self._placement,
-            _wait_for_npu if self._pools.device_types != ("cpu",) else lambda: None,
+            transfers_on(device.type).make_fence(device).wait,
             self._move,
         )
 
@@ -215,10 +223,6 @@ def _slots_of_step(layer_name: str) -> torch.Tensor:
 
     slots: torch.Tensor = get_forward_context().attn_metadata[layer_name].slot_mapping
     return slots
-
-
-def _wait_for_npu() -> None:
-    npu().current_stream().synchronize()
 
 
 def _require_cpu(device_types: tuple[str, ...], backend: CpuBackend | None) -> CpuBackend:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.native import native
-from vllm_ascend_kvext.transfer.ascend.device import npu, npu_of
+from vllm_ascend_kvext.transfer.accelerator.device import device_module, device_of
 from vllm_ascend_kvext.transfer.ascend.launcher import KernelLauncher, installed_launcher
 from vllm_ascend_kvext.transfer.ascend.work_table import HeaderColumn, build_work_table
 from vllm_ascend_kvext.transfer.backend import Transfer
@@ -20,6 +20,8 @@ from vllm_ascend_kvext.transfer.schema import Table
 
 if TYPE_CHECKING:
     import torch
+
+_NPU = "npu"
 
 
 def upload(table: Table, device: torch.device) -> torch.Tensor:
@@ -68,7 +70,7 @@ class AscendKernelBackend:
         return self._host_address(transfer) is not None
 
     def run(self, transfer: Transfer) -> None:
-        device = npu_of(transfer, self.name)
+        device = device_of(transfer, _NPU, self.name)
         host_address = self._host_address(transfer)
         if host_address is None:
             raise BackendError(
@@ -79,7 +81,8 @@ class AscendKernelBackend:
         native().validate(*transfer.descriptors)
         if not len(transfer.runs):
             return
-        with npu().device(device):
+        npu = device_module(_NPU)
+        with npu.device(device):
             num_cores = self._launcher.num_cores()
             table = build_work_table(
                 transfer,
@@ -92,11 +95,11 @@ class AscendKernelBackend:
             # torch_npu submits its operators from a thread of its own. The handle of a stream is
             # returned only when that thread has submitted all of them. So the upload is submitted
             # before the launch.
-            stream = npu().current_stream().npu_stream
+            stream = npu.current_stream().npu_stream
             self._launcher.launch(device_table, num_cores, stream)
 
     def _host_address(self, transfer: Transfer) -> int | None:
         """The device's address of the host buffer; None if the device cannot reach it."""
-        if transfer.host_tensor.device.type == "npu":
+        if transfer.host_tensor.device.type == _NPU:
             return transfer.host_address
         return self._launcher.device_address(transfer.host_address, transfer.host_bytes)

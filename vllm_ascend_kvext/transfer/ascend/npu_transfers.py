@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.native import native
+from vllm_ascend_kvext.transfer.accelerator.fence import StreamFence
 from vllm_ascend_kvext.transfer.ascend.dma import AscendDmaBackend
-from vllm_ascend_kvext.transfer.ascend.fence import AscendFence
 from vllm_ascend_kvext.transfer.ascend.kernel import AscendKernelBackend
 from vllm_ascend_kvext.transfer.backend import Backend, Transfer
 from vllm_ascend_kvext.transfer.compute_fence import ComputeFence
@@ -50,7 +50,7 @@ class NpuTransfers:
         return kernel
 
     def make_fence(self, device: torch.device) -> ComputeFence:
-        return AscendFence(device)
+        return StreamFence(device)
 
     def map_host(self, host: torch.Tensor) -> Callable[[], None]:
         kernel = AscendKernelBackend()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fence of a model on an NPU, by events and streams of torch_npu; see ``compute_fence``."""
+"""The fence of a model on an accelerator, by events and streams; see ``compute_fence``."""
 
 from __future__ import annotations
 
@@ -7,34 +7,36 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.transfer.ascend.device import npu
+from vllm_ascend_kvext.transfer.accelerator.device import device_module
 from vllm_ascend_kvext.transfer.compute_fence import ComputeFence
 
 if TYPE_CHECKING:
     import torch
 
 
-class AscendFence(ComputeFence):
-    """The fence of a model that runs on one NPU.
+class StreamFence(ComputeFence):
+    """The fence of a model that runs on one accelerator.
 
     Every copying thread has its own stream, so that no thread waits for the copies of another. The
-    class has not run on an NPU; tests use a stand-in.
+    class has run neither on an NPU nor on a GPU; tests use a stand-in.
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Raise `BackendError` if torch has no module of the device."""
         self._device = device
+        self._module = device_module(device.type)
         self._of_thread = threading.local()
 
     def record(self) -> Any:
-        with npu().device(self._device):
-            event = npu().Event()
-            event.record(npu().current_stream())
+        with self._module.device(self._device):
+            event = self._module.Event()
+            event.record(self._module.current_stream())
         return event
 
     def run(self, recorded: Any, copy: Callable[[], None]) -> float:
         stream = self._stream()
-        begin, end = (npu().Event(enable_timing=True) for _ in range(2))
-        with npu().stream(stream):
+        begin, end = (self._module.Event(enable_timing=True) for _ in range(2))
+        with self._module.stream(stream):
             stream.wait_event(recorded)
             begin.record(stream)
             try:
@@ -45,11 +47,14 @@ class AscendFence(ComputeFence):
                 stream.synchronize()
         return float(begin.elapsed_time(end)) / 1000  # elapsed_time is in milliseconds.
 
+    def wait(self) -> None:
+        self._module.current_stream().synchronize()
+
     def _stream(self) -> Any:
         stream = getattr(self._of_thread, "stream", None)
         if stream is None:
             # Each thread has its own current device. In a new thread it is the first device.
-            npu().set_device(self._device)
-            stream = npu().Stream(device=self._device)
+            self._module.set_device(self._device)
+            stream = self._module.Stream(device=self._device)
             self._of_thread.stream = stream
         return stream
