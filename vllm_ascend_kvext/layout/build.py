@@ -43,10 +43,9 @@ def build_layout(
     Args:
         kv_caches: One entry per layer name: a tensor, or a list or tuple of tensors.
         nz_layers: The result of ``read_nz_layers``. A page of such a layer is always one row.
-        addressing: The default is TOKENS where kernels write rows as the shapes of the tensors
-            say: on an NPU, and on a GPU if ``needs_token_rows``. On every other device, the
-            default is PAGES. On a GPU without ``needs_token_rows`` it is PAGES, too, because whole
-            pages need fewer copies.
+        addressing: The default is TOKENS on an NPU, and on a GPU if ``needs_token_rows``, because
+            kernels write rows there as the shapes of the tensors say. Otherwise the default is
+            PAGES, because whole pages need fewer copies.
         needs_token_rows: Whether single tokens will be moved.
 
     Raises:
