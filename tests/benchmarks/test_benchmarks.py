@@ -263,7 +263,7 @@ def test_engines_blend_learn_and_offload(tmp_path: Path) -> None:
     assert steady.line(row)
     ours = contenders(0.5, (1, 2), "")[0]
     with processes(1, environ) as process:
-        arguments = (ours, str(tmp_path / "qwen3"), 200, tmp_path / "log.txt")
+        arguments = (ours, str(tmp_path / "qwen3"), 200, tmp_path / "log.txt", {})
         process.submit(offload_engine.start, *arguments).result()
         found = process.submit(offload_engine.cold_and_warm, 0).result()
     assert found.why_not is None and found.warm_hit_tokens < PROMPT_TOKENS
