@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,32 @@ from gpu.sections import LEFT_OUT, OK, WRONG, Rows  # noqa: E402
 from vllm_ascend_kvext.transfer.backend import CpuBackend, Transfer  # noqa: E402
 
 SCRIPT = Path(check_bytes.__file__)
+
+
+IMPORT_AS_MAIN = """
+import runpy, sys
+script, folder = sys.argv[1:]
+sys.path[:] = [folder, *filter(None, sys.path)]
+runpy.run_path(script, run_name="imported")
+import brought_along
+"""
+
+
+@pytest.mark.parametrize("name", ["check_bytes", "check_engines", "measure", "rehearse"])
+def test_a_script_keeps_the_packages_that_were_brought_along(name: str, tmp_path: Path) -> None:
+    """On the machine with a GPU, vLLM and this package are in a folder that PYTHONPATH names."""
+    pytest.importorskip("transformers")
+    (tmp_path / "brought_along.py").touch()
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    script = SCRIPT.with_name(f"{name}.py")
+    ended = subprocess.run(
+        [sys.executable, "-c", IMPORT_AS_MAIN, str(script), str(script.parent)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_all_byte_checks_run_on_a_cpu(tmp_path: Path) -> None:
