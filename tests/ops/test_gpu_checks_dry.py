@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -87,3 +91,28 @@ def test_rotation_by_another_angle_is_seen(tmp_path: Path, monkeypatch: pytest.M
     check_bytes.check_token_rows(accelerator.HostOnly(), rows)
     wrong = [row.what for row in rows.read() if row.outcome == WRONG]
     assert len(wrong) == 4
+
+
+@pytest.mark.parametrize(("round_s", "num_rounds"), [(10.0, 6), (40.0, 4), (1000.0, 1)])
+def test_steps_are_reported_before_their_section_is_cut_off(
+    round_s: float, num_rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    measure = importlib.import_module("gpu.measure")
+    clock = SimpleNamespace(now_s=5000.0, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr(measure, "time", clock)
+    num_visits = []
+
+    def visits(seeds: Sequence[int]) -> list[Any]:
+        num_visits.append(len(seeds))
+        clock.now_s += round_s
+        return []
+
+    engine = SimpleNamespace(contender=SimpleNamespace(name=measure.OURS), visits=visits)
+    rows = Rows(tmp_path / "rows")
+    measure.measure_steps(rows, [engine], 6, 8, 4, clock.now_s + 165.0)
+    assert num_visits == [10] * num_rounds
+    found = {row.what: row.found for row in rows.read()}
+    assert f"{measure.OURS}: decode steps beside loads" in found
+    left_out = found.get("further rounds of decode steps", "")
+    assert left_out.startswith(f"no time was left after {num_rounds}") is (num_rounds < 6)
