@@ -24,8 +24,8 @@ from typing import Any
 _HERE = Path(__file__).resolve().parent
 ROOT = _HERE.parents[1]
 sys.path[:] = [*(path for path in sys.path if path != str(_HERE)), str(_HERE.parent)]
-# The benchmark writes this folder over the first entry of the path. PYTHONPATH must not stand there:
-# it holds vLLM.
+# The benchmark writes this folder over the first entry of the path, which would be PYTHONPATH with
+# vLLM.
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from common.models import BenchModel, write_qwen3  # noqa: E402

@@ -116,3 +116,21 @@ def test_steps_are_reported_before_their_section_is_cut_off(
     assert f"{measure.OURS}: decode steps beside loads" in found
     left_out = found.get("further rounds of decode steps", "")
     assert left_out.startswith(f"no time was left after {num_rounds}") is (num_rounds < 6)
+
+
+@pytest.mark.parametrize("is_quick", [False, True])
+@pytest.mark.parametrize("device", ["cuda", "npu", "cpu"])
+def test_sections_name_what_there_is_and_fit_into_the_time(
+    device: str, is_quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    run, engines = (importlib.import_module(f"gpu.{name}") for name in ("run", "check_engines"))
+    assert set(run.ENGINE_CASES) == set(engines.CASES)
+    sections = list(run.sections(device, is_quick=is_quick))
+    assert all(Path(each.command[1]).is_file() for each in sections)
+    options = [[*each.command[2:]] for each in sections]
+    cases = [of[of.index("--case") + 1] for of in options if "--case" in of]
+    assert cases and set(cases) <= set(engines.CASES)
+    max_s = {each.stage: each.max_s for each in sections}
+    assert device != "cuda" or sum(max_s.values()) <= run.BUDGET_S
