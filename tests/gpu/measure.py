@@ -24,7 +24,9 @@ from typing import Any
 _HERE = Path(__file__).resolve().parent
 ROOT = _HERE.parents[1]
 sys.path[:] = [*(path for path in sys.path if path != str(_HERE)), str(_HERE.parent)]
-sys.path.append(str(ROOT / "benchmarks"))
+# The benchmark writes this folder over the first entry of the path, which would be PYTHONPATH with
+# vLLM.
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from common.models import BenchModel, write_qwen3  # noqa: E402
 from gpu.sections import LEFT_OUT, MEASURED, WRONG, Rows  # noqa: E402
@@ -54,6 +56,9 @@ NUM_BLOCKS = 2200
 """Blocks for two long prompts, of which a store may hold one."""
 NUM_VISITORS = {"cuda": 12, "cpu": 4}
 """More long prompts than the pool holds, by device."""
+MAX_ENGINES_S = {"cuda": 165.0, "cpu": 1650.0}
+"""The time after which no further round of steps may end, by device. `run.py` cuts the section off
+a little later, and steps are reported when all rounds have ended."""
 HOST_GIB = 3.99
 """The host memory of each engine, a little under a power of two, to which torch rounds it up."""
 
@@ -235,7 +240,8 @@ def measure_engines(device_name: str, rows: Rows, *, is_quick: bool) -> None:
                     measure_prompts(rows, engines, model, offloaded_tokens, 1 if is_quick else 7)
                 num_visitors = NUM_VISITORS[device_name]
                 num_rounds, num_visits = (1, 2 * num_visitors) if is_quick else (6, 48)
-                measure_steps(rows, engines, num_rounds, num_visits, num_visitors)
+                end_s = began_s + MAX_ENGINES_S[device_name]
+                measure_steps(rows, engines, num_rounds, num_visits, num_visitors, end_s)
         finally:
             for engine in engines:
                 engine.stop()
@@ -325,10 +331,20 @@ def measure_steps(
     num_rounds: int,
     num_visits: int,
     num_visitors: int,
+    end_s: float,
 ) -> None:
-    """Steps that decode beside stores and loads, against steps beside none."""
+    """Steps that decode beside stores and loads, against steps beside none.
+
+    A round begins only if it ends before ``end_s`` of the clock, when it is as long as the last.
+    """
     visits: dict[str, list[Visit]] = {engine.contender.name: [] for engine in engines}
+    round_s = 0.0
     for round_number in range(num_rounds):
+        began_s = time.monotonic()
+        if began_s + round_s > end_s:
+            found = f"no time was left after {round_number} of {num_rounds} rounds"
+            rows.add("further rounds of decode steps", LEFT_OUT, found)
+            break
         for engine in engines[:: -1 if round_number % 2 else 1]:
             name = engine.contender.name
             if name == ALONE:
@@ -338,6 +354,7 @@ def measure_steps(
                 seeds = [number % num_visitors for number in range(num_visits)]
                 seeds += [2_000_000 + round_number * 100 + n for n in range(num_visits // 4)]
             visits[name] += engine.visits(seeds)
+        round_s = time.monotonic() - began_s
     alone = decode_steps(visits.get(ALONE, ()), False)
     for name, found in visits.items():
         quiet = decode_steps(found, False)

@@ -217,6 +217,14 @@ def test_a_gpu_gets_at_most_so_many_copies_in_one_call(
     assert_same(memory.snapshot(), expected)
 
 
+def test_calls_are_far_from_what_crashes_in_the_driver(gpu: Device) -> None:
+    """Calls with some 50,000 copies do; docs/gpu.md names our limit."""
+    many = uniform_case(row_bytes=8, rows_per_page=1, pages=range(1, 20_001, 2))
+    CudaDmaBackend().run(gpu.transfer(many, TransferMemory.random(many)))
+    sizes = [part.stop - part.start for part in gpu.parts]
+    assert sum(sizes) == 10_000 and max(sizes) <= 4096
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_on_the_default_stream_of_a_gpu_copies_run_on_another_in_order(
     gpu: Device, monkeypatch: pytest.MonkeyPatch, fails: bool

@@ -320,7 +320,7 @@ def test_the_shapes_are_those_of_the_other_backends(monkeypatch: pytest.MonkeyPa
             assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("bits", ["fp8", "int8"])
+@pytest.mark.parametrize("bits", ["fp8", "int8", "int4"])
 def test_scales_that_the_first_forward_sets_in_all_pages_are_refused(bits: str) -> None:
     parallel = {f"{name}_parallel_size": 1 for name in ("pipeline", "tensor")}
     vllm_config = SimpleNamespace(

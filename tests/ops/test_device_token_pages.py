@@ -6,6 +6,7 @@ from __future__ import annotations
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from vllm_ascend_kvext.layout.model import Plane
 from vllm_ascend_kvext.segments.token_rows import HostRows, TokenPlane
@@ -14,6 +15,7 @@ from vllm_ascend_kvext.segments.worker.device_token_pages import (
     PlacedPlane,
     runs_of,
 )
+from vllm_ascend_kvext.transfer.errors import BackendError
 from vllm_ascend_kvext.transfer.schema import Direction, RowDtype
 
 
@@ -31,9 +33,7 @@ def test_runs_are_consecutive_slots_of_one_page() -> None:
     assert runs_of(0, np.array([0]), 4, 0).tolist() == [[0, 0, 0, 1, 0]]
 
 
-def test_rows_of_all_groups_are_one_transfer_which_is_waited_for() -> None:
-    """The caller may overwrite the rows in host memory next."""
-    calls = mock.Mock()
+def pages_that_call(calls: mock.Mock) -> DeviceTokenPages:
     planes = [
         PlacedPlane(
             TokenPlane("a", group, 2, 8, RowDtype.FLOAT32, None),
@@ -41,9 +41,13 @@ def test_rows_of_all_groups_are_one_transfer_which_is_waited_for() -> None:
         )
         for group, stride in ((1, 512), (0, 1024))
     ]
-    pages = DeviceTokenPages(
-        planes, {0: 4, 1: 8}, 10, calls.pools, wait=calls.wait, move=calls.move
-    )
+    return DeviceTokenPages(planes, {0: 4, 1: 8}, 10, calls.pools, wait=calls.wait, move=calls.move)
+
+
+def test_rows_of_all_groups_are_one_transfer_which_is_waited_for() -> None:
+    """The caller may overwrite the rows in host memory next."""
+    calls = mock.Mock()
+    pages = pages_that_call(calls)
     slots = {0: np.array([9, 10]), 1: np.array([9, 10])}
     rows = HostRows(calls.memory, [0, 640], first_row=3)
     for move, direction in (
@@ -61,3 +65,16 @@ def test_rows_of_all_groups_are_one_transfer_which_is_waited_for() -> None:
         ]
         assert runs.tolist() == [[0, 2, 1, 2, 3], [1, 1, 1, 2, 3]]
         assert waited == mock.call.wait()
+
+
+def test_copies_before_a_failed_one_are_waited_for() -> None:
+    """A large transfer is several batches. Host memory of the first ones is freed after an error.
+
+    Keys are read for a question on the model's thread, where nothing else waits.
+    """
+    calls = mock.Mock()
+    calls.move.side_effect = BackendError("the second batch failed")
+    calls.pools.device_types = ("cpu",)
+    with pytest.raises(BackendError, match="second batch"):
+        pages_that_call(calls).read_plane(0, np.array([9, 10]))
+    assert [call[0] for call in calls.mock_calls] == ["move", "wait"]

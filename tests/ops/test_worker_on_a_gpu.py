@@ -73,6 +73,8 @@ def test_a_load_waits_for_kernels_that_still_use_its_pages(
     worker.run(worker.job)
     gpu.current_stream().enqueue(lambda: worker.pages.fill(seed=6))
     worker.run(worker.load())
+    # A kernel that the load has not waited for writes now.
+    gpu.current_stream().synchronize()
     assert same(worker.page_bytes(), content)
 
 

@@ -668,6 +668,8 @@ def test_segments_are_stored_and_placed_on_a_gpu(
     StandInGpu().install(monkeypatch)
     worker = make_gpu_worker(make_worker, (0, 1, 2, 3, 4))
     assert worker.layout.refusal == ""
+    # Questions are compared on a GPU only if an option asks for it.
+    assert "to compare questions with segments on cuda, found none" in worker.layout.probe_refusal
     worker.mover._max_tokens = staged_tokens
     of_token = torch.randn(8, 2, HEADS, HEAD)
 

@@ -111,7 +111,13 @@ class StandInGpu:
         monkeypatch.setattr(torch.version, "hip", None)
         operators = SimpleNamespace(swap_blocks_batch=self.swap_blocks_batch)
         monkeypatch.setattr(torch.ops, "_C_cache_ops", operators)
-        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self.device.type == "cpu")
+        pinned: list[torch.UntypedStorage] = []
+
+        def is_pinned(tensor: torch.Tensor) -> bool:
+            address = tensor.untyped_storage().data_ptr()
+            return any(storage.data_ptr() == address for storage in pinned)
+
+        monkeypatch.setattr(torch.Tensor, "is_pinned", is_pinned)
         empty = torch.empty
 
         def in_host_memory(
@@ -119,7 +125,10 @@ class StandInGpu:
         ) -> torch.Tensor:
             if torch.device(device or "cpu").type == "cuda":
                 return on_gpu(empty(*size, **more))
-            return empty(*size, device=device, **more)
+            made = empty(*size, device=device, **more)
+            if pin_memory:
+                pinned.append(made.untyped_storage())
+            return made
 
         monkeypatch.setattr(torch, "empty", in_host_memory)
 

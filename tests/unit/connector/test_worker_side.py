@@ -356,17 +356,25 @@ def on_a_gpu(extension: WorkerExtension | None = None, **options: Any) -> Worker
     return side
 
 
-def test_pages_on_a_gpu_are_refused_unless_an_option_allows_them() -> None:
+def test_pages_on_a_gpu_are_refused_unless_an_option_allows_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.version, "hip", None)
     with pytest.raises(SettingsError, match=r"allow_cuda: expected true, .* found False"):
         on_a_gpu()
 
 
-def test_gpus_of_another_maker_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("allow_cuda", [False, True])
+def test_gpus_of_another_maker_are_refused(
+    allow_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message of the option would say that it can be tried."""
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.version, "hip", "7.2")
     transfers_on.cache_clear()
     with pytest.raises(BackendError, match=r"NVIDIA GPU, found ROCm 7\.2"):
-        on_a_gpu(allow_cuda=True)
+        on_a_gpu(allow_cuda=allow_cuda)
 
 
 @pytest.mark.parametrize("needs_token_rows", [False, True])

@@ -93,8 +93,15 @@ def test_what_a_failed_copy_has_enqueued_is_waited_for(accelerator: Accelerator)
 
 
 def test_waiting_is_for_what_this_thread_has_enqueued(accelerator: Accelerator) -> None:
+    """Copies are enqueued on the current stream of the pages' device, which may not be current."""
+    calls = mock.Mock()
+    module = accelerator.module
+    module.device.return_value.__enter__.side_effect = lambda *_: calls.enter()
+    module.device.return_value.__exit__.side_effect = lambda *_: calls.leave()
+    calls.attach_mock(module.current_stream.return_value.synchronize, "synchronize")
     transfers_on(accelerator.device.type).make_fence(accelerator.device).wait()
-    accelerator.module.current_stream.return_value.synchronize.assert_called_once_with()
+    module.device.assert_called_once_with(accelerator.device)
+    assert calls.mock_calls == [mock.call.enter(), mock.call.synchronize(), mock.call.leave()]
 
 
 def test_on_a_cpu_there_is_nothing_to_wait_for() -> None:

@@ -117,9 +117,9 @@ class WorkerSide:
             CompiledModuleError: If the compiled module cannot be had.
         """
         device_type = device_type_of(kv_caches)
+        transfers = transfers_on(device_type)
         if self._runner is None:
             _require_allowed(device_type, self._options)
-        transfers = transfers_on(device_type)
         nz_layers = read_nz_layers(self._vllm_config, kv_caches)
         layout = build_layout(
             self._kv_cache_config,

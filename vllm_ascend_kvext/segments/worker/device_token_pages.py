@@ -104,16 +104,19 @@ class DeviceTokenPages:
             runs_of(group, slots[group], self.tokens_per_page[group], rows.first_row)
             for group in sorted({placed.plane.group for placed in moved})
         ]
-        self._move_pages(
-            self._pools,
-            rows.memory,
-            np.array(planes, DTYPE),
-            np.concatenate(runs),
-            direction,
-            placement=self._placement,
-        )
-        # The caller may overwrite the rows in host memory next.
-        self._wait()
+        try:
+            self._move_pages(
+                self._pools,
+                rows.memory,
+                np.array(planes, DTYPE),
+                np.concatenate(runs),
+                direction,
+                placement=self._placement,
+            )
+        finally:
+            # The caller may overwrite or free the rows in host memory next. This is needed after an
+            # error, too: some copies may have been enqueued.
+            self._wait()
 
 
 def runs_of(

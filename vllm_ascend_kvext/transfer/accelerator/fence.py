@@ -48,7 +48,8 @@ class StreamFence(ComputeFence):
         return float(begin.elapsed_time(end)) / 1000  # elapsed_time is in milliseconds.
 
     def wait(self) -> None:
-        self._module.current_stream().synchronize()
+        with self._module.device(self._device):
+            self._module.current_stream().synchronize()
 
     def _stream(self) -> Any:
         stream = getattr(self._of_thread, "stream", None)
