@@ -28,7 +28,7 @@ from support.transfer.cases import (
     uniform_case,
 )
 
-from vllm_ascend_kvext.transfer import cuda_transfers
+from vllm_ascend_kvext.transfer.accelerator import dma
 from vllm_ascend_kvext.transfer.accelerator.dma import IN_FLIGHT, BatchedDmaBackend
 from vllm_ascend_kvext.transfer.ascend.dma import AscendDmaBackend
 from vllm_ascend_kvext.transfer.backend import Transfer
@@ -205,23 +205,23 @@ def test_without_torchs_module_it_says_what_to_import(monkeypatch: pytest.Monkey
         AscendDmaBackend().run(transfer)
 
 
-def test_a_gpu_gets_at_most_so_many_copies_in_one_call(
-    gpu: Device, monkeypatch: pytest.MonkeyPatch
+def test_one_call_gets_at_most_so_many_copies(
+    device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_transfers, "MAX_COPIES_PER_CALL", 3)
+    monkeypatch.setattr(dma, "MAX_COPIES_PER_CALL", 3)
     memory = TransferMemory.random(CASE)
     expected = memory.after(CASE)
-    CudaDmaBackend().run(gpu.transfer(CASE, memory))
-    assert [part.stop - part.start for part in gpu.parts] == [3, 1]
-    gpu.run()
+    device.backend.run(device.transfer(CASE, memory))
+    assert [part.stop - part.start for part in device.parts] == [3, 1]
+    device.run()
     assert_same(memory.snapshot(), expected)
 
 
-def test_calls_are_far_from_what_crashes_in_the_driver(gpu: Device) -> None:
-    """Calls with some 50,000 copies do; docs/gpu.md names our limit."""
+def test_no_call_has_more_copies_than_an_npu_takes(device: Device) -> None:
+    """A driver of a GPU crashes with some 50,000 copies; docs/gpu.md names our limit."""
     many = uniform_case(row_bytes=8, rows_per_page=1, pages=range(1, 20_001, 2))
-    CudaDmaBackend().run(gpu.transfer(many, TransferMemory.random(many)))
-    sizes = [part.stop - part.start for part in gpu.parts]
+    device.backend.run(device.transfer(many, TransferMemory.random(many)))
+    sizes = [part.stop - part.start for part in device.parts]
     assert sum(sizes) == 10_000 and max(sizes) <= 4096
 
 

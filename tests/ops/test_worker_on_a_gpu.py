@@ -21,7 +21,7 @@ from support.connector.worker_configs import worker_options  # noqa: E402
 from support.layout.truth import LayoutFixture  # noqa: E402
 from support.transfer.stand_in_gpu import StandInGpu, on_gpu  # noqa: E402
 
-from vllm_ascend_kvext.transfer import cuda_transfers  # noqa: E402
+from vllm_ascend_kvext.transfer.accelerator import dma  # noqa: E402
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_pages_that_return_after_a_reset_are_served_and_told_once(
 def test_copies_in_several_calls_are_the_same_copies(
     gpu: StandInGpu, worker: SmallWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_transfers, "MAX_COPIES_PER_CALL", 5)
+    monkeypatch.setattr(dma, "MAX_COPIES_PER_CALL", 5)
     content = worker.page_bytes()
     worker.run(worker.job)
     worker.pages.fill(seed=6)

@@ -23,9 +23,6 @@ from vllm_ascend_kvext.transfer.schema import Direction
 if TYPE_CHECKING:
     import torch
 
-MAX_COPIES_PER_CALL = 4096
-"""Calls with some 50,000 copies have been seen to crash in the driver (vLLM's issue 49276)."""
-
 # The sources may be read only when the stream has come to the copies. This is right for both
 # directions, and vLLM's default.
 _IS_SRC_ACCESS_ORDER_ANY = False
@@ -54,9 +51,7 @@ class CudaDmaBackend(BatchedDmaBackend):
             sizes: torch.Tensor,
             direction: Direction,
         ) -> None:
-            for first in range(0, len(sizes), MAX_COPIES_PER_CALL):
-                part = slice(first, first + MAX_COPIES_PER_CALL)
-                copy_batch(sources[part], destinations[part], sizes[part], _IS_SRC_ACCESS_ORDER_ANY)
+            copy_batch(sources, destinations, sizes, _IS_SRC_ACCESS_ORDER_ANY)
 
         return _beside_the_default_stream(copy)
 

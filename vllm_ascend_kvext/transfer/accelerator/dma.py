@@ -26,6 +26,10 @@ BatchedCopy = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", Directio
 destinations and sizes. dtype: int64, shape: [num_copies], in host memory. It raises
 ``RuntimeError`` if the device refuses; some copies may have been enqueued then."""
 
+MAX_COPIES_PER_CALL = 4096
+"""The maximum of ``aclrtMemcpyBatch`` on an NPU (Mooncake's PR 963). Calls with some 50,000 copies
+have been seen to crash the driver of a GPU (vLLM's issue 49276)."""
+
 # Pointer arrays that the device may still read. They belong to the process, because a backend may
 # be dropped earlier.
 IN_FLIGHT = InFlight()
@@ -73,7 +77,9 @@ class BatchedDmaBackend(ABC):
         module = device_module(self.device_type)
         with module.device(device):
             try:
-                copy_batch(sources, destinations, sizes, transfer.direction)
+                for first in range(0, len(sizes), MAX_COPIES_PER_CALL):
+                    part = slice(first, first + MAX_COPIES_PER_CALL)
+                    copy_batch(sources[part], destinations[part], sizes[part], transfer.direction)
             except RuntimeError as error:
                 raise BackendError(
                     f"{self.name}: swap_blocks_batch failed with {len(sizes)} copies on "
