@@ -131,8 +131,9 @@ class ConnectorOptions:
 
     @property
     def host_memory_bytes_per_worker(self) -> int:
-        """The size of each worker's host buffer."""
-        return int(self.host_memory_gib * _GIB) // self.world_size
+        """The size of each worker's host buffer, a multiple of the alignment."""
+        num_bytes = int(self.host_memory_gib * _GIB) // self.world_size
+        return num_bytes - num_bytes % ALIGNMENT_BYTES
 
     def chunk_tokens_of(self, unit_tokens: int, max_model_len: int) -> int:
         """The tokens of a chunk, a multiple of the layout's unit.
