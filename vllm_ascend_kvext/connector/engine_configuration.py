@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks what a user has configured, as early as it can be known to be wrong.
 
+    check_transfer_config  when vLLM has read its argument --kv-transfer-config
     check_configuration    when vLLM has made its configuration, before it starts another process
     check_hosts            when the weights are loaded, before a worker takes its host memory
 
@@ -25,7 +26,7 @@ from vllm_ascend_kvext.connector.common.option_values import wrong_value
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.extension import ConnectorExtension, parse_configuration
 from vllm_ascend_kvext.connector.worker.worker_side import require_allowed, require_given
-from vllm_ascend_kvext.errors import ConnectorError
+from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.layout.worker_config import require_supported
 
 NAME = "KvextConnector"
@@ -44,15 +45,27 @@ def read_configuration(
         world_size: Workers of the engine.
 
     Raises:
-        ConnectorError: If the role is another one than ``kv_both``.
-        SettingsError: See `parse_configuration`.
+        SettingsError: If the role is another one than ``kv_both``. See also `parse_configuration`.
     """
     if kv_role != "kv_both":
-        raise ConnectorError(
+        raise SettingsError(
             f"KvextConnector: expected kv_role kv_both, found {kv_role}: it "
             "stores and loads for its own engine only; set kv_role to kv_both"
         )
     return parse_configuration(extra_config, world_size)
+
+
+def check_transfer_config(transfer_config: Any) -> None:
+    """Refuse options that are wrong in every engine. Nothing is done without KvextConnector.
+
+    Args:
+        transfer_config: vLLM's ``KVTransferConfig``.
+
+    Raises:
+        SettingsError: See `read_configuration`.
+    """
+    for kv_role, extra_config in _kvext_connectors(transfer_config):
+        read_configuration(kv_role, extra_config, 1)
 
 
 def check_configuration(vllm_config: Any) -> None:
@@ -65,7 +78,6 @@ def check_configuration(vllm_config: Any) -> None:
         vllm_config: vLLM's ``VllmConfig``.
 
     Raises:
-        ConnectorError: If the connector has another role than ``kv_both``.
         LayoutError: If the engine is parallel in a way, or has a type of cache, that is not
             supported.
         SettingsError: If an option is wrong, or does not suit the model, the device or the host.
@@ -121,7 +133,7 @@ def _kvext_connectors(
         yield transfer_config.kv_role, extra_config
     if transfer_config.kv_connector == "MultiConnector":
         for child in extra_config.get("connectors") or ():
-            if child.get("kv_connector") == NAME:
+            if isinstance(child, Mapping) and child.get("kv_connector") == NAME:
                 yield child.get("kv_role"), child.get("kv_connector_extra_config")
 
 

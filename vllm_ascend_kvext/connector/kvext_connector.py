@@ -94,7 +94,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     Raises:
         ConnectorError: If it cannot work with this configuration.
-        SettingsError: If ``kv_connector_extra_config`` is wrong.
+        SettingsError: If ``kv_role`` or ``kv_connector_extra_config`` is wrong.
     """
 
     forgets_failed_loads = True  # See the repair ``failed-loads``.

@@ -19,6 +19,9 @@ from typing import NamedTuple
 from vllm_ascend_kvext.errors import ConnectorError
 
 _GIB = 1 << 30
+# A line of `proc_pid_mountinfo(5)` that mounts control groups. The source, before the last field,
+# may be empty.
+_MOUNT = re.compile(r"\S+ \S+ \S+ (\S+) (\S+) .*- (cgroup2?) \S* (\S+)")
 _PAGE_TABLE_ENTRY_BYTES = 8
 """The kernel's own need for each page of memory. A group is charged for it, too."""
 
@@ -188,17 +191,12 @@ def _bounds_of_groups(root: Path) -> Iterator[MemoryBound]:
     """The bounds of this process's group and of all groups around it that can be seen."""
     paths = _paths_of_groups(root)
     for line in _lines(root / "proc/self/mountinfo"):
-        # `proc_pid_mountinfo(5)`: the fields before and behind the separator.
-        before, _, behind = line.partition(" - ")
-        _, _, _, mounted_group, mount_point, *_ = before.split()
-        kind, *_, options = behind.split()  # The field between the two may be empty.
-        if kind == "cgroup2":
-            controller = ""
-        elif kind == "cgroup" and "memory" in options.split(","):
-            controller = "memory"
-        else:
+        found = _MOUNT.fullmatch(line)
+        if found is None:
             continue
-        if controller not in paths:
+        mounted_group, mount_point, kind, options = found.groups()
+        controller = "memory" if kind == "cgroup" else ""
+        if controller not in paths or (controller and controller not in options.split(",")):
             continue
         mount = root / _unescaped(mount_point).lstrip("/")
         inner = _path_below(paths[controller], _unescaped(mounted_group))
