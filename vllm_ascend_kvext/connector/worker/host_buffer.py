@@ -85,7 +85,7 @@ class HostBuffer:
         is_pinned = device.type != "cpu"
         if is_pinned:
             _warn_of_rounding(num_bytes)
-            require_left(MemoryNeed(num_bytes, 1, is_pinned=True), tightest_bound(), _REMEDY)
+        require_left(MemoryNeed(num_bytes, 1, is_pinned), tightest_bound(), _REMEDY)
         try:
             if is_pinned:
                 tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -138,10 +138,8 @@ def _taken_memory(num_bytes: int) -> torch.Tensor:
     while first < num_bytes:
         bound = tightest_bound()
         rest = MemoryNeed(num_bytes - first, 1, is_pinned=False)
-        taken = (
-            f"{in_words(first)} of {in_words(num_bytes)} were taken meanwhile. " if first else ""
-        )
-        require_left(rest, bound, taken + _REMEDY)
+        taken = f"{in_words(first)} of {in_words(num_bytes)} were taken meanwhile."
+        require_left(rest, bound, f"{taken} {_REMEDY}")
         step_bytes = num_bytes
         if bound is not None:
             step_bytes = max(_MIN_STEP_BYTES, bound.left_bytes // _STEPS_OF_WHAT_IS_LEFT)
