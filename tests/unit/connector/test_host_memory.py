@@ -42,7 +42,9 @@ class Host:
         self.write("proc/meminfo", "MemTotal: 67108864 kB\nMemFree: 1024 kB\n", available_gib=60)
         self.write("proc/self/cgroup", group)
         # Mounts of other file systems stand between those of control groups.
-        others = "23 1 254:0 / / rw - ext4 /dev/root rw\n24 23 0:5 / /dev rw - tmpfs  rw\n\nnonsense\n"
+        others = (
+            "23 1 254:0 / / rw - ext4 /dev/root rw\n24 23 0:5 / /dev rw - tmpfs  rw\n\nnonsense\n"
+        )
         self.write("proc/self/mountinfo", f"{others}{mounts}\n")
 
     def write(self, path: str, text: str, available_gib: float | None = None) -> None:
@@ -62,9 +64,7 @@ class Host:
             self.write(f"{folder}/memory.{name}", f"{value}\n")
         self._stat(folder, stat)
 
-    def group_of_first(
-        self, path: str, limit_bytes: int, used_gib: float, **stat: float
-    ) -> None:
+    def group_of_first(self, path: str, limit_bytes: int, used_gib: float, **stat: float) -> None:
         """A control group v1."""
         folder = f"sys/fs/cgroup/memory/{path}"
         self.write(f"{folder}/memory.limit_in_bytes", f"{limit_bytes}\n")
