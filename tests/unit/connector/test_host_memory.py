@@ -6,6 +6,7 @@ from __future__ import annotations
 import mmap
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -307,15 +308,18 @@ def test_what_the_remedy_names_fits_and_is_the_most() -> None:
         num_workers, num_hosts = rng.choice([1, 2, 3, 8, 16]), rng.choice([1, 2])
         need = MemoryNeed(1 << 60, num_workers, rng.random() < 0.5)
         left_bytes = rng.randrange(1 << 24, 1 << 40)
-        remedy = fitting_memory(need, left_bytes, num_workers * num_hosts)
+        num_workers_of_engine = num_workers * num_hosts
+        remedy = fitting_memory(need, left_bytes, num_workers_of_engine)
         if "leave the connector out" in remedy:
-            assert left_bytes < (num_workers * mmap.PAGESIZE) + (GIB // 25)
+            # A hundredth of a GiB, pinned as up to two, is more than is left.
+            assert left_bytes < GIB // 40
             continue
         gib = float(remedy.split()[5].rstrip(","))
+        assert need_of(gib, need, num_workers_of_engine) <= left_bytes
+        assert need_of(gib + 0.011, need, num_workers_of_engine) > left_bytes
 
-        def total_bytes(gib: float) -> int:
-            each = int(gib * GIB) // (num_workers * num_hosts)
-            return MemoryNeed(each - each % 64, num_workers, need.is_pinned).total_bytes
 
-        assert total_bytes(gib) <= left_bytes
-        assert total_bytes(gib + 0.011 * (1 if num_hosts == 1 else 2)) > left_bytes
+def need_of(gib: float, need: MemoryNeed, num_workers_of_engine: int) -> int:
+    """The bytes of ``need`` with so much memory for all workers of the engine."""
+    each_bytes = int(gib * GIB) // num_workers_of_engine
+    return replace(need, buffer_bytes=each_bytes - each_bytes % 64).total_bytes
