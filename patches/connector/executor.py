@@ -16,6 +16,7 @@ from vllm_ascend_kvext.patching.declaration import Patch
 
 if TYPE_CHECKING:
     from vllm.v1.executor.abstract import Executor
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 def end_transfers_before_sleep(
@@ -38,7 +39,7 @@ def end_transfers(worker: Any) -> None:
 
 
 def count_host_memory(
-    wrapped: Callable[..., None], executor: Executor, *args: Any, **kwargs: Any
+    wrapped: Callable[..., None], executor: Executor, kv_cache_configs: list[KVCacheConfig]
 ) -> None:
     """Refuse an engine whose workers want more host memory than is left, before one takes any.
 
@@ -50,8 +51,18 @@ def count_host_memory(
         from vllm_ascend_kvext.connector.engine_configuration import check_hosts, has_connector
 
         if has_connector(vllm_config):
-            check_hosts(vllm_config, executor.collective_rpc(report_host))
-    wrapped(*args, **kwargs)
+            page_bytes = max(map(_page_bytes, kv_cache_configs), default=0)
+            check_hosts(vllm_config, executor.collective_rpc(report_host), page_bytes)
+    wrapped(kv_cache_configs)
+
+
+def _page_bytes(kv_cache_config: KVCacheConfig) -> int:
+    """The bytes of a worker's KV cache."""
+    tensors = kv_cache_config.kv_cache_tensors
+    sizes = [tensor.size for tensor in tensors]
+    if any(hasattr(tensor, "layer_stride") for tensor in tensors):
+        return max(sizes)  # Since vLLM 0.30, all are parts of one allocation of this size.
+    return sum(sizes)
 
 
 def report_host(worker: Any) -> HostReport | None:

@@ -9,11 +9,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from support.upstream_version import IS_SINCE_0_30
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed import kv_transfer
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
 from vllm_ascend_kvext.connector import engine_configuration
 from vllm_ascend_kvext.connector.common import host_memory
@@ -161,19 +163,32 @@ class Workers(Executor):
         return []
 
 
+PAGE_BYTES = 3 << 30
+
+
+def pages() -> KVCacheConfig:
+    """The pages of a worker, in three tensors."""
+    if IS_SINCE_0_30:
+        strides = {"layer_stride": 1, "block_stride": 1}
+        tensors = [KVCacheTensor(size=PAGE_BYTES, layers=[name], **strides) for name in "abc"]
+    else:
+        tensors = [KVCacheTensor(size=PAGE_BYTES // 3, shared_by=[name]) for name in "abc"]
+    return KVCacheConfig(num_blocks=1, kv_cache_tensors=tensors, kv_cache_groups=[])
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_workers_take_no_memory_where_all_parts_are_too_much(
     num_workers: int, tiny_model: Path
 ) -> None:
     made = KVTransferConfig(**transfer(host_memory_gib=1))
     config = configuration(tiny_model, made, tensor_parallel_size=num_workers)
-    need_bytes = MemoryNeed(GIB // num_workers, num_workers, is_pinned=False).total_bytes
-    workers = Workers(config, need_bytes)
-    workers.initialize_from_config([])
+    need = MemoryNeed(GIB // num_workers, num_workers, is_pinned=False, page_bytes=PAGE_BYTES)
+    workers = Workers(config, need.total_bytes)
+    workers.initialize_from_config([pages()] * num_workers)
     assert workers.calls[:2] == ["report_host", "initialize_from_config"]
-    workers = Workers(config, need_bytes - 1)
-    with pytest.raises(HostMemoryError, match=f"expected {need_bytes} bytes"):
-        workers.initialize_from_config([])
+    workers = Workers(config, need.total_bytes - 1)
+    with pytest.raises(HostMemoryError, match=f"expected {need.total_bytes} bytes"):
+        workers.initialize_from_config([pages()] * num_workers)
     assert workers.calls == ["report_host"]
 
 

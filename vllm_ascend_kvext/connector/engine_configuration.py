@@ -95,12 +95,13 @@ def check_configuration(vllm_config: Any) -> None:
             _require_within_limit(_need(vllm_config, options, num_workers), options)
 
 
-def check_hosts(vllm_config: Any, reports: Sequence[HostReport | None]) -> None:
+def check_hosts(vllm_config: Any, reports: Sequence[HostReport | None], page_bytes: int) -> None:
     """Refuse an engine for whose workers together some host has too little memory left.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
         reports: What the workers say; None from a worker that has its memory already.
+        page_bytes: The KV cache of each worker, which it takes before its host memory.
 
     Raises:
         HostMemoryError: If a host has too little.
@@ -112,7 +113,7 @@ def check_hosts(vllm_config: Any, reports: Sequence[HostReport | None]) -> None:
         options, _ = read_configuration(kv_role, extra_config, world_size)
         for report in reports:
             if report is not None and report.bound is not None:
-                need = _need(vllm_config, options, num_workers[report.host])
+                need = _need(vllm_config, options, num_workers[report.host], page_bytes)
                 remedy = fitting_memory(need, report.bound.left_bytes, world_size)
                 require_left(need, report.bound, remedy)
 
@@ -146,9 +147,13 @@ def _workers_of_this_host(parallel: Any) -> int:
     return int(parallel.local_world_size * parallel.data_parallel_size_local)
 
 
-def _need(vllm_config: Any, options: ConnectorOptions, num_workers: int) -> MemoryNeed:
-    is_pinned = vllm_config.device_config.device_type != "cpu"
-    return MemoryNeed(options.host_memory_bytes_per_worker, num_workers, is_pinned)
+def _need(
+    vllm_config: Any, options: ConnectorOptions, num_workers: int, page_bytes: int = 0
+) -> MemoryNeed:
+    buffer_bytes = options.host_memory_bytes_per_worker
+    if vllm_config.device_config.device_type == "cpu":
+        return MemoryNeed(buffer_bytes, num_workers, is_pinned=False, page_bytes=page_bytes)
+    return MemoryNeed(buffer_bytes, num_workers, is_pinned=True)
 
 
 def _require_within_limit(need: MemoryNeed, options: ConnectorOptions) -> None:

@@ -141,7 +141,7 @@ def test_other_connectors_are_left_alone(limit: Any, transfer_config: Any) -> No
     engine = config(transfer_config, "cuda", tp=2, pipeline_parallel_size=2)
     check_transfer_config(transfer_config)
     check_configuration(engine)
-    check_hosts(engine, [HostReport("a", MemoryBound("memory.max", 0, 0))])
+    check_hosts(engine, [HostReport("a", MemoryBound("memory.max", 0, 0))], 5)
     assert not has_connector(engine)
 
 
@@ -181,7 +181,7 @@ def test_cpus_that_this_host_has_not_are_refused(limit: Any) -> None:
     engine = config(transfer(copy_cpus=[given]))
     check_configuration(engine)
     engine = config(transfer(copy_cpus=[given, 90_000]))
-    with pytest.raises(SettingsError, match="copy_cpus: .* found 90000 among them"):
+    with pytest.raises(SettingsError, match=r"copy_cpus: .* found 90000 among them"):
         check_configuration(engine)
     engine.parallel_config.distributed_executor_backend = "ray"
     check_configuration(engine)
@@ -240,22 +240,31 @@ def report(host: str, left_bytes: int) -> HostReport:
 def test_workers_of_one_host_are_counted_together(device: str, which: int) -> None:
     engine = config(both_kinds(host_memory_gib=3)[which], device, tp=2)
     left_bytes = MemoryNeed(3 * GIB // 2, 2, device != "cpu").total_bytes
-    check_hosts(engine, [report("a", left_bytes)] * 2)
+    check_hosts(engine, [report("a", left_bytes)] * 2, 0)
     with pytest.raises(HostMemoryError, match=rf"for 2 workers .* found {left_bytes - 1} bytes"):
-        check_hosts(engine, [report("a", left_bytes), report("a", left_bytes - 1)])
+        check_hosts(engine, [report("a", left_bytes), report("a", left_bytes - 1)], 0)
 
 
 def test_each_host_is_counted_by_itself() -> None:
     engine = config(transfer(host_memory_gib=4), tp=4)
     two, one = (MemoryNeed(GIB, num, is_pinned=False).total_bytes for num in (2, 1))
-    check_hosts(
-        engine, [report("a", two), report("a", two), report("b", one), HostReport("c", None)]
-    )
+    unknown = HostReport("c", None)
+    check_hosts(engine, [report("a", two), report("a", two), report("b", one), unknown], 0)
     with pytest.raises(HostMemoryError, match="for 1 worker of this host"):
-        check_hosts(engine, [report("a", two), report("a", two), report("b", one - 1)])
+        check_hosts(engine, [report("a", two), report("a", two), report("b", one - 1)], 0)
 
 
 def test_workers_that_have_their_memory_need_no_more() -> None:
     engine = config(transfer(host_memory_gib=4), tp=4)
-    check_hosts(engine, [None, None, None, None])
-    check_hosts(engine, [None, report("a", MemoryNeed(GIB, 1, is_pinned=False).total_bytes)])
+    check_hosts(engine, [None, None, None, None], 0)
+    check_hosts(engine, [None, report("a", MemoryNeed(GIB, 1, is_pinned=False).total_bytes)], 0)
+
+
+def test_pages_in_host_memory_are_counted() -> None:
+    """On another device, they lie in its own memory."""
+    for device, page_bytes in (("cpu", GIB), ("npu", 0)):
+        engine = config(transfer(host_memory_gib=4), device, tp=2)
+        need = MemoryNeed(2 * GIB, 2, device != "cpu", page_bytes)
+        check_hosts(engine, [report("a", need.total_bytes)] * 2, GIB)
+        with pytest.raises(HostMemoryError):
+            check_hosts(engine, [report("a", need.total_bytes - 1)] * 2, GIB)

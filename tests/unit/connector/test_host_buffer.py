@@ -94,7 +94,7 @@ def test_a_forked_process_does_not_get_the_memory(torch: Any) -> None:
 
 
 def mapping_at(address: int) -> dict[str, int]:
-    """The sizes, in bytes, of this process's mapping that has an address; empty if there is none."""
+    """The sizes, in bytes, of the mapping that has an address; empty if there is none."""
     found: dict[str, int] = {}
     is_found = False
     for line in Path("/proc/self/smaps").read_text().splitlines():

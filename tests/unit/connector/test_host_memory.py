@@ -265,6 +265,14 @@ def test_page_tables_are_taken_too() -> None:
     assert MemoryNeed(64, 1, is_pinned=False).total_bytes == 64 + 8
 
 
+def test_pages_in_host_memory_are_taken_too() -> None:
+    need = MemoryNeed(GIB, 2, is_pinned=False, page_bytes=3 * GIB)
+    assert need.total_bytes == MemoryNeed(4 * GIB, 2, is_pinned=False).total_bytes
+    assert "each 1073741824 bytes (1.00 GiB), 3221225472 bytes (3.00 GiB) of KV cache" in str(need)
+    assert need.largest_buffer_bytes(need.total_bytes) == GIB
+    assert need.largest_buffer_bytes(2 * GIB) == 0
+
+
 @pytest.mark.parametrize(
     ("gib", "pinned_gib"), [(1, 1), (5, 8), (9, 16), (16, 16), (16.01, 32), (0.75, 1)]
 )
@@ -294,8 +302,8 @@ def test_the_error_has_all_figures() -> None:
         require_left(need, bound, remedy)
     assert str(error.value) == (
         "host memory: expected 34426847232 bytes (32.06 GiB) for 2 workers of this host "
-        "(9663676416 bytes (9.00 GiB), for which torch pins 17179869184 bytes (16.00 GiB), a power "
-        "of two, and their page tables each), found 32212254720 bytes (30.00 GiB) left: "
+        "(each 9663676416 bytes (9.00 GiB), for which torch pins 17179869184 bytes (16.00 GiB), a "
+        "power of two, and page tables), found 32212254720 bytes (30.00 GiB) left: "
         "/sys/fs/cgroup/memory.max allows 34359738368 bytes (32.00 GiB), of which 2147483648 bytes "
         "(2.00 GiB) are in use and cannot be taken back. Set host_memory_gib to at most 32, or "
         "give the host more memory."
@@ -306,13 +314,14 @@ def test_what_the_remedy_names_fits_and_is_the_most() -> None:
     rng = random.Random(0)
     for _ in range(2000):
         num_workers, num_hosts = rng.choice([1, 2, 3, 8, 16]), rng.choice([1, 2])
-        need = MemoryNeed(1 << 60, num_workers, rng.random() < 0.5)
+        page_bytes = rng.choice([0, rng.randrange(1 << 30)])
+        need = MemoryNeed(1 << 60, num_workers, rng.random() < 0.5, page_bytes)
         left_bytes = rng.randrange(1 << 24, 1 << 40)
         num_workers_of_engine = num_workers * num_hosts
         remedy = fitting_memory(need, left_bytes, num_workers_of_engine)
         if "leave the connector out" in remedy:
             # A hundredth of a GiB, pinned as up to two, is more than is left.
-            assert left_bytes < GIB // 40
+            assert left_bytes < (GIB // 40) + num_workers * 1.01 * page_bytes
             continue
         gib = float(remedy.split()[5].rstrip(","))
         assert need_of(gib, need, num_workers_of_engine) <= left_bytes

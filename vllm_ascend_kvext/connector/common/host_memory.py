@@ -63,39 +63,41 @@ class MemoryNeed:
         buffer_bytes: The size of each worker's host buffer.
         num_workers: The workers of the host.
         is_pinned: Whether torch pins the buffers.
+        page_bytes: The size of each worker's KV cache, if it is in host memory, and not yet taken.
     """
 
     buffer_bytes: int
     num_workers: int
     is_pinned: bool
+    page_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """What all workers take, page tables included."""
-        return self.num_workers * _with_page_tables(
-            taken_bytes(self.buffer_bytes, is_pinned=self.is_pinned)
-        )
+        each_bytes = taken_bytes(self.buffer_bytes, is_pinned=self.is_pinned) + self.page_bytes
+        return self.num_workers * _with_page_tables(each_bytes)
 
     def largest_buffer_bytes(self, left_bytes: int) -> int:
         """The largest buffers that so many workers can have; 0 if there are none."""
         page_bytes = mmap.PAGESIZE
         each = left_bytes // self.num_workers // (page_bytes + _PAGE_TABLE_ENTRY_BYTES) * page_bytes
+        each = max(0, each - self.page_bytes)
         if self.is_pinned and each:
             return 1 << (each.bit_length() - 1)
         return each
 
     def __str__(self) -> str:
-        each = f"{in_words(self.buffer_bytes)} and their page tables"
-        if self.is_pinned:
-            taken = taken_bytes(self.buffer_bytes, is_pinned=True)
-            if taken != self.buffer_bytes:
-                each = (
-                    f"{in_words(self.buffer_bytes)}, for which torch pins {in_words(taken)}, a "
-                    "power of two, and their page tables"
-                )
-        workers = "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"
-        together = "" if self.num_workers == 1 else " each"
-        return f"{in_words(self.total_bytes)} for {workers} of this host ({each}{together})"
+        parts = [in_words(self.buffer_bytes)]
+        taken = taken_bytes(self.buffer_bytes, is_pinned=self.is_pinned)
+        if taken != self.buffer_bytes:
+            parts.append(f"for which torch pins {in_words(taken)}, a power of two")
+        if self.page_bytes:
+            parts.append(f"{in_words(self.page_bytes)} of KV cache")
+        each = ", ".join([*parts, "and page tables"])
+        total = in_words(self.total_bytes)
+        if self.num_workers == 1:
+            return f"{total} for 1 worker of this host ({each})"
+        return f"{total} for {self.num_workers} workers of this host (each {each})"
 
 
 class HostReport(NamedTuple):
