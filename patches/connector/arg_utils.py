@@ -28,7 +28,7 @@ def check_connector(
 
 PATCHES = (
     Patch(
-        id="KVX-416",
+        id="KVX-419",
         target="vllm.engine.arg_utils:EngineArgs.create_engine_config",
         feature="connector",
         wrapper=check_connector,

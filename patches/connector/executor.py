@@ -86,7 +86,7 @@ PATCHES = (
         relies_on=("vllm.v1.executor.abstract:Executor.collective_rpc",),
     ),
     Patch(
-        id="KVX-417",
+        id="KVX-420",
         target="vllm.v1.executor.abstract:Executor.initialize_from_config",
         feature="connector",
         wrapper=count_host_memory,

@@ -79,7 +79,8 @@ class ConnectorOptions:
 
     host_memory_gib: Annotated[float, _GIB_OF_MEMORY] = 8
     """Host memory of all workers of an engine together, in GiB. Each worker pins an equal part of
-    it when the engine starts."""
+    it when the engine starts. Where the machine or the container has too little, the engine does
+    not start: see `docs/offload.md`."""
 
     chunk_tokens: Annotated[int, POSITIVE_INTEGER] = _DEFAULT_CHUNK_TOKENS
     """The tokens of a chunk, in which rows of full-attention groups are stored. The number must be
