@@ -208,6 +208,17 @@ def test_a_group_that_begins_like_the_mounted_one_is_another(tmp_path: Path) -> 
     assert host.left_gib == 5
 
 
+def test_a_group_inside_a_container_is_found(tmp_path: Path) -> None:
+    first = in_first(tmp_path / "1", "/docker/12ab/engine", "/docker/12ab")
+    first.group_of_first("", 8 * GIB, 3)
+    first.group_of_first("engine", 3 * GIB, 2)
+    assert first.left_gib == 1
+    second = in_second(tmp_path / "2", "/docker/12ab/engine", "/docker/12ab")
+    second.group_of_second("", 3, {}, max=str(8 * GIB))
+    second.group_of_second("engine", 2, {}, max=str(3 * GIB))
+    assert second.left_gib == 1
+
+
 def test_a_mount_point_may_have_blanks(tmp_path: Path) -> None:
     mount = V2.format(group="/", mount="/sys/fs\\040of\\134us/cgroup")
     host = Host(tmp_path, "0::/\n", mount)
