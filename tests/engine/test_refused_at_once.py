@@ -132,7 +132,7 @@ def test_memory_that_no_host_has_is_refused(
     limit(need.total_bytes)
     configuration(tiny_model, made, **arguments)
     limit(need.total_bytes - 1)
-    with pytest.raises(SettingsError, match=r"host_memory_gib: expected what its host can hold"):
+    with pytest.raises(SettingsError, match="host_memory_gib: expected no more than this host has"):
         configuration(tiny_model, made, **arguments)
 
 

@@ -22,7 +22,7 @@ from vllm_ascend_kvext.connector.common.host_memory import (
     require_left,
     smallest_limit,
 )
-from vllm_ascend_kvext.connector.common.option_values import wrong_value
+from vllm_ascend_kvext.connector.common.option_values import CONFIG
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.extension import ConnectorExtension, parse_configuration
 from vllm_ascend_kvext.connector.worker.worker_side import require_allowed, require_given
@@ -159,9 +159,8 @@ def _need(
 def _require_within_limit(need: MemoryNeed, options: ConnectorOptions) -> None:
     bound = smallest_limit()
     if bound is not None and need.total_bytes > bound.limit_bytes:
-        raise wrong_value(
-            "host_memory_gib",
-            options.host_memory_gib,
-            f"what its host can hold. {bound}. The workers want {need}",
-            fitting_memory(need, bound.left_bytes, options.world_size),
+        raise SettingsError(
+            f"{CONFIG}: host_memory_gib: expected no more than this host has, found "
+            f"{options.host_memory_gib:g}, which takes {need}: {bound}. "
+            f"{fitting_memory(need, bound.left_bytes, options.world_size)}"
         )

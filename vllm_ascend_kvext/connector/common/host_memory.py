@@ -79,8 +79,8 @@ class MemoryNeed:
 
     def largest_buffer_bytes(self, left_bytes: int) -> int:
         """The largest buffers that so many workers can have; 0 if there are none."""
-        page_bytes = mmap.PAGESIZE
-        each = left_bytes // self.num_workers // (page_bytes + _PAGE_TABLE_ENTRY_BYTES) * page_bytes
+        with_entry_bytes = mmap.PAGESIZE + _PAGE_TABLE_ENTRY_BYTES
+        each = left_bytes // self.num_workers // with_entry_bytes * mmap.PAGESIZE
         each = max(0, each - self.page_bytes)
         if self.is_pinned and each:
             return 1 << (each.bit_length() - 1)
