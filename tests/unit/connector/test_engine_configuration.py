@@ -200,7 +200,7 @@ def test_all_workers_of_a_host_have_to_fit_its_limit(
     limit(need.total_bytes, used_bytes=need.total_bytes - 5)
     check_configuration(engine)
     limit(need.total_bytes - 1)
-    with pytest.raises(SettingsError, match="host_memory_gib: expected .* found 3, ") as error:
+    with pytest.raises(SettingsError, match=r"host_memory_gib: expected .* found 3, ") as error:
         check_configuration(engine)
     message = str(error.value)
     assert f"memory.max allows {need.total_bytes - 1} bytes" in message
