@@ -7,7 +7,7 @@ class KvextError(Exception):
 
 
 class SettingsError(KvextError, ValueError):
-    """An environment variable has a wrong name or value."""
+    """An environment variable, or an option of the connector, has a wrong name or value."""
 
 
 class PatchError(KvextError, RuntimeError):

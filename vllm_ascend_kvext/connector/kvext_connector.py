@@ -30,7 +30,8 @@ from vllm_ascend_kvext.connector.common.messages import (
 )
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.connector.common.stats import KvextPromMetrics, KvextStats
-from vllm_ascend_kvext.connector.extension import known_extensions, parse_configuration
+from vllm_ascend_kvext.connector.engine_configuration import read_configuration
+from vllm_ascend_kvext.connector.extension import known_extensions
 from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
 from vllm_ascend_kvext.connector.secondary_tier import secondary_tier_of
 from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide
@@ -93,7 +94,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     Raises:
         ConnectorError: If it cannot work with this configuration.
-        SettingsError: If ``kv_connector_extra_config`` is wrong.
+        SettingsError: If ``kv_role`` or ``kv_connector_extra_config`` is wrong.
     """
 
     forgets_failed_loads = True  # See the repair ``failed-loads``.
@@ -109,13 +110,10 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer_config = vllm_config.kv_transfer_config
-        if transfer_config.kv_role != "kv_both":
-            raise ConnectorError(
-                f"KvextConnector: expected kv_role kv_both, found {transfer_config.kv_role}: it "
-                "stores and loads for its own engine only; set kv_role to kv_both"
-            )
-        options, extension = parse_configuration(
-            transfer_config.kv_connector_extra_config, vllm_config.parallel_config.world_size
+        options, extension = read_configuration(
+            transfer_config.kv_role,
+            transfer_config.kv_connector_extra_config,
+            vllm_config.parallel_config.world_size,
         )
         self.options = options
         self.extension = extension

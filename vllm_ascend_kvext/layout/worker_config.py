@@ -22,23 +22,9 @@ def read_nz_layers(vllm_config: Any, kv_caches: Mapping[str, Any]) -> frozenset[
     are moved as a whole, which is also correct for a layer that is not tiled.
 
     Raises:
-        LayoutError: If the engine uses pipeline or context parallelism, or if pages have an
-            unknown format.
+        LayoutError: See `require_supported`.
     """
-    _require_supported(vllm_config.parallel_config)
-    cache_dtype = getattr(getattr(vllm_config, "cache_config", None), "cache_dtype", None)
-    if cache_dtype == "mxfp8":
-        raise LayoutError(
-            "cache dtype: found mxfp8, whose pages have tiles of rows and of scales "
-            "(``vllm_ascend/attention/attention_c8_mxfp.py``); use another --kv-cache-dtype, or "
-            "start without offloading"
-        )
-    if str(cache_dtype).endswith("per_token_head"):
-        raise LayoutError(
-            f"cache dtype: found {cache_dtype}: the first forward of each layer sets the scales in "
-            "all pages (``vllm/v1/attention/backends/triton_attn.py``), also in pages that were "
-            "loaded before it; use another --kv-cache-dtype, or start without offloading"
-        )
+    require_supported(vllm_config)
     additional: Mapping[str, Any] = getattr(vllm_config, "additional_config", None) or {}
     if additional.get("enable_kv_nz", False):
         return frozenset(kv_caches)
@@ -52,7 +38,30 @@ def read_nz_layers(vllm_config: Any, kv_caches: Mapping[str, Any]) -> frozenset[
     return frozenset(layers)
 
 
-def _require_supported(parallel: Any) -> None:
+def require_supported(vllm_config: Any) -> None:
+    """Refuse a configuration whose pages cannot be laid out.
+
+    Raises:
+        LayoutError: If the engine uses pipeline or context parallelism, or if pages have an
+            unknown format.
+    """
+    _require_one_layout(vllm_config.parallel_config)
+    cache_dtype = getattr(getattr(vllm_config, "cache_config", None), "cache_dtype", None)
+    if cache_dtype == "mxfp8":
+        raise LayoutError(
+            "cache dtype: found mxfp8, whose pages have tiles of rows and of scales "
+            "(``vllm_ascend/attention/attention_c8_mxfp.py``); use another --kv-cache-dtype, or "
+            "start without offloading"
+        )
+    if str(cache_dtype).endswith("per_token_head"):
+        raise LayoutError(
+            f"cache dtype: found {cache_dtype}: the first forward of each layer sets the scales in "
+            "all pages (``vllm/v1/attention/backends/triton_attn.py``), also in pages that were "
+            "loaded before it; use another --kv-cache-dtype, or start without offloading"
+        )
+
+
+def _require_one_layout(parallel: Any) -> None:
     num_stages = int(getattr(parallel, "pipeline_parallel_size", 1))
     if num_stages != 1:
         raise LayoutError(

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +19,13 @@ from unittest import mock
 import pytest
 from pytest_mock import MockerFixture
 
+from vllm_ascend_kvext.connector.common.host_memory import (
+    HostMemoryError,
+    MemoryBound,
+    MemoryNeed,
+)
 from vllm_ascend_kvext.connector.worker import host_buffer
-from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer, HostMemoryError
+from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.settings import ASCEND_KERNEL_VARIABLE
 from vllm_ascend_kvext.transfer.ascend import npu_transfers
@@ -61,18 +69,110 @@ def test_memory_beside_a_cpu_is_taken_at_once(torch: Any) -> None:
     assert not buffer.tensor.any()
 
 
+@pytest.mark.skipif(
+    "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(),
+    reason="this kernel gives no huge pages",
+)
+def test_memory_beside_a_cpu_is_in_huge_pages(torch: Any) -> None:
+    num_bytes = 64 << 20
+    buffer = HostBuffer.allocate(num_bytes, CPU)
+    # The kernel gives small pages where free memory is in pieces, and merges neighbouring mappings.
+    assert mapping_at(buffer.tensor.data_ptr())["AnonHugePages"] >= num_bytes // 2
+
+
+def test_a_forked_process_does_not_get_the_memory(torch: Any) -> None:
+    """Otherwise the kernel would copy what is written while the other process lives."""
+    buffer = HostBuffer.allocate(8 << 20, CPU)
+    address = buffer.tensor.data_ptr()
+    assert mapping_at(address)
+    child = os.fork()
+    if not child:
+        os._exit(1 if mapping_at(address) else 0)
+    _, status = os.waitpid(child, 0)
+    assert not status
+    assert buffer.tensor.fill_(3).all()
+
+
+def mapping_at(address: int) -> dict[str, int]:
+    """The sizes, in bytes, of the mapping that has an address; empty if there is none."""
+    found: dict[str, int] = {}
+    is_found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        header = re.match("([0-9a-f]+)-([0-9a-f]+) ", line)
+        if header is not None:
+            is_found = int(header[1], 16) <= address < int(header[2], 16)
+        elif is_found and line.endswith(" kB"):
+            name, size, _ = line.split()
+            found[name.rstrip(":")] = int(size) * 1024
+    return found
+
+
 def resident_bytes() -> int:
     _, num_pages, *_ = Path("/proc/self/statm").read_text().split()
     return int(num_pages) * mmap.PAGESIZE
 
 
-def test_more_memory_than_the_machine_has_left_is_refused(
+def leave(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the host have so many bytes left."""
+    bound = MemoryBound("memory.max", num_bytes + 1000, 1000)
+    monkeypatch.setattr(host_buffer, "tightest_bound", lambda: bound)
+
+
+@pytest.mark.parametrize("device", [CPU, NPU, GPU], ids=lambda device: device.type)
+def test_more_memory_than_the_host_has_left_is_refused(
+    device: Any, pinned: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_pinned = device is not CPU
+    need_bytes = MemoryNeed(8192, 1, is_pinned).total_bytes
+    leave(need_bytes, monkeypatch)
+    HostBuffer.allocate(8192, device)
+    leave(need_bytes - 1, monkeypatch)
+    pinned.clear()
+    with pytest.raises(
+        HostMemoryError,
+        match=rf"expected {need_bytes} bytes .* for 1 worker .* found {need_bytes - 1} bytes .* "
+        rf"memory.max allows {need_bytes + 999} bytes .* Give the connector less memory",
+    ):
+        HostBuffer.allocate(8192, device)
+    assert not pinned
+
+
+def test_what_rounding_takes_is_counted(
+    pinned: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(MemoryNeed(8192, 1, is_pinned=False).total_bytes, monkeypatch)
+    HostBuffer.allocate(8192, NPU)
+    HostBuffer.allocate(4160, NPU)
+    leave(MemoryNeed(8192, 1, is_pinned=False).total_bytes - 1, monkeypatch)
+    HostBuffer.allocate(4160, CPU)
+    with pytest.raises(HostMemoryError, match=r"torch pins 8192 bytes"):
+        HostBuffer.allocate(4160, NPU)
+
+
+def test_workers_that_take_memory_at_the_same_time_notice(
     torch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_buffer, "_available_bytes", lambda: 8192)
-    HostBuffer.allocate(8192, CPU)
-    with pytest.raises(HostMemoryError, match="8192 bytes are available"):
-        HostBuffer.allocate(8192 + 64, CPU)
+    """Two workers want 96 MiB each of 160. The other one takes as much as this one."""
+    before_bytes = resident_bytes()
+
+    def shrinking() -> Iterator[MemoryBound]:
+        while True:
+            taken_bytes = max(0, resident_bytes() - before_bytes)
+            yield MemoryBound("memory.max", 160 << 20, 2 * taken_bytes)
+
+    bounds = shrinking()
+    monkeypatch.setattr(host_buffer, "tightest_bound", lambda: next(bounds))
+    with pytest.raises(HostMemoryError, match=r"of 100663296 bytes .* were taken meanwhile"):
+        HostBuffer.allocate(96 << 20, CPU)
+    assert resident_bytes() - before_bytes < 16 << 20, "the memory was not given back"
+
+
+def test_a_host_that_says_nothing_is_believed(
+    pinned: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_buffer, "tightest_bound", lambda: None)
+    assert not HostBuffer.allocate(1 << 20, CPU).tensor.any()
+    assert HostBuffer.allocate(1 << 20, NPU).num_bytes == 1 << 20
 
 
 @pytest.mark.parametrize(
@@ -80,7 +180,7 @@ def test_more_memory_than_the_machine_has_left_is_refused(
     [
         (0, "expected at least 64 bytes"),
         (63, "expected at least 64 bytes"),
-        (1 << 60, rf"expected {1 << 60} bytes for this worker"),
+        (1 << 60, rf"expected \d+ bytes .* for 1 worker of this host \({1 << 60} bytes "),
     ],
 )
 def test_memory_that_cannot_be_had_is_refused(torch: Any, num_bytes: int, message: str) -> None:

@@ -79,7 +79,8 @@ class ConnectorOptions:
 
     host_memory_gib: Annotated[float, _GIB_OF_MEMORY] = 8
     """Host memory of all workers of an engine together, in GiB. Each worker pins an equal part of
-    it when the engine starts."""
+    it when the engine starts. Where the machine or the container has too little, the engine does
+    not start: see `docs/offload.md`."""
 
     chunk_tokens: Annotated[int, POSITIVE_INTEGER] = _DEFAULT_CHUNK_TOKENS
     """The tokens of a chunk, in which rows of full-attention groups are stored. The number must be
@@ -131,8 +132,9 @@ class ConnectorOptions:
 
     @property
     def host_memory_bytes_per_worker(self) -> int:
-        """The size of each worker's host buffer."""
-        return int(self.host_memory_gib * _GIB) // self.world_size
+        """The size of each worker's host buffer, a multiple of the alignment."""
+        num_bytes = int(self.host_memory_gib * _GIB) // self.world_size
+        return num_bytes - num_bytes % ALIGNMENT_BYTES
 
     def chunk_tokens_of(self, unit_tokens: int, max_model_len: int) -> int:
         """The tokens of a chunk, a multiple of the layout's unit.

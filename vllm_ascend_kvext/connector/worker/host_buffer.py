@@ -11,10 +11,16 @@ import logging
 import mmap
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_ascend_kvext.errors import ConnectorError
+from vllm_ascend_kvext.connector.common.host_memory import (
+    HostMemoryError,
+    MemoryNeed,
+    in_words,
+    require_left,
+    taken_bytes,
+    tightest_bound,
+)
 from vllm_ascend_kvext.settings import ASCEND_KERNEL_VARIABLE, parse_uses_ascend_kernel
 from vllm_ascend_kvext.transfer.devices import transfers_on
 from vllm_ascend_kvext.transfer.errors import BackendError
@@ -29,9 +35,12 @@ logger = logging.getLogger("vllm.ascend_kvext.connector")
 _MAX_ROUNDING = 1.125
 """Pinned memory may exceed the requested size by this factor without a warning."""
 
+_MIN_STEP_BYTES = 4 << 20
+_STEPS_OF_WHAT_IS_LEFT = 64
+"""Plain memory is taken in steps of a 64th of what is left. So 64 workers may take theirs at once,
+and each of them still notices in time that too little is left."""
 
-class HostMemoryError(ConnectorError, MemoryError):
-    """The host memory of a worker cannot be allocated."""
+_REMEDY = "Give the connector less memory, and mind that every worker of a host takes as much."
 
 
 class HostBuffer:
@@ -61,7 +70,8 @@ class HostBuffer:
             device: The device of the pages.
 
         Raises:
-            HostMemoryError: If the size is less than 64, or if there is too little memory.
+            HostMemoryError: If the size is less than 64, or if the machine, or a control group of
+                this process, has too little memory left. Nothing stays taken then.
             SettingsError: If ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL`` has a wrong value.
         """
         import torch
@@ -75,17 +85,19 @@ class HostBuffer:
         is_pinned = device.type != "cpu"
         if is_pinned:
             _warn_of_rounding(num_bytes)
+        require_left(MemoryNeed(num_bytes, 1, is_pinned), tightest_bound(), _REMEDY)
         try:
             if is_pinned:
                 tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
             else:
                 tensor = _taken_memory(num_bytes)
+        except HostMemoryError:
+            raise
         except (RuntimeError, MemoryError, OSError) as error:
             what = "bytes that can be pinned" if is_pinned else "bytes"
             raise HostMemoryError(
                 f"host memory: expected {num_bytes} {what} for "
-                f"this worker, found less ({error}); give the connector less memory, and mind "
-                "that every worker of a node takes as much"
+                f"this worker, found less ({error}). {_REMEDY}"
             ) from error
         return cls(tensor, _map(tensor, device.type) if is_pinned else None)
 
@@ -104,40 +116,41 @@ class HostBuffer:
 def _taken_memory(num_bytes: int) -> torch.Tensor:
     """Allocate plain memory, and write to each page once. It uses huge pages if there are any.
 
+    The mapping is private, because the kernel has other rules for huge pages of shared memory, and
+    by default gives none. A forked process does not get the mapping: otherwise the kernel would
+    copy what this process writes while the other one lives.
+
+    Other processes may take memory at the same time. So what is left is read again and again.
+
     Raises:
-        MemoryError: If less memory is available. Without this check, the kernel would kill some
+        HostMemoryError: If less memory is left. Without this check, the kernel would kill some
             process.
         OSError: If the process may not have so much memory.
     """
     import torch
 
-    available_bytes = _available_bytes()
-    if available_bytes is not None and num_bytes > available_bytes:
-        raise MemoryError(f"{available_bytes} bytes are available")
-    memory = mmap.mmap(-1, num_bytes)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # The kernel may have no huge pages.
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
-
-
-def _available_bytes() -> int | None:
-    """The bytes that are available without swapping; None if the machine does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    memory.madvise(mmap.MADV_DONTFORK)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    first = 0
+    while first < num_bytes:
+        bound = tightest_bound()
+        rest = MemoryNeed(num_bytes - first, 1, is_pinned=False)
+        taken = f"{in_words(first)} of {in_words(num_bytes)} were taken meanwhile."
+        require_left(rest, bound, f"{taken} {_REMEDY}")
+        step_bytes = num_bytes
+        if bound is not None:
+            step_bytes = max(_MIN_STEP_BYTES, bound.left_bytes // _STEPS_OF_WHAT_IS_LEFT)
+        tensor[first : first + step_bytes].zero_()
+        first += step_bytes
+    return tensor
 
 
 def _warn_of_rounding(num_bytes: int) -> None:
-    """Warn if much pinned memory is lost by rounding.
-
-    torch's ``CachingHostAllocator``, also with torch_npu, allocates powers of two.
-    """
-    rounded_bytes = 1 << (num_bytes - 1).bit_length()
+    """Warn if much pinned memory is lost by rounding."""
+    rounded_bytes = taken_bytes(num_bytes, is_pinned=True)
     if rounded_bytes > num_bytes * _MAX_ROUNDING:
         logger.warning(
             "Host memory: torch may pin %d bytes for the %d of this worker, because it rounds up "

@@ -119,7 +119,8 @@ class WorkerSide:
         device_type = device_type_of(kv_caches)
         transfers = transfers_on(device_type)
         if self._runner is None:
-            _require_allowed(device_type, self._options)
+            require_allowed(device_type, self._options)
+            _warn_of_trial(device_type)
         nz_layers = read_nz_layers(self._vllm_config, kv_caches)
         layout = build_layout(
             self._kv_cache_config,
@@ -275,21 +276,37 @@ class WorkerSide:
             os.sched_setaffinity(0, self._placement.cpus)
 
 
-def _require_allowed(device_type: str, options: ConnectorOptions) -> None:
+def require_allowed(device_type: str, options: ConnectorOptions) -> None:
     """Raise `SettingsError` for a device that no test has had, unless the options allow it."""
-    if device_type != CUDA:
-        return
-    if not options.allow_cuda:
+    if device_type == CUDA and not options.allow_cuda:
         raise wrong_value(
             "allow_cuda",
             False,
             "true, to use the connector with pages on a GPU, which it has never run on",
             "Set it to true to try it, or leave the connector out.",
         )
-    logger.warning(
-        "KvextConnector has never run on a GPU (allow_cuda). Compare answers with those of an "
-        "engine without it before you rely on it."
-    )
+
+
+def _warn_of_trial(device_type: str) -> None:
+    if device_type == CUDA:
+        logger.warning(
+            "KvextConnector has never run on a GPU (allow_cuda). Compare answers with those of an "
+            "engine without it before you rely on it."
+        )
+
+
+def require_given(options: ConnectorOptions) -> None:
+    """Raise `SettingsError` if copies cannot run on the CPUs that the options name."""
+    if options.copy_cpus is None:
+        return
+    given = given_cpus()
+    missing = frozenset(options.copy_cpus) - given
+    if missing:
+        raise SettingsError(
+            f"{CONFIG}: copy_cpus: expected CPUs that the kernel gives to this worker, which "
+            f"are {as_ranges(given)}, found {as_ranges(missing)} among them. Leave these out, "
+            "or widen the process's cpuset."
+        )
 
 
 def _transfer_op(environ: Mapping[str, str]) -> Move:
@@ -302,15 +319,8 @@ def _transfer_op(environ: Mapping[str, str]) -> Move:
 
 def _placement(options: ConnectorOptions, device_type: str) -> CopyPlacement | None:
     """Where transfers run; None if a device copies, and no CPUs are named for the thread."""
+    require_given(options)
     if options.copy_cpus is not None:
-        given = given_cpus()
-        missing = frozenset(options.copy_cpus) - given
-        if missing:
-            raise SettingsError(
-                f"{CONFIG}: copy_cpus: expected CPUs that the kernel gives to this worker, which "
-                f"are {as_ranges(given)}, found {as_ranges(missing)} among them. Leave these out, "
-                "or widen the process's cpuset."
-            )
         return CopyPlacement.on(options.copy_cpus)
     return default_placement(os.environ) if device_type == "cpu" else None
 

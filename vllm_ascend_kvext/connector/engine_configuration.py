@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks what a user has configured, as early as it can be known to be wrong.
+
+    check_transfer_config  when vLLM has read its argument --kv-transfer-config
+    check_configuration    when vLLM has made its configuration, before it starts another process
+    check_hosts            when the weights are loaded, before a worker takes its host memory
+
+What only the pages of a model tell is checked by the two sides of the connector. The module reads
+vLLM's configuration by attributes, and does not import vLLM.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from vllm_ascend_kvext.connector.common.host_memory import (
+    HostReport,
+    MemoryNeed,
+    fitting_memory,
+    require_left,
+    smallest_limit,
+)
+from vllm_ascend_kvext.connector.common.option_values import CONFIG
+from vllm_ascend_kvext.connector.common.options import ConnectorOptions
+from vllm_ascend_kvext.connector.extension import ConnectorExtension, parse_configuration
+from vllm_ascend_kvext.connector.worker.worker_side import require_allowed, require_given
+from vllm_ascend_kvext.errors import SettingsError
+from vllm_ascend_kvext.layout.worker_config import require_supported
+
+NAME = "KvextConnector"
+"""The ``kv_connector`` of a configuration."""
+
+_LOCAL_BACKENDS = ("mp", "uni")
+"""Values of ``distributed_executor_backend`` that start workers on the host of their engine."""
+
+
+def read_configuration(
+    kv_role: str | None, extra_config: Mapping[str, Any] | None, world_size: int
+) -> tuple[ConnectorOptions, ConnectorExtension | None]:
+    """The options of one connector, and its extension.
+
+    Args:
+        world_size: Workers of the engine.
+
+    Raises:
+        SettingsError: If the role is another one than ``kv_both``. See also `parse_configuration`.
+    """
+    if kv_role != "kv_both":
+        raise SettingsError(
+            f"KvextConnector: expected kv_role kv_both, found {kv_role}: it "
+            "stores and loads for its own engine only; set kv_role to kv_both"
+        )
+    return parse_configuration(extra_config, world_size)
+
+
+def check_transfer_config(transfer_config: Any) -> None:
+    """Refuse options that are wrong in every engine. Nothing is done without KvextConnector.
+
+    Args:
+        transfer_config: vLLM's ``KVTransferConfig``.
+
+    Raises:
+        SettingsError: See `read_configuration`.
+    """
+    for kv_role, extra_config in _kvext_connectors(transfer_config):
+        read_configuration(kv_role, extra_config, 1)
+
+
+def check_configuration(vllm_config: Any) -> None:
+    """Refuse what cannot work with any number of pages. Nothing is done without KvextConnector.
+
+    The bounds of memory are compared with their limits, whatever is in use: it may be free again
+    when workers take their parts.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+
+    Raises:
+        LayoutError: If the engine is parallel in a way, or has a type of cache, that is not
+            supported.
+        SettingsError: If an option is wrong, or does not suit the model, the device or the host.
+    """
+    parallel = vllm_config.parallel_config
+    for kv_role, extra_config in _kvext_connectors(vllm_config.kv_transfer_config):
+        options, extension = read_configuration(kv_role, extra_config, parallel.world_size)
+        if extension is not None:
+            extension.read_model(vllm_config.model_config)
+        require_allowed(vllm_config.device_config.device_type, options)
+        require_supported(vllm_config)
+        num_workers = _workers_of_this_host(parallel)
+        if num_workers:
+            require_given(options)
+            _require_within_limit(_need(vllm_config, options, num_workers), options)
+
+
+def check_hosts(vllm_config: Any, reports: Sequence[HostReport | None], page_bytes: int) -> None:
+    """Refuse an engine for whose workers together some host has too little memory left.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        reports: What the workers say; None from a worker that has its memory already.
+        page_bytes: The KV cache of each worker, which it takes before its host memory.
+
+    Raises:
+        HostMemoryError: If a host has too little.
+        SettingsError: If an option is wrong.
+    """
+    world_size = vllm_config.parallel_config.world_size
+    num_workers = Counter(report.host for report in reports if report is not None)
+    for kv_role, extra_config in _kvext_connectors(vllm_config.kv_transfer_config):
+        options, _ = read_configuration(kv_role, extra_config, world_size)
+        for report in reports:
+            if report is not None and report.bound is not None:
+                need = _need(vllm_config, options, num_workers[report.host], page_bytes)
+                remedy = fitting_memory(need, report.bound.left_bytes, world_size)
+                require_left(need, report.bound, remedy)
+
+
+def has_connector(vllm_config: Any) -> bool:
+    """Whether an engine has KvextConnector, by itself or below a MultiConnector."""
+    return any(True for _ in _kvext_connectors(vllm_config.kv_transfer_config))
+
+
+def _kvext_connectors(
+    transfer_config: Any,
+) -> Iterator[tuple[str | None, Mapping[str, Any] | None]]:
+    """The role and the ``kv_connector_extra_config`` of each KvextConnector of an engine."""
+    if transfer_config is None:
+        return
+    extra_config = transfer_config.kv_connector_extra_config
+    if transfer_config.kv_connector == NAME:
+        yield transfer_config.kv_role, extra_config
+    if transfer_config.kv_connector == "MultiConnector":
+        for child in extra_config.get("connectors") or ():
+            if isinstance(child, Mapping) and child.get("kv_connector") == NAME:
+                yield child.get("kv_role"), child.get("kv_connector_extra_config")
+
+
+def _workers_of_this_host(parallel: Any) -> int:
+    """The workers of all engines that this process starts on its host; 0 if that is not known."""
+    if parallel.distributed_executor_backend not in _LOCAL_BACKENDS:
+        return 0
+    if parallel.data_parallel_backend not in _LOCAL_BACKENDS:
+        return 0
+    return int(parallel.local_world_size * parallel.data_parallel_size_local)
+
+
+def _need(
+    vllm_config: Any, options: ConnectorOptions, num_workers: int, page_bytes: int = 0
+) -> MemoryNeed:
+    buffer_bytes = options.host_memory_bytes_per_worker
+    if vllm_config.device_config.device_type == "cpu":
+        return MemoryNeed(buffer_bytes, num_workers, is_pinned=False, page_bytes=page_bytes)
+    return MemoryNeed(buffer_bytes, num_workers, is_pinned=True)
+
+
+def _require_within_limit(need: MemoryNeed, options: ConnectorOptions) -> None:
+    bound = smallest_limit()
+    if bound is not None and need.total_bytes > bound.limit_bytes:
+        raise SettingsError(
+            f"{CONFIG}: host_memory_gib: expected no more than this host has, found "
+            f"{options.host_memory_gib:g}, which takes {need}: {bound}. "
+            f"{fitting_memory(need, bound.left_bytes, options.world_size)}"
+        )
