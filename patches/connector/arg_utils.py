@@ -20,7 +20,7 @@ def check_connector(
     vllm_config = wrapped(*args, **kwargs)
     if vllm_config.kv_transfer_config is not None:
         # Engines without a connector do not need this import.
-        from vllm_ascend_kvext.connector.engine_configuration import check_configuration
+        from vllm_ascend_kvext.engine_configuration import check_configuration
 
         check_configuration(vllm_config)
     return vllm_config

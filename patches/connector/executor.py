@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.connector.common.host_memory import HostReport
 from vllm_ascend_kvext.patches.connector.scheduler import kvext_connector_in
 from vllm_ascend_kvext.patching.declaration import Patch
 
 if TYPE_CHECKING:
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from vllm_ascend_kvext.engine_configuration import HostReport
 
 
 def end_transfers_before_sleep(
@@ -48,7 +49,7 @@ def count_host_memory(
     vllm_config = executor.vllm_config
     if vllm_config.kv_transfer_config is not None:
         # Engines without a connector do not need this import.
-        from vllm_ascend_kvext.connector.engine_configuration import check_hosts, has_connector
+        from vllm_ascend_kvext.engine_configuration import check_hosts, has_connector
 
         if has_connector(vllm_config):
             page_bytes = max(map(_page_bytes, kv_cache_configs), default=0)
@@ -71,6 +72,9 @@ def report_host(worker: Any) -> HostReport | None:
 
     if kv_transfer.has_kv_transfer_group():
         return None
+    # Workers of engines without a connector do not need this import.
+    from vllm_ascend_kvext.engine_configuration import HostReport
+
     return HostReport.of_this_process()
 
 

@@ -17,7 +17,7 @@ def check_options(wrapped: Callable[[], None], transfer_config: KVTransferConfig
     wrapped()
     if transfer_config.kv_connector is not None:
         # Engines without a connector do not need this import.
-        from vllm_ascend_kvext.connector.engine_configuration import check_transfer_config
+        from vllm_ascend_kvext.engine_configuration import check_transfer_config
 
         check_transfer_config(transfer_config)
 

@@ -17,14 +17,13 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
-from vllm_ascend_kvext.connector import engine_configuration
-from vllm_ascend_kvext.connector.common import host_memory
+from vllm_ascend_kvext import engine_configuration
 from vllm_ascend_kvext.connector.common.host_memory import (
     HostMemoryError,
-    HostReport,
     MemoryBound,
     MemoryNeed,
 )
+from vllm_ascend_kvext.engine_configuration import HostReport
 from vllm_ascend_kvext.errors import LayoutError, SettingsError
 from vllm_ascend_kvext.patches.connector.executor import report_host
 
@@ -158,7 +157,7 @@ class Workers(Executor):
         self.calls.append(method if isinstance(method, str) else method.__name__)
         if method is report_host:
             bound = MemoryBound("memory.max", self.left_bytes, 0)
-            with mock.patch.object(host_memory, "tightest_bound", lambda: bound):
+            with mock.patch.object(engine_configuration, "tightest_bound", lambda: bound):
                 return [report_host(None)] * self.vllm_config.parallel_config.world_size
         return []
 

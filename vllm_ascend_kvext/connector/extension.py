@@ -17,6 +17,7 @@ from vllm_ascend_kvext.connector.common.messages import WorkerLayout
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions, parse_options
 from vllm_ascend_kvext.connector.scheduler.extension import SchedulerExtension
 from vllm_ascend_kvext.connector.worker.extension import WorkerExtension
+from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.store.entries import Entry
 
 if TYPE_CHECKING:
@@ -105,3 +106,22 @@ def parse_configuration(
     found = [extensions[key](value, options) for key, value in asked.items() if value is not None]
     assert len(found) <= 1, "messages carry the extras of one extension"
     return options, found[0] if found else None
+
+
+def read_configuration(
+    kv_role: str | None, extra_config: Mapping[str, Any] | None, world_size: int
+) -> tuple[ConnectorOptions, ConnectorExtension | None]:
+    """The options of one connector, and its extension.
+
+    Args:
+        world_size: Workers of the engine.
+
+    Raises:
+        SettingsError: If the role is another one than ``kv_both``. See also `parse_configuration`.
+    """
+    if kv_role != "kv_both":
+        raise SettingsError(
+            f"KvextConnector: expected kv_role kv_both, found {kv_role}: it "
+            "stores and loads for its own engine only; set kv_role to kv_both"
+        )
+    return parse_configuration(extra_config, world_size)

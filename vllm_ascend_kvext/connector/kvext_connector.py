@@ -30,8 +30,7 @@ from vllm_ascend_kvext.connector.common.messages import (
 )
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.connector.common.stats import KvextPromMetrics, KvextStats
-from vllm_ascend_kvext.connector.engine_configuration import read_configuration
-from vllm_ascend_kvext.connector.extension import known_extensions
+from vllm_ascend_kvext.connector.extension import known_extensions, read_configuration
 from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
 from vllm_ascend_kvext.connector.secondary_tier import secondary_tier_of
 from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_kvext.connector import engine_configuration
+from vllm_ascend_kvext import engine_configuration
 from vllm_ascend_kvext.connector.common.host_memory import (
     HostMemoryError,
-    HostReport,
     MemoryBound,
     MemoryNeed,
 )
-from vllm_ascend_kvext.connector.engine_configuration import (
+from vllm_ascend_kvext.connector.extension import read_configuration
+from vllm_ascend_kvext.engine_configuration import (
+    HostReport,
     check_configuration,
     check_hosts,
     check_transfer_config,
@@ -167,9 +168,9 @@ def test_an_extension_reads_the_model_at_once(limit: Any, monkeypatch: pytest.Mo
             assert model_config is None
             raise SettingsError("the model has no such token")
 
-    options = engine_configuration.parse_configuration({}, 1)[0]
+    options = read_configuration("kv_both", {}, 1)[0]
     monkeypatch.setattr(
-        engine_configuration, "parse_configuration", lambda *_: (options, Extension())
+        engine_configuration, "read_configuration", lambda *_: (options, Extension())
     )
     check_transfer_config(transfer())
     with pytest.raises(SettingsError, match="no such token"):

@@ -13,15 +13,14 @@ import pytest
 
 from vllm_ascend_kvext.connector.common.host_memory import (
     HostMemoryError,
-    HostReport,
     MemoryBound,
     MemoryNeed,
-    fitting_memory,
     require_left,
     smallest_limit,
     taken_bytes,
     tightest_bound,
 )
+from vllm_ascend_kvext.engine_configuration import HostReport, fitting_memory
 
 GIB = 1 << 30
 NO_LIMIT_OF_V1 = 0x7FFFFFFFFFFFF000

@@ -9,12 +9,10 @@ beyond the bound of a group, and says nothing to it. The module imports neither 
 from __future__ import annotations
 
 import mmap
-import platform
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 from vllm_ascend_kvext.errors import ConnectorError
 
@@ -100,22 +98,6 @@ class MemoryNeed:
         return f"{total} for {self.num_workers} workers of this host (each {each})"
 
 
-class HostReport(NamedTuple):
-    """What a worker says of its host before it takes memory.
-
-    Attributes:
-        host: The name of the host.
-        bound: The tightest bound of the worker's process; None if the host says nothing.
-    """
-
-    host: str
-    bound: MemoryBound | None
-
-    @classmethod
-    def of_this_process(cls) -> HostReport:
-        return cls(platform.node(), tightest_bound())
-
-
 def taken_bytes(num_bytes: int, *, is_pinned: bool) -> int:
     """What an allocation takes, without page tables.
 
@@ -148,20 +130,6 @@ def require_left(need: MemoryNeed, bound: MemoryBound | None, remedy: str) -> No
             f"host memory: expected {need}, found {in_words(bound.left_bytes)} left: {bound}. "
             f"{remedy}"
         )
-
-
-def fitting_memory(need: MemoryNeed, left_bytes: int, num_workers_of_engine: int) -> str:
-    """The remedy where ``left_bytes`` are too few for ``need``.
-
-    Args:
-        num_workers_of_engine: ``host_memory_gib`` is the memory of so many workers.
-    """
-    fitting_bytes = need.largest_buffer_bytes(left_bytes) * num_workers_of_engine
-    # Rounded down, so that the number in the message fits.
-    fitting_gib = fitting_bytes * 100 // _GIB / 100
-    if not fitting_gib:
-        return "Give the host more memory, or leave the connector out."
-    return f"Set host_memory_gib to at most {fitting_gib:g}, or give the host more memory."
 
 
 def tightest_bound(root: Path = Path("/")) -> MemoryBound | None:

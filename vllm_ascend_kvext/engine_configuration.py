@@ -11,23 +11,26 @@ vLLM's configuration by attributes, and does not import vLLM.
 
 from __future__ import annotations
 
+import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_ascend_kvext.connector.common.host_memory import (
-    HostReport,
+    MemoryBound,
     MemoryNeed,
-    fitting_memory,
     require_left,
     smallest_limit,
+    tightest_bound,
 )
 from vllm_ascend_kvext.connector.common.option_values import CONFIG
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
-from vllm_ascend_kvext.connector.extension import ConnectorExtension, parse_configuration
+from vllm_ascend_kvext.connector.extension import read_configuration
 from vllm_ascend_kvext.connector.worker.worker_side import require_allowed, require_given
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.layout.worker_config import require_supported
+
+_GIB = 1 << 30
 
 NAME = "KvextConnector"
 """The ``kv_connector`` of a configuration."""
@@ -36,23 +39,20 @@ _LOCAL_BACKENDS = ("mp", "uni")
 """Values of ``distributed_executor_backend`` that start workers on the host of their engine."""
 
 
-def read_configuration(
-    kv_role: str | None, extra_config: Mapping[str, Any] | None, world_size: int
-) -> tuple[ConnectorOptions, ConnectorExtension | None]:
-    """The options of one connector, and its extension.
+class HostReport(NamedTuple):
+    """What a worker says of its host before it takes memory.
 
-    Args:
-        world_size: Workers of the engine.
-
-    Raises:
-        SettingsError: If the role is another one than ``kv_both``. See also `parse_configuration`.
+    Attributes:
+        host: The name of the host.
+        bound: The tightest bound of the worker's process; None if the host says nothing.
     """
-    if kv_role != "kv_both":
-        raise SettingsError(
-            f"KvextConnector: expected kv_role kv_both, found {kv_role}: it "
-            "stores and loads for its own engine only; set kv_role to kv_both"
-        )
-    return parse_configuration(extra_config, world_size)
+
+    host: str
+    bound: MemoryBound | None
+
+    @classmethod
+    def of_this_process(cls) -> HostReport:
+        return cls(platform.node(), tightest_bound())
 
 
 def check_transfer_config(transfer_config: Any) -> None:
@@ -164,3 +164,17 @@ def _require_within_limit(need: MemoryNeed, options: ConnectorOptions) -> None:
             f"{options.host_memory_gib:g}, which takes {need}: {bound}. "
             f"{fitting_memory(need, bound.left_bytes, options.world_size)}"
         )
+
+
+def fitting_memory(need: MemoryNeed, left_bytes: int, num_workers_of_engine: int) -> str:
+    """The remedy where ``left_bytes`` are too few for ``need``.
+
+    Args:
+        num_workers_of_engine: ``host_memory_gib`` is the memory of so many workers.
+    """
+    fitting_bytes = need.largest_buffer_bytes(left_bytes) * num_workers_of_engine
+    # Rounded down, so that the number in the message fits.
+    fitting_gib = fitting_bytes * 100 // _GIB / 100
+    if not fitting_gib:
+        return "Give the host more memory, or leave the connector out."
+    return f"Set host_memory_gib to at most {fitting_gib:g}, or give the host more memory."
