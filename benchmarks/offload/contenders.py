@@ -42,6 +42,24 @@ BESIDE_COPIES = "no connector, a copy on another CPU"
 cost."""
 
 
+def kvext_contender(options: Mapping[str, Any]) -> Contender:
+    """KvextConnector, which stores all that is computed.
+
+    Args:
+        options: Further options in ``kv_connector_extra_config``.
+    """
+    return Contender(
+        OURS,
+        "kvext",
+        {
+            "kv_connector": "KvextConnector",
+            "kv_role": "kv_both",
+            "kv_connector_module_path": "vllm_ascend_kvext.connector",
+            "kv_connector_extra_config": {"store_policy": "all", **options},
+        },
+    )
+
+
 def contenders(host_gib: float, ports: Sequence[int], shm_name: str) -> tuple[Contender, ...]:
     """All contenders, ours first.
 
@@ -50,16 +68,7 @@ def contenders(host_gib: float, ports: Sequence[int], shm_name: str) -> tuple[Co
     """
     driven_port, shared_port = ports
     return (
-        Contender(
-            OURS,
-            "kvext",
-            {
-                "kv_connector": "KvextConnector",
-                "kv_role": "kv_both",
-                "kv_connector_module_path": "vllm_ascend_kvext.connector",
-                "kv_connector_extra_config": {"host_memory_gib": host_gib, "store_policy": "all"},
-            },
-        ),
+        kvext_contender({"host_memory_gib": host_gib}),
         Contender(
             LMCACHE_DRIVEN,
             "lmcache",

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from common.models import BenchModel, write_qwen3  # noqa: E402
 from gpu.sections import LEFT_OUT, MEASURED, WRONG, Rows  # noqa: E402
-from offload.contenders import ALONE, OURS, Contender  # noqa: E402
+from offload.contenders import ALONE, OURS, Contender, kvext_contender  # noqa: E402
 from offload.report import percentile  # noqa: E402
 from offload.run import ENGINE_ENVIRON, EngineProcess  # noqa: E402
 from offload.workload import (  # noqa: E402
@@ -129,23 +129,13 @@ def _measure_case(device: Any, rows: Rows, case: Any, what: str, num_rounds: int
 
 
 def contenders(device_name: str) -> list[Contender]:
-    ours: dict[str, Any] = {"host_memory_gib": HOST_GIB, "store_policy": "all"}
-    ours["load_if_slower"] = True
+    ours: dict[str, Any] = {"host_memory_gib": HOST_GIB, "load_if_slower": True}
     if device_name == "cuda":
         ours["allow_cuda"] = True
     else:
         ours["host_memory_gib"] = 1.5
     found = [
-        Contender(
-            OURS,
-            "kvext",
-            {
-                "kv_connector": "KvextConnector",
-                "kv_role": "kv_both",
-                "kv_connector_module_path": "vllm_ascend_kvext.connector",
-                "kv_connector_extra_config": ours,
-            },
-        ),
+        kvext_contender(ours),
         Contender(ALONE, "none"),
     ]
     if device_name == "cuda":
