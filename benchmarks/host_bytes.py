@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Prints the host memory of a chunk of 1,024 tokens, and its size with dense storage of all groups.
 
     [KVEXT_ASCEND_SOURCES=FOLDER] python benchmarks/host_bytes.py

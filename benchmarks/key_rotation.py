@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Compares the transfer op that rotates keys with the plain op, and with torch, in one run.
 
     python benchmarks/key_rotation.py [--quick] [--out FOLDER]

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Compares the transfer op with plain copies, torch and LMCache: GB/s and ratios of one run.
 
     python benchmarks/page_transfer.py [--quick] [--lmcache FOLDER] [--out FOLDER]

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Measures the cost of preempted requests on the real engine (CPU): KV swapped, or computed again.
 
     python benchmarks/preemption.py [--quick]

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Measures the scheduler's prefix-cache functions beside upstream's, in one run.
 
     python benchmarks/prefix_cache_path.py [--quick] [--layout NAME] [--out FOLDER]

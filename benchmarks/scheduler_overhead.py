@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Measures what the package costs the scheduler: microseconds per step, in one run.
 
     python benchmarks/scheduler_overhead.py [--quick] [--turns N] [--layout NAME] [--out FOLDER]

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """vLLM-Ascend serves a hybrid model with this package on an emulated NPU, without any hardware.
 
 Questions about documents are asked in several rounds. The device and the host memory are too small

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Reuses documents in changing order at new positions, approximately, on the real vLLM engine.
 
 Notes about things are stored once, each by itself. Then prompts are asked that have them in another

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Sends vLLM's log to a file while an example runs, so that the example's output can be read."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Shows what happens if host memory has lost parts of a prompt, on the real vLLM engine.
 
 Questions about several long documents are asked again and again. The device has room for one

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Stores KV of a hybrid model in host memory and loads it again, on the real vLLM engine.
 
 The engine answers prompts, and the prefix cache of the device is emptied. Then the same prompts are

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Shows what sparse retention does for chats on a hybrid model, on the real vLLM engine.
 
 Several conversations share a system prompt, and take turns on an engine whose KV cache is too small

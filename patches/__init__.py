@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The ledger: every change this package makes to upstream, in one tuple.
 
 There is one folder per feature. A folder has one module per upstream module, named after it. The

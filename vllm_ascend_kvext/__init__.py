@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """KV-cache reuse for hybrid models on vLLM and vLLM-Ascend."""
 
 import os

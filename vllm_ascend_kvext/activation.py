@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Activates the package when vLLM calls the plugin: checks what fits, then installs what is wanted.
 
 The module knows no single patch; `vllm_ascend_kvext.patches` declares them.

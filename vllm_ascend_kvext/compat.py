@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Finds the vLLM, the vLLM-Ascend and the platform of this process, and whether they are supported.
 
 The module reads files and package metadata. It imports neither vLLM nor vLLM-Ascend.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Turns counters of an engine into metrics. A counter is declared once, as a field of a dataclass.
 
     hits: Annotated[int, Counted("Requests that hit.")] = 0

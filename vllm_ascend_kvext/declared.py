@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Reads what a dataclass declares about its fields: type, default and a note.
 
     count: Annotated[int, a_note] = 3

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Loads the compiled module.
 
 The compiled module is part of the installed package. A process that is started in a checkout

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Reads the arguments of a request in ``SamplingParams.extra_args`` (``vllm_xargs`` over HTTP).
 
 Endpoints accept different JSON values there: ``/v1/completions`` refuses lists, and

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Declares every environment variable of this package: its default, its values and their effect.
 
 The fields of `Settings` are the only declaration, see ``declared``. The module knows nothing of

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The releases of vLLM and vLLM-Ascend that are supported. Imports nothing."""
 
 from __future__ import annotations

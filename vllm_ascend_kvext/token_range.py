@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Ranges of consecutive tokens of a request: a chunk, a hole, a segment, or computed tokens."""
 
 from __future__ import annotations

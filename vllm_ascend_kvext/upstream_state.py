@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Keeps the state of this package with upstream's objects, in one attribute ``_kvext`` of each.
 
 There is one class of state for each class of object. The state is made at the first access::

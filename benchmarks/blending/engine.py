@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Runs one mode on the real engine: stores the documents, and then asks every prompt."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Measures whether segments that the engine learns pay, for prompts of separated documents.
 
     python benchmarks/blending/learned.py [--quick] [--load L] [--rounds N]

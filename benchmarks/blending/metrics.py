@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Scores answers: plain functions of texts and of top log-probabilities."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The modes of serving a prompt: the options of vLLM and of the connector."""
 
 from __future__ import annotations

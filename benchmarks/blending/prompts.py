@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Makes the tokens of documents and prompts. A document has the same tokens in every prompt."""
 
 from __future__ import annotations

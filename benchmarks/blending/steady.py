@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Measures learned segments in the long run, in host memory that holds half of them.
 
     python benchmarks/blending/steady.py [--quick] [--host-share S]

@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Code of several benchmarks: an engine in this process, processes, tables and ratios."""

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Runs vLLM on a CPU in this process. The loop is here, so that each step can be measured.
 
 Like vLLM's server, the loop waits a millisecond after a step that computes nothing.

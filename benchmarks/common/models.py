@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Two models with random weights. They compute little, but have the KV per token of real models."""
 
 from __future__ import annotations

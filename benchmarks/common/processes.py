@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Starts processes for work that needs its own, such as engines, or code with vllm-ascend."""
 
 from __future__ import annotations

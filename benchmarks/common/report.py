@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Command lines, tables, verdicts and result files of benchmarks. Imports nothing of vLLM."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Features that are installed and taken back at every turn of a comparison in one process."""
 
 from __future__ import annotations

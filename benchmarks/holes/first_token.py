@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Measures the time to the first token of a prompt of which host memory has a part.
 
     python benchmarks/holes/first_token.py [--quick] [--tokens N] [--rounds R] [--model M]

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Measures how many tokens are computed if host memory is too small for the requests.
 
     python benchmarks/holes/run.py [--quick] [--layout L] [--trace T] [--share S] [--scale X]

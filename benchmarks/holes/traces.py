@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The traces of this benchmark: some of `retention.traces`, and traces with popular texts.
 
 The traces are deterministic, and the module imports nothing of vLLM.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The results of serving a trace, and their table. The module imports nothing of vLLM."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Measures token hit rates with KvextConnector's host tier behind a small device pool, on traces.
 
     python benchmarks/host_tier/run.py [--layout L] [--trace T] [--scale S] [--pool P] [--out DIR]

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The contenders: vLLM's options for each, and the server that the contender needs."""
 
 from __future__ import annotations

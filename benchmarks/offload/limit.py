@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The limit: a streaming copy of the same number of bytes within one process."""
 
 from __future__ import annotations

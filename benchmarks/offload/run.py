@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Measures KV to host memory and back: KvextConnector, LMCache's server, and the limit.
 
     python benchmarks/offload/run.py [--quick] [--model M] [--contender C] [--out FOLDER]

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Runs LMCache's server as a process, and finds failed transfers in its log."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Measures the seconds of transfers inside an engine's process, by connector.
 
 All contenders have the same clock: from the moment when a transfer is submitted until it is done.

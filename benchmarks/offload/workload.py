@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The requests to every engine, the facts of their answers, and which of them are valid."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """When the requests of a trace arrive: at fixed times, or some time after another request ends."""
 
 from __future__ import annotations

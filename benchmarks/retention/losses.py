@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Splits the computed tokens that a later request did not hit by their causes.
 
 ``ideal`` is the longest prefix that any request has computed before, without the prompt's last

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Draws one picture of all cells: how close each variant comes to an infinite dense cache."""
 
 from __future__ import annotations

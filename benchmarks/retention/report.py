@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Makes tables of finished cells: text for the terminal, Markdown for a file.
 
 The module knows only the data of `retention.suite.Finished`.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Measures the scheduler CPU of adaptive retention and of stock vLLM over very many requests.
 
     python benchmarks/retention/soak.py [--quick] [--case NAME] [--requests N]

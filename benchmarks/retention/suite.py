@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Lists the cells of the benchmark. The module imports nothing of vLLM."""
 
 from __future__ import annotations

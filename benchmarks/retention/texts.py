@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Texts that share prefixes. They form a tree, so that a shared prefix exists once.
 
 The tokens and block hashes of a passage are computed once. Two texts have a common prefix exactly

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Writes traces: which requests arrive when, and what they share.
 
 Traces are deterministic, and the module imports nothing of vLLM. Time is counted in scheduler

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The variants: stock vLLM, its own retention, or this package's, each with its settings."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Ways to get the KV of prompts from files into host memory, and to put it into files."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Measures the time to the first token after a restart, with the shared tier and without.
 
     python benchmarks/shared_tier/first_token.py [--quick] [--prompts N] [--tokens N] [--disk F]

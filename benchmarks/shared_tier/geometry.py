@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The files of one prompt's KV: our chunks and tails, and the files of vLLM and LMCache."""
 
 from __future__ import annotations

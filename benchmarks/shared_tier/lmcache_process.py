@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Runs an L2 adapter of LMCache, in LMCache's Python. Standard input says what to move.
 
 python lmcache_process.py KIND FOLDER FILE_BYTES FILES_OF_PROMPT PROMPTS

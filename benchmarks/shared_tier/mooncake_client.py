@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Compares the shared tier in Mooncake Store with Mooncake's own client: GB/s and ratios.
 
     python benchmarks/shared_tier/mooncake_client.py [--quick] [--rounds N] [--out FOLDER]

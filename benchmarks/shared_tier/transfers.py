@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Compares our shared tier with others: KV from files into host memory and back, GB/s and ratios.
 
     python benchmarks/shared_tier/transfers.py [--quick] [--lmcache PYTHON] [--disk FOLDER]

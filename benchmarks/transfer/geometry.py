@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The measured layouts, and cold memory for them.
 
 The module knows only sizes. `vllm_ascend_kvext.layout` finds the layout of a real model.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Calls LMCache's own functions for CPUs on the same memory, if LMCache 0.5.6 is importable."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Ways to move one chunk. Each prepares a function that copies; the preparation is not timed."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // CMake tries to compile this file: CANN 8.1.RC1 does not have aclrtGetDeviceInfo.
 #include "acl/acl.h"
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // The functions that Python calls through ctypes: plain C, without torch and without exceptions.
 // The functions return error codes of CANN's runtime (aclError); 0 is success.
 #pragma once

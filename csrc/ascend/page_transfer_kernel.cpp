@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // Moves the runs of a transfer between pages and the host buffer, through the unified buffers of
 // all vector cores. The kernel is made for many small, scattered runs, of any alignment and any
 // size.

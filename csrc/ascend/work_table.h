@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // The only table that the kernel reads. It describes a transfer in a form that a core can walk
 // without searching. vllm_ascend_kvext/transfer/ascend/work_table.py writes it. This header is
 // compiled for cores and for the host, so it contains only constants.

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // The only place that decides whether rotations are valid, and that turns positions into angles.
 #include <algorithm>
 #include <cmath>

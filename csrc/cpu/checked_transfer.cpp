@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // The only place that decides whether descriptors are valid. Every range is checked before a
 // computation relies on it.
 #include "kvext/checked_transfer.h"

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // Threads that sleep between jobs, one team per placement, and the division of a transfer between
 // them. The threads start on first use, and again in a forked child.
 #pragma once

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // Reads and writes the fields of vLLM's blocks at the offsets where a slotted dataclass keeps them.
 //
 // A scheduler handles hundreds of blocks per step. Reading a field by its name costs more than the

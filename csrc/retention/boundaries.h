@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // Which boundaries of a request outlive the request: planned boundaries, and boundaries on the
 // grid.
 #pragma once

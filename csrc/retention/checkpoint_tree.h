@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // The checkpoints of one prefix cache, as a tree of prefixes.
 //
 // A boundary has runs: the full-attention blocks between its parent's boundary and its own. A

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // Which checkpoint is evicted when blocks are needed.
 //
 // The worth of a checkpoint is the number of tokens that a use saves, per block of the checkpoint,

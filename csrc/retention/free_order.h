@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // The order in which free blocks are reallocated.
 //
 // vLLM keeps free blocks in a doubly linked queue and reallocates blocks from its front. Here the

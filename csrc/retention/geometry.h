@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // What a lookup can hit: the tables of `vllm_ascend_kvext.retention.geometry.HitGeometry`.
 //
 // From the boundary `steady_tokens` on, everything repeats with a period of one unit. Before this

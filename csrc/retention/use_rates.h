@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // How useful checkpoints turn out, by the reason to keep them and by the time since their last use.
 //
 // It is not known in advance from where the requests of a workload resume, and when. Chats resume

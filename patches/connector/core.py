@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/engine/core.py``: stores end before a reset.
 
 A reset of the prefix cache is refused while blocks are in use, such as blocks that a store reads.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/executor/abstract.py``: memory is counted before workers take or lose it.
 
 Host memory is counted before workers take it. Transfers end before the memory of the KV caches

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/distributed/kv_transfer/kv_connector/factory.py``: the connector has a name."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/core/sched/scheduler.py``: rows of a step that compute holes of requests that wait.
 
 To the workers, the row of a hole is a request of its own. It has the block table of the request

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/config/kv_transfer.py``: a wrong option is an error of its command-line argument."""
 
 from __future__ import annotations

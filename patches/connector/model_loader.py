@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Loaders of ``vllm/model_executor/model_loader/``: a worker gets to know its model and weights.
 
 The model's own modules say how keys turn with their positions. The loader passes each model that it

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/core/sched/scheduler.py``: parts around ``schedule``, in steps that need them.
 
 Most engines plan almost all of their steps with vLLM's own function. A scheduler gets another

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/core/kv_cache_manager.py``: steps of a running request that change nothing."""
 
 from __future__ import annotations

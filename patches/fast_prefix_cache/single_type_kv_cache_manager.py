@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/core/single_type_kv_cache_manager.py``: what one group caches and frees."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/metrics/loggers.py``: retention in Prometheus and in the periodic log line."""
 
 from __future__ import annotations

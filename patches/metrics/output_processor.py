@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/engine/output_processor.py``: no report of retention is lost on the way to the loggers.
 
 Before vLLM 0.30, ``LLMEngine.step`` drops the statistics of steps without output, such as all

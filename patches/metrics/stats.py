@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/metrics/stats.py``: the report of retention is sent with the scheduler's statistics.
 
 The engine core usually is its own process. This process sends what msgspec finds in the fields of

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm_ascend/platform.py``: models with attention and states may recompute failed loads.
 
 vLLM-Ascend refuses this policy because vLLM cannot recompute with several KV cache groups. With

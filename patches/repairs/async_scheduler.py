@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/core/sched/async_scheduler.py``: windows wait for drafts.
 
 An asynchronous scheduler counts the drafts of a step in flight as computed. If they are rejected,

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/core/sched/scheduler.py``: a reset drops the frames in flight, and no later frames.
 
 A *frame* is the tokens that one step returns for one request. A reset of the prefix cache can

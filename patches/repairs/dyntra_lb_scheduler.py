@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm_ascend/core/dyntra_lb_scheduler.py``: only some connectors get a hit without its state.
 
 vLLM's scheduler offers a connector a hit that lacks its state only if the connector says that it

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm_ascend/ops/fused_moe``: which groups of experts are the best.
 
 If experts have a bias (``noaux_tc``: DeepSeek-V3), the two best experts of a group count. If they

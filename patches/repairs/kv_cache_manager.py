@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/core/kv_cache_manager.py``: all groups hit equally far, and only computed blocks."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/worker/mamba_utils.py``: addresses of states are not overwritten before they are read.
 
 When a request begins a block, its state is copied to that block. The addresses are written into

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py``: each has its own handshake.
 
 A connector of a worker may send one message to its scheduler side, the handshake. With several

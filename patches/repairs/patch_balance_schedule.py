@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm_ascend/patch/platform/patch_balance_schedule.py``: a hit that has its state.
 
 With a KV connector and a model with states, the balance scheduler of vLLM-Ascend 0.30 takes the

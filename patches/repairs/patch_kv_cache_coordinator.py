@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm_ascend/patch/platform/patch_kv_cache_coordinator.py``: the interval that was configured.
 
 vLLM 0.30 takes its retention interval from its configuration, and has no variable for it. The

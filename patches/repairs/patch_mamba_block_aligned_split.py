@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm_ascend/patch/platform/patch_mamba_block_aligned_split.py``: steps end at boundaries.
 
 A recurrent state lies in the block of the last token of a step. When a later step passes the end of

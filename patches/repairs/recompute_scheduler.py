@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm_ascend/core/recompute_scheduler.py``: a hit that has its state.
 
 On a decode node, the recompute scheduler of vLLM-Ascend 0.23 takes the hit of the groups without

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/core/sched/scheduler.py``: a failed load costs a recomputation, not the server.
 
 A KV connector names the blocks that it failed to load. Upstream looks for these blocks in the only

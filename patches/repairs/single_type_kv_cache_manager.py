@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/core/single_type_kv_cache_manager.py``: windows under context parallelism."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Repairs the hits of a scheduler whose own lookup ignores the states of a model.
 
 A scheduler with a KV connector may take the hit of full attention although no state is kept at the

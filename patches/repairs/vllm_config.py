@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/config/vllm.py``: an engine starts although its steps are shorter than a state's block."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/core/single_type_kv_cache_manager.py``: null blocks are not freed.
 
 Upstream hands every null block of a long sliding-window request to ``free_blocks``. The call counts

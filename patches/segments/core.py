@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/engine/core.py``: learning ends before a reset, and before a shutdown.
 
 A reset of the prefix cache makes steps until transfers have ended, and is refused while requests

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/core/sched/scheduler.py``: requests of our own, which compute segments to be stored.
 
 To a scheduler, our requests look like requests of a client. They begin only while no request of a

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/core/sched/scheduler.py``: requests have segments, and some store or learn one.
 
 Only methods of a scheduler whose connector reuses segments are replaced. The ``schedule`` of such a

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """KV cache layouts of DeepSeek-V4 on Ascend, as the scheduler sees them.
 
 The true layouts come out of vllm-ascend's own planning; the small one has the same shape at sizes

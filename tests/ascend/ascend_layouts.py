@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Layouts that the real vllm-ascend plans, allocates and shapes, with what they hold by hand.
 
 Each function makes a new worker. DeepSeek-V4 has the geometry of ``ascend_geometry``; the others

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """KV caches as vllm-ascend's own model runner allocates and shapes them, on a CPU.
 
 ``worker/model_runner_v1.py`` needs a device to import, but its methods that make KV caches do not.

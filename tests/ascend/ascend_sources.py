@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Makes the real vllm-ascend importable without an NPU.
 
 ``KVEXT_ASCEND_SOURCES`` names a folder that holds an unpacked ``vllm_ascend/``. Imports nothing

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """What only vLLM-Ascend has, on its real platform patches: see ``support.family``."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """vLLM-Ascend 0.30 overlooks the configured retention interval; with the repair it is obeyed.
 
 An interval of 0 is vLLM's default, and no user's choice, so it is left as vLLM-Ascend has it. The

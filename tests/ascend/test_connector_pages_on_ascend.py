@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """What vllm-ascend plans and allocates, through both sides of KvextConnector."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The layouts of the real vllm-ascend, read as its own code lays them out."""
 
 from __future__ import annotations

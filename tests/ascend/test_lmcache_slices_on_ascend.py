@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The blocks that LMCache's connector sends for DeepSeek-V4's groups, against the rows they hold.
 
 The groups are those that vllm-ascend plans, the slices are cut by the installed LMCache.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The real vllm-ascend is in charge of this process, and the fixtures are its true layouts."""
 
 from __future__ import annotations

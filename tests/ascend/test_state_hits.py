@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Schedulers of vLLM-Ascend take a hit without its state only where the connector brings the state.
 
 The balance scheduler of 0.30 and the recompute scheduler of 0.23 serve random prompts that begin

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Beside a connector that may load, vLLM-Ascend 0.30 caches states of other positions.
 
 Its steps of a prompt end within blocks there. A test named ``test_stock_...`` shows vLLM-Ascend on

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Retention on the true layouts of DeepSeek-V4, whose hits are thousands of tokens apart.
 
 What does not depend on the sizes is shared with vLLM's own managers, on a small layout of the same

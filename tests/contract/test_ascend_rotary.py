@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The rotary classes of vLLM-Ascend that are read like upstream's compute the same as upstream's.
 
 The test reads their sources. With a stub of ``torch_npu``, these modules cannot be imported.

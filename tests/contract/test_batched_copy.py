@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """What the batched-DMA backends and the layout take for granted in upstream's sources."""
 
 from __future__ import annotations

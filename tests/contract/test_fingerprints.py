@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The installed upstream is the one that was read when the fingerprints were stored.
 
 The tests read source files. If a function differs, read it and check that the patch is still right.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Which models of the installed vLLM rotate the keys of only some layers. They are refused.
 
 The tests read their sources. They look for calls of a rotary module under a condition.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A small DeepSeek-V4 with random weights, named as in DeepSeek's checkpoints."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """transformers' DeepSeek-V4 in float32, rounding where vllm-ascend rounds on an A2.
 
 vllm-ascend rounds keys where it stores them. The keys of attention become bfloat16. The keys and

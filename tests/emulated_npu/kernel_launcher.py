@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Builds the launcher of the AscendC kernel for the emulated NPU, and counts its launches.
 
 CMake file, launcher and kernel are the real ones of ``csrc/ascend``. The kernel is compiled for

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // CANN's calls for the launcher of csrc/ascend, on the emulated NPU. A launch is enqueued on the
 // stream that it names, and the kernel's source, compiled against the shim, runs when the stream
 // comes to it. It reaches what the device has, and host memory that is registered then.

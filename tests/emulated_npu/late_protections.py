@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The protections that keep copies, kernels and host memory apart, and how to remove each.
 
 This module has the fences, events and references between the model and transfers of its pages

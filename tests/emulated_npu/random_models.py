@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Small models with random weights on disk, one of each kind of attention.
 
 Weights have a scale of 0.2, and norms are near one. At the usual scale of 0.02 all

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Send prompts with the same beginnings to a model with states; compare with no prefix caching.
 
     python state_hits.py REPORT MODEL LINE [--connector NAME] [--prompts 200] [--at-once 4]

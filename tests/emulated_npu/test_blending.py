@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Blended requests on the emulated NPU answer as plain torch computes from their segments.
 
 Keys are rotated by the angles of vLLM-Ascend's own rotary classes.

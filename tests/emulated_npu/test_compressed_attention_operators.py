@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Operators of compressed sparse attention, hyper connections and hash routing, on CPU tensors.
 
 The references are transformers' modules, and plain torch where there is none.

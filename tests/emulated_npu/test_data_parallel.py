@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Two data-parallel ranks of vLLM-Ascend's balance scheduler answer as one plain engine does.
 
 The ranks are engines in two processes. They make every step of the experts together, and exchange

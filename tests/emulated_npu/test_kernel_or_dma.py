@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A served model with pages that the AscendC kernel moves and pages that batched DMA moves.
 
 The choice between both, the launcher and the kernel's source are the real ones. Streams are on time

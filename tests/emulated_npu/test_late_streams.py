@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Late kernels and copies, in orders that seeds choose, change no answer.
 
 One engine has stores, loads, holes, segments, preemption, aborts and failed copies.

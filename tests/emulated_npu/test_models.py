@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """vllm-ascend's own worker on the emulated NPU answers as transformers does."""
 
 from __future__ import annotations

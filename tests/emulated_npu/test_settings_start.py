@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Every documented variable and option starts vLLM-Ascend with the answers of vLLM-Ascend alone.
 
 See ``tests/engine/test_settings_start.py``. `make test` runs this file on every release.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """KvextConnector beside vLLM-Ascend's own Mooncake connector, in both orders and both roles.
 
 Both connectors have handshakes. The workers of one tell the scheduler side what their pages look

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """DeepSeek-V4 on the emulated NPU: an engine hits single row units that another one has put."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Prompts with the same beginnings get the answers of no prefix caching, on every scheduler.
 
 If a model has states and a KV connector is used, some schedulers of vLLM-Ascend take hits without a

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """States that steps cache inside blocks, and the answers computed from these states.
 
 Steps have 80 tokens, which is less than a block of 128; or a connector reads KV, and vLLM-Ascend

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """States beside a KV connector on vLLM-Ascend 0.30.0rc2: the hits, and whether they are right.
 
 Stock vLLM-Ascend answers wrong where steps end within blocks (``aligned-steps``). A default install

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Late streams keep the order that host and events give, and show a missing order.
 
 A *hazard* is a program that is wrong on a device because nothing orders two of its accesses. Each

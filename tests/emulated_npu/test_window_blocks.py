@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """vLLM-Ascend 0.30.0rc2 ignores the interval at which vLLM caches windows.
 
 Its coordinator reads an environment variable that vLLM 0.30 no longer has

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm serve`` as a process, and a client that asks it over HTTP."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """KV of an adapter never meets KV of the base model, or of another adapter.
 
 The tests run vLLM's real scheduler, with real pages. ``test_shared_tier`` shows that a shared tier

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Prefill steps of models with states: they come to an end, and cache no state that is not there.
 
 A step may end inside a block of states, if the next one ends with that block. The tests run vLLM's

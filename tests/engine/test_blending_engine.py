@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Blended requests on the real engine give the answers that plain torch computes.
 
 `test_request_machine` checks on the scheduler what other requests see of random blended ones.

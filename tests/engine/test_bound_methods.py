@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Which function runs, for each method that the fast path or retention replaces.
 
 Both features bind methods to single block managers and to parts of them. An engine that uses

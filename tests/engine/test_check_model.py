@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``check-model`` on the real engine: sound models, faults, and too little room."""
 
 from __future__ import annotations

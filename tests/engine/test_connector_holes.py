@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Chunks that are missing in the host tier are computed, and what lies behind them is loaded.
 
 The tests run vLLM's real scheduler with real pages, but no model. See ``test_connector_scheduler``.

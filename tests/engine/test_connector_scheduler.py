@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """KvextConnector's two sides on vLLM's real scheduler: a soak, and the cases that it may miss.
 
 There is no model. Pages are real tensors, to which steps write what they compute. Every byte that

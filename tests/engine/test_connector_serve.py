@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """KvextConnector behind ``vllm serve`` gives the responses of an engine without a connector.
 
 Arguments of requests mean the same in every form that an endpoint accepts.

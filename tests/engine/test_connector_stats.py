@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Reports of the connector: how vLLM sends them, and what its loggers show. No engine runs."""
 
 from __future__ import annotations

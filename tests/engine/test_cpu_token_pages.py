@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Rows of tokens, in pages that vLLM's CPU attention has written and in pages that we write."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """With the defaults, a step of a decode only does what changes. Steps are counted, not timed."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The examples print only their own lines. If one fails, it names the file with vLLM's lines."""
 
 from __future__ import annotations

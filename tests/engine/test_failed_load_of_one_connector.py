@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A KvextConnector below vLLM's MultiConnector: a load fails in part, and blocks are in flight."""
 
 from __future__ import annotations

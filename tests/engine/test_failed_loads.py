@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A KV connector fails to load. The models have several KV cache groups, or no full attention.
 
 Random workloads, in which half of all loads fail, run on real schedulers. The model runner of the

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The faster prefix-cache functions make the same decisions as upstream's.
 
 Random workloads run on vLLM's real scheduler. Each runs twice in this process: without the feature,

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``examples/grafana.json``: Grafana knows every field, and queries have their legends' labels.
 
 `test_connector_serve` shows that a server has the metrics that the board asks for.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A default install hits at least what stock upstream rightly hits: repairs take no hits.
 
 The cells are KV cache layouts, KV connectors, their roles, and drafts. They run on upstream's real

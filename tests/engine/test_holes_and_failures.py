@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Holes for which blocks are lacking, and loads that fail in part.
 
 The tests check what is computed, tried again, and reported.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """LMCacheMPConnector on the real engine with real LMCache servers, where LMCache is installed.
 
 The tests show the faults without this package beside the right results with it. `make test-lmcache`

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Metrics of retention: Prometheus and the log show what it counts, and only if it counts.
 
 The engine-level tests run `support.scenarios.metrics`, in which each number is known.

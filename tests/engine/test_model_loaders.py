@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """We note which files vLLM's loaders will read, if a model has several sets of weights."""
 
 from __future__ import annotations

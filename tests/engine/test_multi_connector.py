@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Two connectors with handshakes below one MultiConnector: vLLM's own class.
 
 ``test_connector_engine.py`` shows that such engines start and answer.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The patching machinery on the real vLLM: revert restores, whatever the order.
 
 Patches take the arguments of upstream's functions, by position and by name. The patches are

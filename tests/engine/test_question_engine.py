@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """On the real engine, segments are reused except for what the question attends to."""
 
 from __future__ import annotations

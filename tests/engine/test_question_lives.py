@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Random lives of requests whose questions are probed, on vLLM's real scheduler.
 
 No model computes: scores are random, and some are missing. Requests are aborted and the prefix

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The hits that are left if retention frees blocks, compared with caching of every block.
 
 The tests run vLLM's real block managers and vLLM-Ascend's. At interval 0, a request that comes

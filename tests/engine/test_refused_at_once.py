@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """vLLM's own configuration refuses wrong options of the connector before it loads weights."""
 
 from __future__ import annotations

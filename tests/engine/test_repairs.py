@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Each repair, beside the upstream defect that it repairs, without retention.
 
 A test named ``test_stock_...`` shows vLLM on its own. It fails as soon as upstream is right. Then

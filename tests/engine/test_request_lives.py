@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Random lives of requests that share prefixes, on the real block manager of a small pool.
 
 Requests are admitted, prefilled in chunks, decoded, preempted, finished and aborted in any order,

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Requests that keep their KV out of host memory, and requests that are told what was reused."""
 
 from __future__ import annotations

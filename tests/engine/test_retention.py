@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Retention on the real engine: reuse, and the same tokens with hits, evictions and hints."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Retention under load: random workloads on vLLM's real scheduler, checked in every step.
 
 The workloads have chunked prefill, preemption, priorities, aborts, resets, asynchronous scheduling,

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Every rotary class of the installed vLLM: keys are moved as the class would, or refused."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """If nothing is asked for, nothing changes: every scheduling decision is that of stock vLLM.
 
 With the defaults, this holds in workloads that run into none of the repaired defects. If all

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Segments that are stored behind others of their salt. The scheduler and the pages are real.
 
 Every step compares the stored KV, and what requests read of it: see `LearningEngine`.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Segments that clients store, or that are learned. The scheduler and the pages are vLLM's.
 
 ``test_request_machine`` checks in general what is computed, loaded, counted and answered.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Every documented variable and option starts an engine, which answers as vLLM does alone.
 
 The engines run a hybrid model on each supported vLLM. ``tests/emulated_npu/test_settings_start.py``

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Segments that engines share, on vLLM's real scheduler, with real pages, but no model.
 
 The bytes that requests read are compared in every step: see `LearningEngine`.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A shared tier fails while a real engine serves. All answers come, and equal a cold engine's."""
 
 from __future__ import annotations

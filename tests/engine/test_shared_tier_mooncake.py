@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Engines that share a Mooncake Store, on vLLM's real scheduler, with Mooncake's real servers.
 
 The same tests as with a folder, and more: servers are killed or stopped while requests run.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A Mooncake Store between real engines, which run one after the other, or side by side.
 
 Log-probabilities equal those of an engine without this package. Controls show that wrong bytes

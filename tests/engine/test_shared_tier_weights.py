@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Engines share a folder, but have different weights of one model: they share no KV.
 
 Each engine answers as an engine without this package and with the same weights. A control shows

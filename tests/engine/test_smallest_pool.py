@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A request as long as the model allows, in the smallest pool with which vLLM starts."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """vLLM starts in a checkout of this project. Nothing is cached from an earlier start.
 
 vLLM inspects the model in a process that imports the package from the working directory.

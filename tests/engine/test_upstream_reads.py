@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Facts that patches read from a coordinator, compared with what its managers do."""
 
 from __future__ import annotations

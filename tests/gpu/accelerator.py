@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """What the checks ask of a device: memory, streams, slow kernels and clocks.
 
 `Accelerator` uses torch's module of the device, so it serves CUDA and the emulated NPU. `HostOnly`

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Bytes that move between pages of a device and host memory, against a slow and simple reference.
 
 python tests/gpu/check_bytes.py --device cuda [--quick] ROWS

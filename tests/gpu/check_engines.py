@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Engines with KvextConnector, compared with an engine without package, connector and cache.
 
     python tests/gpu/check_engines.py --device cuda --case "windows, float32" [--quick] ROWS

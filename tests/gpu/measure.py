@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Ratios of one run: against one plain copy, against vLLM's OffloadingConnector, and of steps.
 
     python tests/gpu/measure.py --device cuda --what copies|engines [--quick] ROWS

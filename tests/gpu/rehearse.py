@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Have vLLM's wheel for CUDA accept the arguments of all engines, on a machine without a GPU.
 
     PYTHONPATH=/tmp/kvext_gpu/site python tests/gpu/rehearse.py

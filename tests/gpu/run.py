@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Check KvextConnector on a GPU, and measure it: bytes, engines, ratios. See README.md.
 
     python tests/gpu/run.py --device cuda [--quick] [--only NAME] [--out FOLDER]

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Sections of a long check: each in its own process, with a time limit, and a report at once.
 
 A section writes rows to a file as it finds them. So a section that is cut off, or the whole check,

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Carry vLLM's wheel for CUDA, and what it needs, to a machine that reaches no package index.
 
 vLLM's wheel has 274 MB. The program downloads wheels on a machine with an index, joins them to one

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // Kernels that do what the hardware does not allow: the table's first number says which. The shim
 // must stop each with a message. test_ascend_shim.py has the list.
 #include "kernel_operator.h"

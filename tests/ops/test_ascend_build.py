@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The build of ``csrc/ascend``, with a stand-in for CANN: see `support.transfer.stand_in_cann`.
 
 The tests show that the launcher compiles against the declared calls, and that both libraries land

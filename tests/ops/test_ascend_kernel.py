@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The AscendC kernel and its backend, on a host: see `support.transfer.ascend_shim`."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The shim stops what the hardware does not allow: what the kernel is checked against."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """From a model's modules to how the keys of its layers turn, and what is refused."""
 
 from __future__ import annotations

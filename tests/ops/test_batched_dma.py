@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The batched DMA backends: what they hand to the operators of vLLM-Ascend and of vLLM.
 
 The device is a mock. The same tests serve an NPU and a GPU.

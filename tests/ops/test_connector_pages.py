@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Layouts of vLLM through both sides of KvextConnector: every byte comes back, no other changes."""
 
 from __future__ import annotations

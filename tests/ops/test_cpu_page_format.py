@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Why a page of vLLM's CPU backend is one row: its kernels do not write what the shape says."""
 
 from __future__ import annotations

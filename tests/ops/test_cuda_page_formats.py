@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The pages of vLLM's attention on GPUs, made by the installed vLLM in host memory.
 
 What the layout reads is compared with torch's indexing: the bytes of each page and, where pages are

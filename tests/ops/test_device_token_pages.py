@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Which transfer moves rows of tokens; `test_worker_segments` moves them."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The program in ``docs/transfer.md`` stores and loads."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Damaged descriptors against the compiled core, under the sanitizers."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The byte checks for a GPU run on a CPU, and can fail there."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The transfer op that rotates keys: exact angles, one rounding, and no other byte.
 
 The expected rows are computed in numpy, in float64, row by row.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Every layout that the installed vLLM makes: how it is read. `test_connector_pages` moves it."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The op on the CPU: exactly the bytes that the oracle moves, and no other."""
 
 from __future__ import annotations

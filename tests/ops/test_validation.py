@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Which descriptors are refused, and in which words. What is refused has written nothing."""
 
 from __future__ import annotations

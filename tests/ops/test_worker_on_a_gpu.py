@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A whole worker on a stand-in of a GPU, whose streams do their work as late as they may."""
 
 from __future__ import annotations

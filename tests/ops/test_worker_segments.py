@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A worker's jobs with segments: what is moved, checked, refused and reported."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Suites can share a process, in any order and any working directory.
 
 Each folder has modules that its tests import. Two modules of one name would hide each other.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Selects the block managers of a test process: vLLM's own, or those of vLLM-Ascend.
 
 vLLM-Ascend's patches last for the whole life of a process. So one family is chosen for all tests of

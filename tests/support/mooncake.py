@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Runs the servers in Mooncake Store's wheel: a master, and a client with memory."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Decides how many of the tests run.
 
 ``make test`` runs half of the random cases. On versions other than the main one, it leaves out

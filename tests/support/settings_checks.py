@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Runs the starts of `support.settings_starts`, on a CPU or on the emulated NPU."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The version of vLLM that is tested. It is found without importing vLLM."""
 
 from __future__ import annotations

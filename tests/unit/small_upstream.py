@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A small upstream that replaces vLLM in tests of the patching machinery alone."""
 
 from __future__ import annotations

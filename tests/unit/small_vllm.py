@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A package named ``vllm`` with one function to patch, and the process in which it runs."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """What `register` does for each combination of settings and upstreams, and what status shows."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The package works in a checkout. There, ``patches/`` lies beside it, without a compiled module.
 
 vLLM inspects models with ``python -m``, which puts the working directory first on the path. If

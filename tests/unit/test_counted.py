@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """All tables of metrics: each count is reported once, and adds up where reports are read."""
 
 from __future__ import annotations

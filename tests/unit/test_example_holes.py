@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """What `examples/holes.py` prints about the steps that it observes. No engine is started."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The ledger follows the rules that the machinery cannot check while it runs."""
 
 from __future__ import annotations

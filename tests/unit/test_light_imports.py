@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """What an import loads. `make lint` checks who imports whom: see ``[tool.importlinter]``."""
 
 from __future__ import annotations

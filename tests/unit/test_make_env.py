@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """What environments consist of. The archives for these tests lie in a folder."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """`tools/preloaded.py` runs a program like a fresh interpreter does."""
 
 from __future__ import annotations

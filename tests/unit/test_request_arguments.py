@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A fault in a request's arguments is logged once, even if the request has several answers."""
 
 from __future__ import annotations

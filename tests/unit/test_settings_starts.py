@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Every variable and option of the pages is part of a start, and every pair runs this start."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The commands of ``python -m vllm_ascend_kvext``. Each module adds its arguments and runs."""
 
 from __future__ import annotations

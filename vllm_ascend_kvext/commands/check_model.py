@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Check whether the segments of a model may be reused by blending. Run it once, before serving.
 
     python -m vllm_ascend_kvext check-model MODEL [arguments of vllm serve]

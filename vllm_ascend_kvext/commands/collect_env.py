@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Print what a bug report needs.
 
 The command uses the standard library only. An error of a probe becomes a value of the report, so

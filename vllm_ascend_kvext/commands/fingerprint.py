@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Compare the source of upstream's functions with the stored source fingerprints, or store them.
 
 A source fingerprint is a hash of a function's syntax tree. A patch is installed only if the

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Print the ids of patches that are free, by range. A new patch takes one of them.
 
 The command reads declarations only: it imports neither vLLM nor vLLM-Ascend.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Describes a shared tier for ``status --shared-tier``: whether it works, and what it holds."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Activate the package in this process, as vLLM would, and show the state of each feature.
 
 Exit status: 0 (ok) if everything fits. 1 (degraded) if a feature that was not asked for does not

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Shows the differences between two source trees of upstream that concern this package.
 
 A fingerprint only tells that a function differs. This module shows the lines, and also finds

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The KV connector: keeps KV of every cache group in host memory, and brings it back.
 
 vLLM finds the class here by its name (``kv_connector_module_path``). The class is imported only

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A tier behind host memory, which makes a part of each side of a connector.
 
 The connector itself knows no such tier. A package above it registers one by name, see

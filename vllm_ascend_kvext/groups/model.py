@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The facts of one KV cache group. They are the same for the scheduler and for a worker.
 
 The terms:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Reads one KV cache spec of vLLM or vLLM-Ascend by its attributes and class names.
 
 The module knows no layers and no groups. The scheduler side has specs only, and needs no more than

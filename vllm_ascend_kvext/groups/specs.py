@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Reads the layers and groups of a KV cache config of vLLM or vLLM-Ascend.
 
 A worker has a group of different layers as a bundle (``UniformTypeKVCacheSpecs``: one spec per

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Plans how much of a prompt can be loaded from the host tier if the holes in between are computed.
 
 Block hashes are chained. So a block with the right hash holds what this prompt needs, even behind a

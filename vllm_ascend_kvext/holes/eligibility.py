@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Which requests may have holes. To a worker, the row of a hole is a plain text request."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Blocks in which holes of models with windows are computed.
 
 A request that is parked has the blocks of its windows only before the place where it goes on. So a

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The holes of requests that wait, parked, until the holes are computed.
 
 A request with holes has its blocks, and what is stored is being loaded into them. Separate rows of

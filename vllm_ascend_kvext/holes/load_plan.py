@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A plan of where the KV of a prompt comes from: the device, a load, or computing.
 
 A plan is made once, when the prompt is looked up. It then decides which entries are pinned, how

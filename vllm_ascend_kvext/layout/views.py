@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Reads registered tensors as numbers: storage, offset, shape, strides.
 
 The module calls the methods of tensors. It imports torch only to make new ones, and knows nothing

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The blocks that a request begins with, for LMCache's connector below `MultiConnector`.
 
 vLLM 0.23's `MultiConnector` tells the blocks of a request (``update_state_after_alloc``) only to

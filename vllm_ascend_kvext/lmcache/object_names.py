@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The name under which an engine's objects lie in LMCache: the model, and the layout of its KV.
 
 LMCache 0.5.6 keys an object by the hash of its tokens, the model's name, the rank and a salt

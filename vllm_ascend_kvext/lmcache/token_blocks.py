@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Counts the ``block_size`` of every spec in tokens, as LMCache reads it.
 
 Compressed groups of vLLM-Ascend 0.23 count rows. One block of such a group stands for ``block_size

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Remembers the models that this process has loaded, and the files of their weights.
 
 vLLM gives a connector neither of them, so ``patches.connector.model_loader`` reports both. The

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Identifies weights by the content of the files that a loader reads.
 
 `FilesOfWeights` is made when a loader names the files that it is about to read. At that time, it

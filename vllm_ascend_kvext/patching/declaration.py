@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Declares what a patch is. A patch is data, and not code that runs.
 
 The module knows nothing of vLLM. All patches are listed in ``vllm_ascend_kvext.patches.PATCHES``.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Computes the fingerprint of a function: a hash of the meaning of its source.
 
 Formatting, comments, docstrings and the version of Python make no difference. Name, arguments,

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Which ids of patches are taken, and which are free.
 
 An id is ``KVX-`` and three digits. The first digit names a range, which features share. An id never

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Phase two: installs a feature as a whole or not at all, and takes it back.
 
 wrapt makes the wrappers, and this module keeps the records. The module reads from the attribute

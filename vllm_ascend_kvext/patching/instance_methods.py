@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Replaces methods of single objects of upstream, and gives them back in any order.
 
 A patch for one scheduler or block manager, and not for all, puts its own function into the

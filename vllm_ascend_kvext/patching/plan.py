@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Phase one: checks whether every patch of a feature fits the installed upstream.
 
 This phase changes nothing.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Stores the fingerprints of upstream's functions for each supported release.
 
 The command ``python -m vllm_ascend_kvext fingerprint --write`` generates ``fingerprints.json``.

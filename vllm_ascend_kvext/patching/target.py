@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Finds the attribute that the name of a patch's target stands for.
 
 The module imports the target's module, and changes nothing.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The rule by which groups agree on one hit.
 
 Each group accepts a length, or offers a shorter one, until all groups accept. vLLM's

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """How far a failed load reaches: the requests that have read its blocks, and all wrong blocks."""
 
 from __future__ import annotations

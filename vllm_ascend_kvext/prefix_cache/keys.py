@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The keys under which a group's blocks are cached, made of a request's hashes.
 
 A request is hashed once, at the smallest block size of all groups. Before vLLM 0.30, the key of a

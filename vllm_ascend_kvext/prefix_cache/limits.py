@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The number of tokens up to which a step of a running request changes none of its blocks.
 
 The module knows lengths only. A limit is the smallest number of tokens at which something happens:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The longest hit of all groups together: what vLLM's coordinators find, in fewer probes.
 
 Every group accepts a length or offers a shorter one. The hit is the longest length that all of them

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The blocks of a range that stock vLLM caches, as runs instead of one flag per block.
 
 The module knows lengths, and the hashes of a request. It has upstream's rule, boundary for

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The longest hit of one group: what vLLM's ``find_longest_cache_hit`` finds, with fewer probes.
 
 A table maps the key of a cached block to the block, or to a dictionary of blocks with the same

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Steps of running requests. If nothing changes in a step, nothing is done for it.
 
 Most steps of a decode need no block, free none and cache none. Each request carries the number of

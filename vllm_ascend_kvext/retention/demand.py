@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The boundaries that a request or earlier requests asked for, and the tokens that it lost.
 
 The functions know lengths only. They change nothing but the counters of `RetentionStats`.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """What a prefix-cache lookup can hit if everything is cached, and which blocks it reads for a hit.
 
 A *boundary* is a number of tokens at which a lookup can end. The *tail* of a boundary is the run of

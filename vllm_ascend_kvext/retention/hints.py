@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Boundaries that a request names itself.
 
 A client may know its prompts, for example where the system prompt ends. The client says so with

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Which boundaries are worth keeping.
 
 The policy knows lengths, and no blocks. `HitGeometry` turns a boundary into blocks.

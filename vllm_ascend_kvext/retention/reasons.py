@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Why a checkpoint is kept. ``csrc/retention/use_rates.h`` learns how useful it turns out."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The counters of segments, which are reported as metrics; see ``counted``."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Messages between the two sides of segments, in the ``extras`` of the connector's messages.
 
 Messages are plain data that can be pickled, because with tensor parallelism they cross processes.

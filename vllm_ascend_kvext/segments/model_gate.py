@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Checks whether the segments of a model may be reused: makes prompts, and judges the answers.
 
 Prompts are random tokens. *In place* means that a segment stands where it was stored, behind the

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Finds the segments of a prompt, and chooses which of their tokens are reused.
 
 A segment is a text that may stand anywhere in a prompt, such as a document. A request names its

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Chooses the reused tokens that are computed nevertheless, because the question attends to them.
 
 The choice is made behind the heads of segments, which are computed in any case::

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The token ids that stand before and between segments, from the model and its tokenizer."""
 
 from __future__ import annotations

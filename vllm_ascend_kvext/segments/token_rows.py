@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Rows of single tokens, in the pages of a worker and in host memory.
 
 A *row* holds the elements of one token in a plane, in the order in which the model writes them:

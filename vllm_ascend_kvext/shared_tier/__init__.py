@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A shared tier keeps KV outside of the engine, as objects with names. It outlives engines.
 
 `backend` declares what every backend promises; `files` and `mooncake` are backends. `names` decides

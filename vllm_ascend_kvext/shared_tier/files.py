@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A shared tier in a folder of one machine, or of a file system that several machines mount.
 
     <folder>/kvext3/<name space>/engine.json          what its engines have in common

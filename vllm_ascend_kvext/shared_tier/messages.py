@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The messages between the two sides of the shared tier: plain data that can be pickled."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A shared tier in Mooncake Store. A master knows where objects are; `mooncake_client`s hold them.
 
     kvext3/r0/<name space>/<object>    an entry of rank 0, moved with its seal and without a copy

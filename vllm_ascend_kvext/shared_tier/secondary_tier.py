@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The shared tier as the secondary tier of a connector. It makes the parts of both sides."""
 
 from __future__ import annotations

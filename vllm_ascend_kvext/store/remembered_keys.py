@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A bounded map of keys. It forgets the key that was put in longest ago."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Decides which prefixes are stored at all.
 
 Most prompts are never sent again, and storing them evicts prefixes that are asked for. A prefix

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Keeps the order between the model's kernels and copies of the pages that these kernels use.
 
 On an accelerator a step returns when its kernels are enqueued. A copy that began at once would read

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The transfer op for keys that change their positions. It rotates the keys while it moves them.
 
 A rotary embedding turns pair ``i`` of a key at position ``p`` by ``p * frequency[i]``. A turn by

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The transfer op: one call moves every group, plane and run of a request with a suitable backend.
 
 One call can move several chunks of a request, which lie anywhere in the host buffer. The planes are

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The storages that hold pages. They are examined once, and used by every transfer."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The tables that describe a transfer.
 
 There is one row per plane, per run and per pool. A transfer that rotates keys also has one row per

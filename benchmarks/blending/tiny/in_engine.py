@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Measures what blending costs the tiny models, in vLLM's engine.
 
     python benchmarks/blending/tiny/in_engine.py [--variant V] [--seed S] [--questions N] [--quick]

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Folders of the trained models: Llama's layers, with full attention or, in turns, with windows.
 
 The models were trained in three stages, each until nearly all answers were right. In the first they

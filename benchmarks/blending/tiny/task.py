@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Documents of facts, of which some refer to a fact in an earlier document, and questions.
 
 A document is 15 tokens: a mark, three facts of four tokens, and two tokens of noise between them.

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // The tables that describe a transfer. Their columns are the same as in
 // vllm_ascend_kvext/transfer/schema.py. This header knows neither Python nor torch, only addresses
 // and sizes.

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // Rotates keys to other positions while they are copied: the request, and its validated form.
 //
 // A rotary embedding turns pair i of a key at position p by p * frequency[i]. To move a key by d

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // The device type `npu` as torch knows it: guard, hooks, how many there are.
 #pragma once
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // Every operator of torch that has no kernel of its own for npu.
 //
 // It runs as the kernel for CPUs, on CPU tensors that share the memory: views stay views, in-place

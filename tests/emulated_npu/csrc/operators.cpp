@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // Operators with a kernel of their own for npu: memory, copies between devices, frequent views.
 #include "device.h"
 #include "tensors.h"

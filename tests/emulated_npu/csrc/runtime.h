@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // What a library with kernels of its own asks of the emulated NPU, as it would ask CANN's runtime:
 // C, without torch. It links the compiled part of the emulator, which its process has loaded.
 #pragma once

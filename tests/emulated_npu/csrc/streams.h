@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // Streams of the emulated NPU: queues of work that nobody runs until somebody waits.
 //
 // There is no device thread. A thread of the host that waits (for a stream, an event, the device, a

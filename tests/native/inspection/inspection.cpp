@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // Looks into the checkpoints of the package's compiled module: what tests compare with a model, and
 // what the package itself has no use for.
 //

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // The launcher's functions on a host: the kernel runs before the launch returns.
 #include <string>
 #include <vector>

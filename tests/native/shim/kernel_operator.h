@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // Stands in for CANN's kernel_operator.h, so that the kernel's source compiles and runs on a host:
 // the few calls it makes, with their documented limits enforced. Copies happen when called, in
 // order; the stage of each buffer tells what the hardware would run side by side.

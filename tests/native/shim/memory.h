@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // Simulated cores and their memories, with a check on every access. A violation throws: the run ends
 // with a message instead of a wrong byte.
 //

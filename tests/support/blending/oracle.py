@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Computes a blended prompt in plain torch. The module knows neither vLLM nor the package.
 
 The models are those of transformers. Only their attention is replaced: ours keeps keys and values

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Compares the scores of a first pass with plain torch, for prompts of ``scenarios.question``."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The expected reuse of a prompt of `scenarios.blending`, and the answer of an oracle."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The Mooncake connectors of vLLM-Ascend without Mooncake's engine, which would send KV.
 
     {"kv_connector": "MooncakeConnectorV1", "kv_connector_module_path": MODULE}

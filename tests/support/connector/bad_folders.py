@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Mounts broken file systems over a folder. This needs root, on Linux."""
 
 from __future__ import annotations

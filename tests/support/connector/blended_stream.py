@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The expected pages of a request that reuses segments in its prompt.
 
 A reused token has the digest that it had in its segment, and was moved. What is computed behind the

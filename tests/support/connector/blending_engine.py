@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A simulated engine that learns from reports which rows its blended requests have reused.
 
 When a request gets blocks for placed rows, its stream is updated from the request's own tokens, and

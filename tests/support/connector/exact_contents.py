@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Checks that what an engine keeps under a hash of tokens is the exact KV of these tokens.
 
 Hashes and digests come from *shadows*: requests with the same tokens that no engine has seen. The

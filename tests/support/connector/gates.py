@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Lets work wait until a test releases it, and records the order of the work."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """An engine of the real scheduler that stores, learns and reuses segments, in real pages.
 
 In every step, all bytes that a request reads are compared.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Finds entries of host memory that have rows of some tokens. Tests remove these entries."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Runs an `OffloadWorkload` to its end, and checks that nothing is left over."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Random workloads for an engine that offloads. A layout and a seed determine each.
 
 The requests are chats whose turns extend each other, and prompts that share a beginning. Some are

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Pages of a small attention backend. It has its own order of elements in a page.
 
 Keys are transposed, and the second half of a page's tokens comes first. Values lie where the shape

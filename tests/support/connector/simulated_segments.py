@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Tokens of segments in the pages of a worker that has no model.
 
 The module replaces ``segments.worker.worker_segments``. The real `SegmentMover` still checks, cuts,

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """KV connectors that move nothing. They are used beside a KvextConnector, or in its place.
 
 {"kv_connector": "NullConnector", "kv_connector_module_path": "support.connector.stand_ins"}

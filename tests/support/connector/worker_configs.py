@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The parts of vLLM's configuration that a worker of the connector reads."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A small pool, and the blocks of holes. The model has windows, or has none."""
 
 from __future__ import annotations

@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Real layouts, layouts made by hand, and their expected facts."""

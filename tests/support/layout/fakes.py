@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Specs, configs and tensors without memory. They have the attributes that the layout reads.
 
 The classes have vLLM's names, because specs are identified by the names of their base classes.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Layouts that the installed vLLM plans, allocates and shapes. Nothing is computed on them.
 
 Each function makes a new worker: a config, tensors with their own memory, and the facts about the

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Fixtures of layouts. Their tensors are read without the layout's code.
 
 By hand, a fixture states for each registered tensor which axis counts pages, and which axis counts

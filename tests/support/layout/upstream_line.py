@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Hides the differences of vLLM's releases in planning, allocating and shaping KV caches.
 
 Since 0.30, a backend states the number and the size of a page's rows (``customize_spec``), and

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Compares retention's state with a pool of blocks. The module does not import vLLM."""
 
 from __future__ import annotations

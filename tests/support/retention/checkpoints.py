@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Adaptive retention in a test process. Its state is compared with the block pool.
 
 The state says which cached blocks are worth keeping. A cached block that the state does not know

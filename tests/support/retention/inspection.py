@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Looks into the compiled retention. ``tests/native/inspection`` is compiled at the first use.
 
 It is compiled once for each interpreter and each state of the sources, into ``out/inspection``. It

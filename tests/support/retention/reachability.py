@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Measures what a conversation can hit at each point of its life, and the cost of keeping it.
 
 The layouts are those of the chosen family of managers.

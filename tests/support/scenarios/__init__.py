@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Scenarios that ask engines. Engines have their own processes, on a CPU or the emulated NPU.
 
 A *plan* describes one engine and its scenarios, see `processes.Plan`. A *scenario* is a function of

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Runs of ``check-model`` with faults. ``arguments`` of a plan are those of the command."""
 
 from __future__ import annotations

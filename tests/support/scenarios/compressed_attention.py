@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """DeepSeek-V4 on vLLM-Ascend on the emulated NPU: without and with KvextConnector."""
 
 from __future__ import annotations

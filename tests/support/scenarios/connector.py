@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Prompts with and without a KvextConnector. KV is stored, loaded, lost, and made wrong.
 
 A scenario sends the same prompts to every engine. Without a connector, it leaves out the steps that

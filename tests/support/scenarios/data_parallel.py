@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Data-parallel ranks. Each rank is an engine in its own process.
 
 A scenario sends its prompts to the ranks in turns. If there is one rank, it gets all of them.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Controls and counters of a test, inside the process of one rank's engine.
 
 vLLM imports this module there, because it has a worker extension. From then on, vLLM's engines have

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """vLLM's V2 model runner on a CPU: Triton's interpreter runs its kernels (``TRITON_INTERPRET=1``).
 
 If no driver of Triton is active, vLLM behaves as if Triton is missing.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Prompts on the emulated NPU. The AscendC kernel or batched DMA moves their pages.
 
 Options of a plan:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Blended prompts. The AscendC kernel or DMA moves their pages; see `kernel_or_dma`."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Prompts with LMCacheMPConnector, and faults of a server that only one engine uses.
 
 Options of a plan: ``seeds`` of the prompts. ``own_port`` is set if the engine is to have a server.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Chats with a scheduler whose counts are known, and the metrics that result."""
 
 from __future__ import annotations

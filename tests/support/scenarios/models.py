@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Prompts that are answered three times. Before the last time, the values of a layer are lost.
 
 The first answers are greedy. The answers after them use ``top_k``, which takes the path of sampled

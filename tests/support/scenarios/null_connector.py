@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A foreign KV connector. It never has anything for a request, and stores nothing."""
 
 from __future__ import annotations

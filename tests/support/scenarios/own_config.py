@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """An executor whose worker is in this process, with its own copy of the configuration."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Blended prompts whose questions select what is reused.
 
 There are three engines, one after the other. The first has no connector, and the second reuses

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Engines whose weight files are replaced while the engines start or run.
 
 ``replaced_by`` of a plan is a file. Its bytes replace those of the model. ``replaced`` says when.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Prompts whose KV stays on the device. Environment variables control this, as for users.
 
 The engine uses the package only to report whether anything is wrapped. Its core may be in another

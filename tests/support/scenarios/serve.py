@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Serve plans, one engine after the other, in this process, and write their reports.
 
     python serve.py REPORT PLANS

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A few prompts. Engines with any settings give the same answers to them."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Engines that sleep and wake up on the emulated NPU.
 
 One process has memory for only one engine that sleeps.

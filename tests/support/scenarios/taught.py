@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Prompts with their replies, whose log-probabilities an engine without a cache computes at once.
 
 So all steps of a reply can be compared, even if rounding has led two engines to other tokens.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Builds vLLM's real ``KVCacheManager``, and serves requests on it without scheduler and model.
 
 It is for tests that enumerate lengths: one request at a time, with every step written out. For

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A KV connector that claims to have part of every second prompt. It moves no bytes.
 
 Its scheduler side behaves like that of any connector. ``model_runner`` does the work of its worker

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Runs a workload on vLLM's real scheduler, in the same order as the engine core."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Counts the tokens that requests hit, by KV cache layout, KV connector, role and drafts.
 
 Each `Cell` is an engine. All engines serve the same traces: prompts that come again, next turns,

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Checks of a KV cache manager after every step, whatever the scheduler has decided.
 
 Each check is a `support.scheduler.run.Check`. The checks look at vLLM's objects and at the shadow

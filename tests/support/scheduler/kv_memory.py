@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A shadow of the KV cache: the content of every row of every physical block.
 
 The module knows blocks, rows and digests, but neither requests nor vLLM.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """KV cache layouts: the groups of a model, as the engine passes them to the scheduler.
 
 There are no layers and no tensors, because the scheduler only looks at specs.

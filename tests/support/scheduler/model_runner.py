@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A model runner without a model. Like the real one, it knows only what the scheduler tells it.
 
 Only from ``SchedulerOutput``, it keeps block tables and tokens. It writes the digest of every

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The engine configurations that the harness can build, and how it builds them.
 
 Everything is local. The model is a ``config.json`` in a temporary directory. A scheduler reads only

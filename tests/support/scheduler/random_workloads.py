@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Random workloads. A layout and a seed determine each workload.
 
 They are small (dozens of requests of at most some hundred tokens) and nasty: pools in which

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Hides the differences of the supported releases of vLLM from the harness.
 
 Each function works for all releases. It checks which attributes upstream's objects have.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Replaces a model by integers. The module knows nothing of vLLM.
 
 The *digest* of a position stands for the KV there. Like KV, it depends on every token up to and

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Records a scheduler's decisions step by step, so two runs can be compared."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Workloads: requests and their arrivals, and events of the engine."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The AscendC kernel on the host. Its source is compiled against the shim of CANN's calls.
 
 The library has the launcher's functions. So the backend is the real one, but needs no device.

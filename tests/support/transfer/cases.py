@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Random valid transfers, their memory, and their expected results.
 
 The module knows the descriptor tables and their rules, but neither torch, backends nor vLLM.

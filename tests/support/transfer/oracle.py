@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The meaning of a transfer, run by run, for tests and benchmarks. The code is slow and simple."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The build of ``csrc/ascend`` without CANN. CANN's CMake functions and five calls are replaced.
 
 CMake, the launcher and the kernel are the real ones. The caller defines the calls of CANN's

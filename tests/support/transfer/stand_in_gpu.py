@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A GPU in host memory whose streams are late: work is done when something waits for it.
 
 Tensors of the GPU are tensors in host memory that name another device. `StandInGpu.install` puts

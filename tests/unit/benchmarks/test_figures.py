@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The arithmetic behind the tables of benchmarks, on the smallest input. It needs no vLLM."""
 
 from __future__ import annotations

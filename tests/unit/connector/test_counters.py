@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The names of the connector's counters, and the counts of its traffic.
 
 ``test_counted`` tests what all tables have in common. ``docs/metrics.md`` has the metrics' names.

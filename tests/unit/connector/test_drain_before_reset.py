@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The steps that an engine makes before its prefix cache is reset, so that transfers end."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``schedule`` stays replaced until the workers know that the last row of a hole has ended."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Host memory of a worker: its size, its kind, and whether it is mapped.
 
 torch is imported when a test runs, so the tests can be collected without torch.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Prompts with thousands of segments. The scheduler waits until they are processed."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The values of ``kv_connector_extra_config``, and the options that are made from them."""
 
 from __future__ import annotations

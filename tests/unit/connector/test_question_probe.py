@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Questions are compared with keys in pages while the attention of a layer is computed.
 
 torch is imported when a test runs, so the tests can be collected without torch.

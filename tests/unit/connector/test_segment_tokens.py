@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The token ids of what segments are computed behind, and of what separates them."""
 
 from __future__ import annotations

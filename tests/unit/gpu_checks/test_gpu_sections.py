@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Sections of a long check: their time limits, what is kept of them, and their report."""
 
 from __future__ import annotations

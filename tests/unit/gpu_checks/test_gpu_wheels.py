@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Wheels that travel in parts: what is joined is what was cut, or it is refused."""
 
 from __future__ import annotations

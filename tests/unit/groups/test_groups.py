@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """How single specs are read, and the arithmetic of windows, hits and pages."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Which holes a step computes, in which blocks, and when their requests continue.
 
 ``test_request_machine`` checks what holes read and write. It runs random requests on vLLM's real

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The check for regions that may overlap, compared with sets of bytes."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """LMCache's connector is made with copies of the configs. Their name tells layouts apart."""
 
 from __future__ import annotations

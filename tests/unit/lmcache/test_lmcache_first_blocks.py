@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """If a connector was not told of a request's first blocks, it reads them from a step."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The name of an engine's objects is equal on both sides of an engine, and differs by layout."""
 
 from __future__ import annotations

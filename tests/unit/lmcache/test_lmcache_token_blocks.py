@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Tokens per block of DeepSeek-V4's groups on Ascend.
 
 Sizes are those of vLLM-Ascend 0.23.0 (``_DSV4_BLOCK_SIZES``). `tests/ascend` has the groups that

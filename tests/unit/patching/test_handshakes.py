@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Each connector of a MultiConnector gets the handshake that it would get without the others."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Replaced methods of single objects, compared with plain lists of the replacements."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The longest hit of all groups, compared with a lookup that searches block by block."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The blocks that a failed load reaches, and those that it does not reach."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Limits, compared with what upstream computes for every number of tokens."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """How often searches ask the table. ``test_block_lookup`` compares what they find."""
 
 from __future__ import annotations

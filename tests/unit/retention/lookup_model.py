@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A small brute-force model of vLLM's prefix-cache lookup: sets of cached block indices.
 
 This is the oracle for `HitGeometry` and for `Lookup`. It searches block by block.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A cache manager on a block pool, both small enough to be searched by brute force.
 
 Requests are admitted, computed in chunks, preempted and finished on it. It does what upstream does,

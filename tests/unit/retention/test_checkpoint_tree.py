@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The tree of checkpoints under random workloads on small pools, checked after every step."""
 
 from __future__ import annotations

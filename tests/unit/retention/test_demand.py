@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """What requests ask for, what they leave, and which losses are counted for them."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The checkpoint of least worth is evicted first, but none that a request reads."""
 
 from __future__ import annotations

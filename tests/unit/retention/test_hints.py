@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Hints that are no positions inside the prompt are reported. They never fail a request."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """How many blocks the compiled module looks up. Keys count how often they are found."""
 
 from __future__ import annotations

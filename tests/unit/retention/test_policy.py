@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Which boundaries are kept after their request, and which intervals are refused."""
 
 from __future__ import annotations

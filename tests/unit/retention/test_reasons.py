@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Reasons are judged by the uses and evictions of the checkpoints that were kept for them."""
 
 from __future__ import annotations

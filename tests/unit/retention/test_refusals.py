@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The compiled module refuses unknown objects with a message. It changes nothing then."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The beginning, work and end of a step: the results, their order, and the effects of errors."""
 
 from __future__ import annotations

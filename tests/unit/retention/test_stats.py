@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Retention's line in the log. ``test_counted`` tests its counters."""
 
 from __future__ import annotations

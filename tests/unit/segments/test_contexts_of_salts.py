@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Which documents become the context of a salt, and what is found behind the context."""
 
 from __future__ import annotations

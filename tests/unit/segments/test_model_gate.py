@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The questions that a model is asked before its segments are reused, and how they are judged."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """When a request's question is computed, in which blocks, and when this is given up."""
 
 from __future__ import annotations

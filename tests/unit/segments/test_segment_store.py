@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Segments in a host tier are found by all that their rows depend on, and by nothing else."""
 
 from __future__ import annotations

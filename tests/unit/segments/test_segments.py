@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Which parts of a prompt are segments, and which of their tokens are reused."""
 
 from __future__ import annotations

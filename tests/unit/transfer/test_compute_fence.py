@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The order of calls to an NPU and a GPU. Only hardware can show that the device keeps this order.
 
 torch is imported when a test runs, so the tests can be collected without torch.

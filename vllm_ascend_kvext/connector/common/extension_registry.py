@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The names of the classes that packages above the connector add to it.
 
 vLLM's factory keeps the names of connectors in the same way. A class is imported only when a

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """What a request asks of the connector, in ``SamplingParams.extra_args``.
 
 Over HTTP that is ``"vllm_xargs": {"kvext_store": "false"}``.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Passes reports of the connector to vLLM's log and to Prometheus.
 
 The scheduler side makes a report, see ``counters``. vLLM sends the data to the process that serves

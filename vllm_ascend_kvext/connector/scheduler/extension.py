@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The scheduler side's seam: what an extension of the connector may answer, and the defaults.
 
 The connector itself reuses exact prefixes. An extension reuses something else beside them. The

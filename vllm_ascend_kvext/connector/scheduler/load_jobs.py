@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Plans what workers are told of a load: which stored rows go to which pages.
 
 The module knows no tier.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """What became of one request's prompt: for one line of the log, and for its response."""
 
 from __future__ import annotations

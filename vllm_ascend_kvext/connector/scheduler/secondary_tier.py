@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The scheduler side's seam to a tier behind host memory: what it may do, and the defaults.
 
 A secondary tier brings what host memory lacks, and is given what host memory has. What it brings

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Jobs that all workers of an engine do: the blocks that they read, and the end of each job.
 
 A job is a store of pages, or a job of a secondary tier. Workers report both by number.

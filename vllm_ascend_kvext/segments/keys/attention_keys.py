@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Reads from a model how the keys of its layers turn.
 
 In vLLM's models, the rotary module and the attention module of a layer are children of one module.

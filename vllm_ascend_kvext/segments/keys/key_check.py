@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Checks that the keys of a model depend on their positions by the rotation alone.
 
 In the first layer, a key depends only on its token and its position. So two tokens with the same id

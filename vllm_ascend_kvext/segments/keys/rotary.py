@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Reads from a rotary module how keys turn with their position, and tells it to the transfer op.
 
 vLLM's classes are recognised by their exact type, because a subclass may compute other angles. A

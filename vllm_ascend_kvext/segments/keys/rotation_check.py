@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Checks that the transfer op moves keys as the model's own rotary module would rotate them.
 
 A process makes this check before it moves keys. The op moves keys that the module has rotated to

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Plans the load jobs of requests that reuse segments. This module knows no tier."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Requests whose prompts reuse segments.
 
 A blended request is loaded and computed like a request with holes. The reused rows are loaded, and

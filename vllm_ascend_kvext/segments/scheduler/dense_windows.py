@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Window blocks of requests that reuse segments.
 
 Tokens of segments, and not only tails, lie between the holes of such a request. So all rows of the

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Keeps whether the keys of this model have passed the check of ``segments.keys.key_check``.
 
 Segments are reused only after all workers have compared the keys of equal tokens once.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Decides whether an engine reuses segments, and with which options, once its workers are known."""
 
 from __future__ import annotations

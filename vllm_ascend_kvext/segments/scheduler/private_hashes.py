@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Unique block hashes, for tokens whose KV no other request may find.
 
 A block hash stands for exact KV. Caches, stores and events find KV by block hashes, and must not

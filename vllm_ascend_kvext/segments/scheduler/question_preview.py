@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The row that computes a question behind segments, only to find the tokens it attends to."""
 
 from __future__ import annotations

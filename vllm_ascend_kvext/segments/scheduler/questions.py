@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Chooses reused tokens that are computed nevertheless, because the question attends to them.
 
 There are two passes. The first pass computes the missing tokens between the segments, and then the

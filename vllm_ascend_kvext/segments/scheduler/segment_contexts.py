@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The sinks that segments are computed behind. With ``context``, they have documents of their salt.
 
 The KV of a document that is computed behind other documents is nearer to its KV in a prompt of

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Learns segments: stores segments that no client has stored, because two requests have had them.
 
 The life of a learned segment::

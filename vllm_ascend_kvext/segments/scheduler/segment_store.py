@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The segments in a host tier: their keys, their stored parts, and their missing parts.
 
 Segments share the tier with prompts: its room, its order of eviction, and its counters. The keys of

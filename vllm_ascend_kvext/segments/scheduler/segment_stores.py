@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Requests whose prompt is a segment that is to be stored.
 
 The prompt is computed behind its sink alone. The sink is put before the prompt that the client has

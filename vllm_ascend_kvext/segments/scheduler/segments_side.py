@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The scheduler side of segments, as the connector's scheduler side calls it.
 
 ``segment_stores`` has the requests whose prompt is a segment to be stored. ``blended_requests`` has

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Splits a registered tensor as vLLM's CPU attention does, and calls its op that writes rows.
 
 No other module knows this split or this op. The functions import vLLM when they are called.

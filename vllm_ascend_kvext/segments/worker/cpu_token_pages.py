@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Rows of tokens in the pages of a CPU attention backend. Their order is learnt from its write op.
 
 The backend orders a page by rules of its own, which depend on the instruction set, the dtype and

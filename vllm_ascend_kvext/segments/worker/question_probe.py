@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Compares questions with the keys of segments while a worker's model computes.
 
 The attention implementation of one layer is watched. When it is called, the layer's keys have been

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """How long the scheduler side waits for a shared tier, and how much of it is under way at once."""
 
 from vllm_ascend_kvext.shared_tier import backend

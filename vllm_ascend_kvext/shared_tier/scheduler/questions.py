@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The questions to the shared tier for requests that arrive, and the wait for its answers.
 
 A thread asks, because the tier may take a long time. The tier is asked once for each request. The

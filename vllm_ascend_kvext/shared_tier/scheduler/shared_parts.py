@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The objects that the parts of the shared tier's scheduler side share."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Entries that requests use a second time are put into the shared tier, or touched if it has them.
 
 The tier is told of each use, so that unused objects give way first. An object that the tier has

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The weights of one worker's models, by the content of the files that they were read from."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """torch's module of an accelerator, and the objects that its streams still use."""
 
 from __future__ import annotations

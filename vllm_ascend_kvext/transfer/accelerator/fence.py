@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The fence of a model on an accelerator, by events and streams; see ``compute_fence``."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The AscendC backend: one kernel launch per transfer, for many small scattered runs.
 
 The vector cores read and write the host buffer themselves. So the buffer must be device memory, or

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Calls the launcher library of the AscendC kernel through ctypes.
 
 The library is built with ``-DKVEXT_ASCEND=ON`` (``csrc/ascend``). This module knows addresses,

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Builds the table that the AscendC kernel reads. A core can walk it without a search.
 
 The columns are those of ``csrc/ascend/work_table.h``: header, tasks (planes that have runs), runs.

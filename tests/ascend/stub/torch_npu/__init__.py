@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Stands in for ``torch_npu`` so that vllm-ascend's platform patches import on a CPU.
 
 Put the folder above this package on ``sys.path`` (or ``PYTHONPATH``). It holds the names that

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Stands for torch_npu on a machine without an NPU: tensors on a device ``npu`` in host memory.
 
 See the README beside this folder. As on a device, ``import torch`` imports this package, because

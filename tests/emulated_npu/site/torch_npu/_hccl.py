@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The backend ``hccl`` of torch.distributed: gloo, on the memory of the npu tensors.
 
 A collective waits for the current stream, and it has ended when it returns. It cannot be enqueued,

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Registers Python functions as operators of ``torch_npu`` and ``torch.ops._C_ascend``.
 
 The function is called the *body* of the operator. It is plain torch code without a device, and

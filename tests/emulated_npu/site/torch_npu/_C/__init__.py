@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Names that vllm-ascend takes from torch_npu's own extension module."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The options of HCCL's process groups. The emulation needs none of them."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The module that torch_npu adds to torch as ``torch.npu``."""
 
 from __future__ import annotations

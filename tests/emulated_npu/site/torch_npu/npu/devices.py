@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The devices: as many A2 (Ascend 910B1) as ``EMULATED_NPU_DEVICES`` says."""
 
 from __future__ import annotations

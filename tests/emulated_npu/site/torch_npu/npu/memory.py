@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Statistics of memory. They count the memory of npu tensors; the allocator has no cache."""
 
 from __future__ import annotations

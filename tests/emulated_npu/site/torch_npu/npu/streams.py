@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Streams and events. They are torch's classes, on top of the C++ part."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Fused attention over sequences of different lengths, with or without a paged cache.
 
 A layout names the dimensions of the query and, after a ``_``, the dimensions of the output: T

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Compressors make one key, which attention reads, of each *window* of 4 or 128 tokens.
 
 A compressor keeps data of tokens in a paged *state*. The row of a token has the token's projection

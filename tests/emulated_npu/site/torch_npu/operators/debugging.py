@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The operator that prints from the device. vLLM-Ascend starts only if it exists."""
 
 from __future__ import annotations

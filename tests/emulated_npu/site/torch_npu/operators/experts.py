@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Mixture of experts: choosing experts, sorting tokens by expert, and multiplying matrices."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Hyper connections: a residual of several streams, collapsed before a block and mixed after it.
 
 On the device ``npu_hc_pre_v2`` takes bfloat16, four streams and a hidden size of 4,096 or 7,168.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Operators of multi-head latent attention (MLA), except attention itself."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The indexer scores compressed keys with 8-bit integers and chooses which attention reads."""
 
 from __future__ import annotations

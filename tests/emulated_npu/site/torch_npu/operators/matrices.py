@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Operators on weights and their products, and 8-bit integers with one scale per token."""
 
 from __future__ import annotations

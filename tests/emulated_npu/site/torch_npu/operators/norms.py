@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Norms and activations. They are computed in float32, and returned in the type of their input."""
 
 from __future__ import annotations

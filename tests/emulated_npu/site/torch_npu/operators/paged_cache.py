@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Writes and reads of the paged KV cache.
 
 A cache has the shape ``[num_blocks, block_size, num_heads, head_size]``. A slot is the number of a

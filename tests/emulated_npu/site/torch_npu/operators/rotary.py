@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Rotary embeddings.
 
 An angle rotates a pair of numbers. The two numbers of a pair are in the two halves of a head

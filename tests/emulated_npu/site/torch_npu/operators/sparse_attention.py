@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Attention to a window of tokens and to compressed keys. The keys are the values, too."""
 
 from __future__ import annotations

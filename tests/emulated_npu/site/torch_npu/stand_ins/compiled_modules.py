@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Stands for modules that only a build for the device has, or that need its toolkit."""
 
 from __future__ import annotations

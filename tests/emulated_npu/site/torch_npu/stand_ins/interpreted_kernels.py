@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Triton kernels that have no stand-in run in Triton's interpreter.
 
 vLLM's second model runner prepares its inputs and samples with Triton kernels. It asks its

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Removes casts to bfloat16 that modules of vLLM-Ascend make for every type of a model.
 
 The device has no better type there. Here these casts would hide differences. So such a module sees
