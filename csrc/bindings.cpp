@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // The module vllm_ascend_kvext._native. Tables come in through the buffer protocol, so the build
 // needs neither numpy nor torch.
 #include <nanobind/nanobind.h>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "cpu/copy_kernels.h"
+#include "cpu/cpu_features.h"
 #include "kvext/checked_transfer.h"
 #include "kvext/copies.h"
 #include "kvext/page_transfer.h"
@@ -258,11 +260,17 @@ nb::dict describe() {
   for (const kvext::CopyKernel& kernel : kvext::copy_kernels()) {
     instruction_sets.push_back(kernel.name);
   }
+  std::vector<std::string> rotation_kernels;
+  for (const kvext::RotationKernel& kernel : kvext::rotation_kernels()) {
+    rotation_kernels.push_back(kernel.name);
+  }
   nb::dict described;
   described["version"] = KVEXT_VERSION;
   described["kernel"] = instruction_sets.front();
   described["instruction_sets"] = instruction_sets;
-  described["rotation_kernel"] = kvext::rotation_kernels().front().name;
+  described["rotation_kernel"] = rotation_kernels.front();
+  described["rotation_kernels"] = rotation_kernels;
+  described["cpu_features"] = kvext::names_of(kvext::read_cpu_features());
   return described;
 }
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Reads upstream's objects for all patches: coordinators, their groups, block tables.
 
 There is one function per fact, for every supported vLLM and for vLLM-Ascend. The module knows no
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.metrics.stats import PrefillStats
@@ -127,6 +129,17 @@ def lookup_groups(coordinator: KVCacheCoordinator) -> tuple[LookupGroup, ...]:
 def defining_class(kind: type, method: str) -> type:
     """The class that defines a method of ``kind``: ``kind`` itself, or a base class."""
     return next(each for each in kind.__mro__ if method in vars(each))
+
+
+def leaves_a_decode(scheduler: Scheduler, request: Request, stop_tokens: int) -> bool:
+    """Whether the tokens behind a stop are as many as those of a decode with drafts.
+
+    vLLM-Ascend 0.23.0 computes such a rest of a prompt as a decode whose drafts were all accepted
+    (``gdn_attn_builder.py``, ``_fold_spec_sized_prefill_chunks_into_spec``): the layer goes on from
+    a state that is not the request's. Upstream's own steps hardly ever leave such a rest.
+    """
+    num_draft_tokens = getattr(scheduler, "num_spec_tokens", 0)
+    return bool(num_draft_tokens) and request.num_tokens - stop_tokens == num_draft_tokens + 1
 
 
 def step_start_tokens(

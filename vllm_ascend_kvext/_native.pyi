@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The compiled module, which moves bytes and runs retention. Its source is ``csrc/``.
 
 Tables have the columns of `vllm_ascend_kvext.transfer.schema`, and are passed through the buffer
@@ -19,10 +20,23 @@ from typing import Any, TypedDict
 from vllm_ascend_kvext.transfer.schema import Frequencies, Table
 
 class Description(TypedDict):
+    """What the module can do on this CPU.
+
+    Attributes:
+        instruction_sets: The kernels that copy, the best first; the last one is "memcpy".
+        kernel: The kernel that is used, the first one.
+        rotation_kernels: The kernels that rotate keys, the best first; the last one is "plain".
+        rotation_kernel: The kernel that is used, the first one.
+        cpu_features: What the CPU and the kernel of the system can do, of the features that the
+            module asks for. The names are those of ``/proc/cpuinfo``.
+    """
+
     version: str
     instruction_sets: list[str]
     kernel: str
     rotation_kernel: str
+    rotation_kernels: list[str]
+    cpu_features: list[str]
 
 def validate(
     pools: Table, host_address: int, host_bytes: int, planes: Table, runs: Table, direction: int
@@ -139,6 +153,7 @@ class RetainedCache:
         full_groups: Sequence[Any],
         quiet_sparse_groups: Sequence[bool],
         quiet_full_groups: Sequence[bool],
+        hits_inside_blocks: bool = False,
     ) -> None:
         """Take over the order of a pool's free blocks. No block may be cached yet.
 
@@ -152,6 +167,7 @@ class RetainedCache:
             quiet_sparse_groups: For each sparse group, whether it is quiet: neither events nor
                 records of upstream tell which of its blocks are cached.
             quiet_full_groups: For each full-attention group, whether it is quiet.
+            hits_inside_blocks: Whether a hit may end inside a block. No group may be quiet then.
 
         Raises:
             TypeError: The blocks do not have the known form of upstream's blocks.
@@ -207,8 +223,29 @@ class RetainedRequest:
             Then the longest boundary past the hit whose checkpoint was evicted; 0 if there is none.
         """
 
-    def admit(self, key_table: Any) -> int:
-        """Note that the request has got blocks; returns the tokens that it need not compute."""
+    def admit(self, key_table: Any, inner_tokens: int = 0) -> int:
+        """Note that the request has got blocks; returns the tokens that it need not compute.
+
+        Args:
+            inner_tokens: The tokens of its hit, if the hit may end inside a block.
+        """
+
+    def keep_inside(
+        self,
+        key_table: Any,
+        tokens: int,
+        origin: int,
+        step: int,
+        full_tokens: Sequence[int],
+    ) -> bool:
+        """Keep a boundary inside a block, which has been computed.
+
+        Args:
+            full_tokens: For each full-attention group, the tokens that must be cached for a hit.
+
+        Returns:
+            Whether all blocks that a hit reads are cached.
+        """
 
     def plan(
         self,
@@ -220,7 +257,8 @@ class RetainedRequest:
         """Plan which boundaries to keep.
 
         Args:
-            plan: The planned boundaries, ascending. The origin WANTED means that the boundary's
+            plan: The planned boundaries, ascending. Boundaries inside blocks are left to
+                `keep_inside`. The origin WANTED means that the boundary's
                 checkpoint is gone, but should have been kept.
             rungs: Pairs of a rung and the tokens of a boundary that no request asked for. A rung is
                 planned if such rungs turn out useful.

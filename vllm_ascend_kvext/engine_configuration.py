@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Checks what a user has configured, as early as it can be known to be wrong.
 
     check_transfer_config  when vLLM has read its argument --kv-transfer-config
+    check_arguments        when vLLM has read all arguments
     check_configuration    when vLLM has made its configuration, before it starts another process
     check_hosts            when the weights are loaded, before a worker takes its host memory
 
@@ -28,7 +30,7 @@ from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.extension import read_configuration
 from vllm_ascend_kvext.connector.worker.worker_side import require_allowed, require_given
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.layout.worker_config import require_supported
+from vllm_ascend_kvext.layout.worker_config import require_one_layout, require_supported
 
 _GIB = 1 << 30
 
@@ -66,6 +68,24 @@ def check_transfer_config(transfer_config: Any) -> None:
     """
     for kv_role, extra_config in _kvext_connectors(transfer_config):
         read_configuration(kv_role, extra_config, 1)
+
+
+def check_arguments(engine_args: Any) -> None:
+    """Refuse sizes of parallelism that are not supported. Nothing is done without KvextConnector.
+
+    The platform checks some of them when it makes the configuration. What it says is about engines
+    with a connector for separate nodes.
+
+    Args:
+        engine_args: vLLM's ``EngineArgs``.
+
+    Raises:
+        LayoutError: If the engine uses pipeline or context parallelism.
+    """
+    # vLLM also takes a mapping, and makes its own object of it for the configuration.
+    is_mapping = isinstance(engine_args.kv_transfer_config, Mapping)
+    if not is_mapping and has_connector(engine_args):
+        require_one_layout(engine_args)
 
 
 def check_configuration(vllm_config: Any) -> None:
@@ -119,7 +139,11 @@ def check_hosts(vllm_config: Any, reports: Sequence[HostReport | None], page_byt
 
 
 def has_connector(vllm_config: Any) -> bool:
-    """Whether an engine has KvextConnector, by itself or below a MultiConnector."""
+    """Whether an engine has KvextConnector, by itself or below a MultiConnector.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig`` or ``EngineArgs``.
+    """
     return any(True for _ in _kvext_connectors(vllm_config.kv_transfer_config))
 
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The exceptions of this package. The package raises no other errors on purpose."""
 
 
@@ -73,3 +74,14 @@ class TierError(KvextError, ValueError):
 
 class ConnectorError(KvextError):
     """The connector cannot work with this configuration, or was called in the wrong order."""
+
+
+class TraceError(KvextError, ValueError):
+    """A log of requests cannot be read.
+
+    The message names the file and the line, what was expected and found, and the remedy.
+    """
+
+
+class ReplayError(KvextError, ValueError):
+    """A log cannot be played with this model, or with these arguments."""

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Lists the features that a user can request or switch off, and the order of their installation.
 
 The module knows no patch and no variable. `vllm_ascend_kvext.patches` declares the patches of a
@@ -26,6 +27,9 @@ REPAIRS = (
     Feature("expert-groups", default_on=True),
     Feature("configured-interval", default_on=True),
     Feature("state-hits", default_on=True),
+    Feature("block-copies", default_on=True),
+    Feature("accepted-drafts", default_on=True),
+    Feature("state-columns", default_on=True),
     Feature("multi-connector-handshakes", default_on=True),
     ALIGNED_STEPS,
 )

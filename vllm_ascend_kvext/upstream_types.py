@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Protocols of vLLM's objects, under upstream's names, with the attributes that plain code reads.
 
 Every supported version of vLLM has these attributes, and so have the subclasses of vLLM-Ascend. The
@@ -16,6 +17,7 @@ class Block(Protocol):
 
     block_id: int
     is_null: bool
+    ref_cnt: int
 
 
 class Request(Protocol):

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -8,6 +9,7 @@
 
 #include <string>
 #include <tuple>
+#include <unordered_set>
 
 #include "retained_request.h"
 
@@ -21,6 +23,17 @@ void require_block(const BlockFields& fields, const nb::handle block) {
   if (Py_TYPE(block.ptr()) != fields.type()) throw nb::type_error("expected blocks of the pool.");
 }
 
+/// Leaves the last of equal ids. Two requests that copy the same block in one step hold it twice, and
+/// vLLM frees both at once. The block is then in the free queue once.
+void drop_repeated(BlockIds& ids) {
+  std::unordered_set<BlockId> seen;
+  BlockIds once;
+  for (auto id = ids.rbegin(); id != ids.rend(); ++id) {
+    if (seen.insert(*id).second) once.push_back(*id);
+  }
+  ids.assign(once.rbegin(), once.rend());
+}
+
 /// Ids of the free blocks in a list, starting at index `first`.
 BlockIds ids_of_free(const RetainedCache& cache, const nb::list& blocks, std::size_t first) {
   const BlockFields& fields = cache.blocks.fields();
@@ -30,6 +43,7 @@ BlockIds ids_of_free(const RetainedCache& cache, const nb::list& blocks, std::si
     require_block(fields, block);
     if (fields.is_queued(block.ptr())) ids.push_back(fields.id(block.ptr()));
   }
+  if (cache.hits_inside_blocks) drop_repeated(ids);
   return ids;
 }
 
@@ -207,14 +221,16 @@ void bind(nb::module_& module) {
           [](RetainedCache* self, nb::list blocks, nb::object head, nb::object tail,
              std::int64_t hash_block_tokens, const Geometry& geometry, nb::handle sparse_groups,
              nb::handle full_groups, const std::vector<bool>& quiet_sparse_groups,
-             const std::vector<bool>& quiet_full_groups) {
+             const std::vector<bool>& quiet_full_groups, bool hits_inside_blocks) {
             new (self) RetainedCache(
                 std::move(blocks), std::move(head), std::move(tail), geometry,
                 read_groups(sparse_groups, geometry, hash_block_tokens, quiet_sparse_groups),
-                read_groups(full_groups, geometry, hash_block_tokens, quiet_full_groups));
+                read_groups(full_groups, geometry, hash_block_tokens, quiet_full_groups),
+                hash_block_tokens, hits_inside_blocks);
           },
           "blocks"_a, "head"_a, "tail"_a, "hash_block_tokens"_a, "geometry"_a, "sparse_groups"_a,
-          "full_groups"_a, "quiet_sparse_groups"_a, "quiet_full_groups"_a)
+          "full_groups"_a, "quiet_sparse_groups"_a, "quiet_full_groups"_a,
+          "hits_inside_blocks"_a = false)
       .def("make_room",
            [](RetainedCache& self, std::int64_t num_blocks) { self.tree.make_room(num_blocks); })
       .def("clear", [](RetainedCache& self) { self.tree.clear(); })
@@ -245,7 +261,14 @@ void bind(nb::module_& module) {
              return std::make_pair(self.find_shared(key_table, hit_tokens, num_prompt_tokens),
                                    self.find_evicted(hit_tokens, num_prompt_tokens));
            })
-      .def("admit", &RetainedRequest::admit)
+      .def("admit", &RetainedRequest::admit, "key_table"_a, "inner_tokens"_a = 0)
+      .def("keep_inside",
+           [](RetainedRequest& self, nb::handle key_table, std::int64_t tokens,
+              std::int32_t origin, std::int32_t step,
+              const std::vector<std::int64_t>& full_tokens) {
+             return self.keep_inside(key_table, tokens,
+                                     Reason{static_cast<Origin>(origin), step, 0}, full_tokens);
+           })
       .def("plan",
            [](RetainedRequest& self, const std::vector<BoundaryTuple>& plan,
               const std::vector<std::pair<std::int32_t, std::int64_t>>& rungs,

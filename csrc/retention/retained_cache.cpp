@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 #include "retained_cache.h"
 
 #include <cstring>
@@ -39,6 +40,12 @@ nb::object GroupKeys::at(PyObject* hashes, std::int64_t block_index) const {
   }
   std::memcpy(target, suffix.data(), suffix.size());
   return key;
+}
+
+nb::object GroupKeys::up_to(PyObject* hashes, std::int64_t hash_end) const {
+  if (hash_end <= 0 || hash_end > PyList_GET_SIZE(hashes)) return {};
+  const std::string key = std::string(hash_at(hashes, hash_end - 1)) + suffix;
+  return nb::bytes(key.data(), key.size());
 }
 
 void GroupKeys::require(PyObject* hashes, std::int64_t block_index) const {
@@ -92,12 +99,15 @@ void KeyTable::insert(const nb::object& key, PyObject* block) const {
 
 RetainedCache::RetainedCache(nb::list block_list, nb::object head, nb::object tail,
                              Geometry hit_geometry, std::vector<Group> sparse,
-                             std::vector<Group> full)
+                             std::vector<Group> full, std::int64_t tokens_per_hash,
+                             bool may_hit_inside_blocks)
     : blocks(std::move(block_list)),
       geometry(std::move(hit_geometry)),
       sparse_groups(std::move(sparse)),
       full_groups(std::move(full)),
-      tree(blocks, std::move(head), std::move(tail), tokens_of(full_groups), geometry.unit_tokens) {}
+      tree(blocks, std::move(head), std::move(tail), tokens_of(full_groups), geometry.unit_tokens),
+      hash_block_tokens(tokens_per_hash),
+      hits_inside_blocks(may_hit_inside_blocks) {}
 
 std::string RetainedCache::prefix_key(PyObject* hashes, std::int64_t num_tokens) const {
   const Group& group = full_groups.empty() ? sparse_groups.at(0) : full_groups[0];

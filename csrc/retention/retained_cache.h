@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // One block pool, its groups and its checkpoints, as adaptive retention sees them.
 #pragma once
 
@@ -20,6 +21,11 @@ struct GroupKeys {
   /// The key of a block.
   /// @param hashes  a list that must reach to the end of the block
   nb::object at(PyObject* hashes, std::int64_t block_index) const;
+
+  /// The key of a block that is cached up to a hash, which may lie inside the block.
+  /// @param hash_end  how many hashes of the prompt are cached
+  /// @return no object if the list of hashes is shorter
+  nb::object up_to(PyObject* hashes, std::int64_t hash_end) const;
 
   /// Checks that the hashes can form the key of a block.
   /// @throws std::out_of_range if the hashes do not reach to the end of the block
@@ -72,12 +78,16 @@ class KeyTable {
 /// The state of retention for one block pool, shared by all requests of one engine.
 struct RetainedCache {
   RetainedCache(nb::list blocks, nb::object head, nb::object tail, Geometry geometry,
-                std::vector<Group> sparse_groups, std::vector<Group> full_groups);
+                std::vector<Group> sparse_groups, std::vector<Group> full_groups,
+                std::int64_t hash_block_tokens, bool hits_inside_blocks);
 
   Blocks blocks;
   Geometry geometry;
   std::vector<Group> sparse_groups, full_groups;
   CheckpointTree tree;
+  std::int64_t hash_block_tokens;
+  /// Whether a hit may end inside a block. Blocks then have keys for their first tokens, too.
+  bool hits_inside_blocks;
 
   /// A group by its number in answers: all groups are numbered, the sparse groups first.
   /// @throws std::out_of_range if there is no such group

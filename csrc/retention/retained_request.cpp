@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 #include "retained_request.h"
 
 #include <algorithm>
@@ -8,6 +9,12 @@ namespace kvext::retention {
 namespace {
 
 constexpr std::size_t kMaxCopies = 16;
+
+bool is_same_key(PyObject* one, const nb::object& other) {
+  const int is_equal = PyObject_RichCompareBool(one, other.ptr(), Py_EQ);
+  if (is_equal < 0) nb::raise_python_error();
+  return is_equal == 1;
+}
 
 }  // namespace
 
@@ -72,6 +79,39 @@ class RetainedRequest::Prefix final : public PrefixBlocks {
     return ids;
   }
 
+  /// The blocks that a hit inside a block reads; nothing if one of them is not cached that far.
+  std::optional<BlockIds> tail_inside(std::int64_t tokens,
+                                      const std::vector<std::int64_t>& full_tokens) const {
+    BlockIds ids;
+    const auto add = [&](const Group& group, std::int64_t end_tokens) {
+      const nb::object key = group.keys.up_to(hashes_.ptr(), end_tokens / cache_.hash_block_tokens);
+      PyObject* block = key.is_valid() ? keys_.find(key) : nullptr;
+      if (block) ids.push_back(cache_.blocks.fields().id(block));
+      return block != nullptr;
+    };
+    for (const Group& group : cache_.sparse_groups) {
+      if (!add(group, tokens)) return std::nullopt;
+    }
+    for (std::size_t index = 0; index < cache_.full_groups.size(); ++index) {
+      if (!add(cache_.full_groups[index], full_tokens.at(index))) return std::nullopt;
+    }
+    return ids;
+  }
+
+  /// The number of tokens up to which a full-attention group is cached, if its first blocks are.
+  std::int64_t end_inside(const Group& group, std::int64_t num_blocks,
+                          std::int64_t num_prompt_tokens) const {
+    const std::int64_t hash_tokens = cache_.hash_block_tokens;
+    const std::int64_t first = num_blocks * group.keys.hashes_per_block;
+    std::int64_t end = std::min(first + group.keys.hashes_per_block - 1,
+                                num_prompt_tokens / hash_tokens);
+    for (; end > first; --end) {
+      const nb::object key = group.keys.up_to(hashes_.ptr(), end);
+      if (key.is_valid() && keys_.find(key)) break;
+    }
+    return std::max(end, first) * hash_tokens;
+  }
+
   /// A cached block with the content of a block of the request; the request's own block if
   /// possible.
   PyObject* cached(const Group& group, PyObject* blocks, std::int64_t block_index) const {
@@ -113,7 +153,7 @@ RetainedRequest::RetainedRequest(RetainedCache& cache, nb::object request)
       request_id_(request_.attr("request_id")),
       groups_(cache.sparse_groups.size()) {}
 
-std::int64_t RetainedRequest::admit(nb::handle key_table) {
+std::int64_t RetainedRequest::admit(nb::handle key_table, std::int64_t inner_tokens) {
   const KeyTable keys(key_table);
   const Prefix prefix(*this, keys);
   const Geometry& geometry = cache_.geometry;
@@ -129,6 +169,20 @@ std::int64_t RetainedRequest::admit(nb::handle key_table) {
   boundary_tokens = hit_tokens;
   next_event_tokens = 0;
   holds_blocks = true;
+  if (hit_tokens < inner_tokens && inner_tokens < hit_tokens + geometry.unit_tokens) {
+    // The hit has read a state inside a block, and no state at the block's beginning.
+    for (std::size_t index = 0; index < groups_.size(); ++index) {
+      const std::int64_t next_block = hit_tokens / cache_.sparse_groups[index].block_tokens;
+      groups_[index].next_block = next_block;
+      groups_[index].behind_hit = {next_block, next_block};
+    }
+    const std::shared_ptr<Checkpoint> inner = cache_.tree.find(prefix.key(inner_tokens));
+    if (inner && inner->has_tail()) {
+      cache_.tree.use(*inner);
+      move(inner);
+    }
+    return inner_tokens;
+  }
   for (std::size_t index = 0; index < groups_.size(); ++index) {
     const Group& group = cache_.sparse_groups[index];
     Progress& progress = groups_[index];
@@ -180,7 +234,11 @@ std::vector<std::int64_t> RetainedRequest::find_shared(nb::handle key_table,
         high = middle;
       }
     }
-    lengths.push_back(low * group.block_tokens);
+    std::int64_t shared_tokens = low * group.block_tokens;
+    if (cache_.hits_inside_blocks) {
+      shared_tokens = std::max(hit_tokens, prefix.end_inside(group, low, num_prompt_tokens));
+    }
+    lengths.push_back(shared_tokens);
   }
   return lengths;
 }
@@ -210,6 +268,10 @@ void RetainedRequest::plan(std::vector<PlannedBoundary> plan, const std::vector<
     if (place != plan.end() && place->boundary_tokens == rung.boundary_tokens) continue;
     plan.insert(place, {rung.boundary_tokens, reason});
   }
+  const auto is_inside_block = [&](const PlannedBoundary& planned) {
+    return planned.boundary_tokens % cache_.geometry.unit_tokens != 0;
+  };
+  plan.erase(std::remove_if(plan.begin(), plan.end(), is_inside_block), plan.end());
   plan_ = std::move(plan);
   stops_tokens_ = std::move(stops_tokens);
   replay_tokens_ = replay_tokens;
@@ -340,13 +402,17 @@ std::vector<GroupRun> RetainedRequest::plan_step(const KeyTable& keys, std::int6
     step.stops.push_back({index, stop});
   }
   step.passed_tokens = std::max(geometry.reachable_tokens(reach_tokens), boundary_tokens);
+  const std::int64_t reached_tokens = step.passed_tokens;
   step.passes_boundary = has_states(step.passed_tokens);
   if (!step.passes_boundary) step.passed_tokens = boundary_tokens;
-  if (step.passed_tokens > boundary_tokens) {
+  // A hit inside a later block reads rows before a boundary that has no state.
+  const std::int64_t full_tokens =
+      cache_.hits_inside_blocks ? reached_tokens : step.passed_tokens;
+  if (full_tokens > boundary_tokens) {
     for (std::size_t index = 0; index < cache_.full_groups.size(); ++index) {
       const Group& group = cache_.full_groups[index];
       const std::int64_t end_tokens =
-          geometry.full_end_tokens(group.geometry_index, step.passed_tokens);
+          geometry.full_end_tokens(group.geometry_index, full_tokens);
       const Range range{num_cached_blocks(group),
                         std::min(end_tokens, cached_tokens) / group.block_tokens};
       PyObject* blocks = range.is_empty() ? nullptr : table(group);
@@ -376,6 +442,11 @@ void RetainedRequest::add_uncached(std::size_t place, const KeyTable& keys, PyOb
     PyObject* block = PyList_GET_ITEM(blocks, index);
     bool is_new = !fields.is_null(block) && !fields.is_cached(block);
     if (is_new) group.keys.require(known.ptr(), index);
+    if (cache_.hits_inside_blocks && !group.is_state && fields.is_cached(block)) {
+      // The block may be cached up to a place inside it, and be full now.
+      group.keys.require(known.ptr(), index);
+      is_new = !is_same_key(fields.key(block), group.keys.at(known.ptr(), index));
+    }
     if (is_new && behind_hit.has(index)) is_new = !keys.find(group.keys.at(known.ptr(), index));
     if (is_new && is_run_open) {
       runs.back().blocks.stop = index + 1;
@@ -463,6 +534,19 @@ std::shared_ptr<Checkpoint> RetainedRequest::keep(const Prefix& prefix, std::int
   move(node);
   if (is_supplied) supplied_.push_back(node);
   return node;
+}
+
+bool RetainedRequest::keep_inside(nb::handle key_table, std::int64_t tokens, Reason reason,
+                                  const std::vector<std::int64_t>& full_tokens) {
+  const KeyTable keys(key_table);
+  const Prefix prefix(*this, keys);
+  std::optional<BlockIds> tail = prefix.tail_inside(tokens, full_tokens);
+  if (!tail) return false;
+  const std::shared_ptr<Checkpoint> node =
+      cache_.tree.add(prefix, tokens, std::move(*tail), {}, reason, last_);
+  if (!node) return false;
+  move(node);
+  return true;
 }
 
 void RetainedRequest::move(std::shared_ptr<Checkpoint> node) {

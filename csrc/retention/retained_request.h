@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // The blocks that one request has cached, and the blocks that are to be cached: the work of every
 // step.
 //
@@ -35,12 +36,19 @@ class RetainedRequest {
   RetainedRequest(RetainedCache& cache, nb::object request);
 
   /// The request has got blocks; vLLM says how many of them are cached.
+  /// @param inner_tokens  the tokens of its hit, if the hit may end inside a block; else 0
   /// @return the number of tokens that the request need not compute
-  std::int64_t admit(nb::handle key_table);
+  std::int64_t admit(nb::handle key_table, std::int64_t inner_tokens);
+
+  /// Keeps a boundary inside a block. The blocks that a hit there reads are cached up to it.
+  /// @param full_tokens  for each full-attention group, the tokens that must be cached for the hit
+  /// @return whether all of these blocks are cached
+  bool keep_inside(nb::handle key_table, std::int64_t tokens, Reason reason,
+                   const std::vector<std::int64_t>& full_tokens);
 
   /// For each full-attention group, the number of tokens up to which the prompt is cached. A prompt
   /// is cached from its first block on, without gaps. So the time grows only with the logarithm of
-  /// the prompt's length.
+  /// the prompt's length, and with the number of places inside a block where a hit may end.
   std::vector<std::int64_t> find_shared(nb::handle key_table, std::int64_t hit_tokens,
                                         std::int64_t num_prompt_tokens) const;
 
@@ -50,7 +58,7 @@ class RetainedRequest {
 
   /// Plans the boundaries of an admitted request. If the request would have resumed at a planned
   /// boundary whose checkpoint is gone, this is counted (`Origin::kWanted`).
-  /// @param plan  ascending
+  /// @param plan  ascending; boundaries inside blocks are left to `keep_inside`
   /// @param rungs  boundaries that no request asked for, the nearest to the prompt's end first; a
   ///   rung is planned if rungs turn out useful, and if nothing else is planned at its place
   /// @param stops_tokens  boundaries at which a prefill step is to end, ascending

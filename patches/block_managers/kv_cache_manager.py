@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/core/kv_cache_manager.py``: methods of a new manager, and of the objects it is made of.
 
 Each function below is called in place of an object's method of the same name. If the fast path and
@@ -9,6 +10,9 @@ retention both have a function, retention's is called, and calls the fast path's
     coordinator    find_longest_cache_hit             FastLookup
                    cache_blocks                       RetainingCoordinator
                    remove_skipped_blocks              RetainingCoordinator
+                   get_num_blocks_to_allocate         RetainingCoordinatorInsideBlocks
+                   allocate_new_computed_blocks       RetainingCoordinatorInsideBlocks
+                   new_step_starts                    RetainingCoordinatorInsideBlocks
     block pool     get_new_blocks                     FastPool <- RetainingPool
                    cache_full_blocks                  FastPool, or with retention RetainingPool
                    free_blocks, reset_prefix_cache    RetainingPool
@@ -211,7 +215,8 @@ PATCHES = (
             *retained_manager.RELIES_ON,
             *retained_manager.RELIES_ON_SINCE_0_30,
             *retained_group.RELIES_ON_SINCE_0_30,
+            *retained_coordinator.INSIDE_BLOCKS,
         ),
-        ascend=retained_coordinator.ASCEND,
+        ascend=(*retained_coordinator.ASCEND, *retained_coordinator.ASCEND_INSIDE_BLOCKS),
     ),
 )

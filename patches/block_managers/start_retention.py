@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Starts retention of one coordinator: describes its groups and its pool to retention.
 
 The module translates what coordinators of upstream and vllm-ascend say into the terms of
@@ -7,10 +8,13 @@ The module translates what coordinators of upstream and vllm-ascend say into the
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from vllm_ascend_kvext.groups.kinds import kind_of
 from vllm_ascend_kvext.groups.model import GroupKind
-from vllm_ascend_kvext.patches.hit_geometry import group_geometry
+from vllm_ascend_kvext.patches.hit_geometry import group_geometry, inner_geometry
 from vllm_ascend_kvext.patches.retention.block_pool import RetainedPool
 from vllm_ascend_kvext.patches.upstream import (
     defining_class,
@@ -21,13 +25,18 @@ from vllm_ascend_kvext.patches.upstream import (
 )
 from vllm_ascend_kvext.retention.checkpoint_retention import CheckpointRetention
 from vllm_ascend_kvext.retention.geometry import HitGeometry
+from vllm_ascend_kvext.retention.inside_blocks import InsideBlocks
 from vllm_ascend_kvext.retention.managed import ManagedGroup
 from vllm_ascend_kvext.retention.policy import RetentionPolicy, check_interval
+from vllm_ascend_kvext.settings import DISABLE_VARIABLE, Settings
 from vllm_ascend_kvext.upstream_state import CoordinatorState, PoolState
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+
+_BLOCK_COPIES = "block-copies"
+"""The name of a repair. Without it, hits that end inside a block read keys of others."""
 
 
 def retain(
@@ -50,9 +59,25 @@ def retain(
         return None
     is_caching = all(manager.enable_caching for manager in coordinator.single_type_managers)
     described = lookup_groups(coordinator) if is_caching else ()
+    is_inside = bool(described) and has_partial_hits(coordinator)
     groups = [(group_geometry(coordinator, group), group.group_ids) for group in described]
+    if is_inside:
+        # Upstream's lookup gives up a unit inside a block, which `InsideBlocks` plans for.
+        block_tokens = coordinator.scheduler_block_size
+        groups = [
+            (replace(each, block_tokens=block_tokens, margin_tokens=0, use_eagle=False), ids)
+            for each, ids in groups
+        ]
     kinds = {geometry.kind for geometry, _ in groups}
     unit_tokens = hit_unit_tokens(coordinator) if groups else 1
+    inside = None
+    if is_inside:
+        unit_tokens = coordinator.scheduler_block_size
+        inside = InsideBlocks(
+            inner_geometry(coordinator),
+            unit_tokens,
+            coordinator.block_pool.enable_kv_cache_events,
+        )
     nothing_to_do = ""
     if not is_caching:
         nothing_to_do = "prefix caching is off"
@@ -92,6 +117,7 @@ def retain(
         sparse_groups=(*managed[GroupKind.WINDOW], *managed[GroupKind.STATE]),
         full_groups=tuple(managed[GroupKind.FULL]),
         pool=RetainedPool(coordinator.block_pool),
+        inside=inside,
     )
     PoolState.of(coordinator.block_pool).on_uncached = retention.cache_state.note_uncached
     state = CoordinatorState.of(coordinator)
@@ -104,7 +130,7 @@ def retain(
         describe_policy(policy),
         len(managed[GroupKind.WINDOW]),
         len(managed[GroupKind.STATE]),
-        unit_tokens,
+        inside.unit_tokens if inside is not None else unit_tokens,
     )
     return retention
 
@@ -124,14 +150,35 @@ def _left_to_upstream(coordinator: KVCacheCoordinator) -> str:
     for method in ("cache_blocks", "remove_skipped_blocks"):
         if defining_class(type(coordinator), method).__module__ != upstreams.__name__:
             return f"its coordinator has a {method}() that is not vLLM's own"
-    if has_partial_hits(coordinator):
-        return "a hit may end within a block (prefix_match_unit)"
+    if has_partial_hits(coordinator) and (reason := _why_not_inside_blocks(coordinator)):
+        return f"a hit may end within a block (prefix_match_unit), and {reason}"
     if any(manager.block_pool is not coordinator.block_pool for manager in managers):
         return "groups have pools of their own"
     if any(getattr(manager, "has_prefill_checkpoint_blocks", False) for manager in managers):
         return "prefill steps leave states within them"
     if hasattr(coordinator, "get_replay_boundaries") and not all(map(_is_upstreams, managers)):
         return "a group has a manager that is not vLLM's own"
+    return ""
+
+
+def _why_not_inside_blocks(coordinator: KVCacheCoordinator) -> str:
+    """Why retention does not keep states inside blocks; empty if it does."""
+    from vllm.v1.core import single_type_kv_cache_manager as upstreams
+
+    if _BLOCK_COPIES in Settings.from_environ(os.environ).disabled:
+        return f"{DISABLE_VARIABLE} leaves out the repair {_BLOCK_COPIES}"
+    groups = lookup_groups(coordinator)
+    if any(kind_of(group.spec) not in (GroupKind.FULL, GroupKind.STATE) for group in groups):
+        return "a group is neither full attention nor states"
+    managers = coordinator.single_type_managers
+    if any(manager.block_size != coordinator.scheduler_block_size for manager in managers):
+        return "groups have blocks of several sizes"
+    if getattr(coordinator, "num_reprefillable_tokens", 0):
+        return "a drafter of several modules computes tokens again"
+    for method in ("allocate_new_blocks", "cache_blocks"):
+        for manager in managers:
+            if defining_class(type(manager), method).__module__ != upstreams.__name__:
+                return f"a group has a {method}() that is not vLLM's own"
     return ""
 
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/engine/arg_utils.py``: a wrong option is refused when the configuration is made."""
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ if TYPE_CHECKING:
 def check_connector(
     wrapped: Callable[..., VllmConfig], engine_args: EngineArgs, *args: Any, **kwargs: Any
 ) -> VllmConfig:
-    """Check the options of KvextConnector in a configuration that has just been made."""
-    vllm_config = wrapped(*args, **kwargs)
-    if vllm_config.kv_transfer_config is not None:
-        # Engines without a connector do not need this import.
-        from vllm_ascend_kvext.engine_configuration import check_configuration
+    """Check arguments of an engine with KvextConnector, and then the configuration made of them."""
+    if engine_args.kv_transfer_config is None:
+        return wrapped(*args, **kwargs)
+    # Engines without a connector do not need this import.
+    from vllm_ascend_kvext.engine_configuration import check_arguments, check_configuration
 
-        check_configuration(vllm_config)
+    check_arguments(engine_args)
+    vllm_config = wrapped(*args, **kwargs)
+    check_configuration(vllm_config)
     return vllm_config
 
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/core/sched/scheduler.py``: a scheduler and its KvextConnector get to know each other.
 
 The connector reads block tables and holds references to blocks. vLLM hands it the block pool, but
@@ -12,25 +13,32 @@ vLLM's own, except in steps with holes: see ``step_parts``.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_kvext.connector.common.fine_keys import HashTokens
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.errors import ConnectorError
-from vllm_ascend_kvext.groups.kinds import is_all_full_attention
+from vllm_ascend_kvext.groups.kinds import is_all_full_attention, kind_of
+from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.patches.connector.hole_rows import correct_hits, go_on_behind_holes
 from vllm_ascend_kvext.patches.connector.hole_steps import HoleSteps
+from vllm_ascend_kvext.patches.connector.kv_cache_manager import GivingWay
 from vllm_ascend_kvext.patches.connector.step_parts import StepParts
 from vllm_ascend_kvext.patches.hit_geometry import log_least_prompt
+from vllm_ascend_kvext.patches.repairs.aligned_steps import split_within_block
 from vllm_ascend_kvext.patches.repairs.scheduler import is_recovering
-from vllm_ascend_kvext.patches.upstream import step_start_tokens
+from vllm_ascend_kvext.patches.upstream import leaves_a_decode, step_start_tokens
 from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30, Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 from vllm_ascend_kvext.retention.offload_boundaries import OffloadBoundaries
+from vllm_ascend_kvext.settings import DISABLE_VARIABLE, Settings
 from vllm_ascend_kvext.upstream_state import CoordinatorState
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -42,6 +50,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
+_ACCEPTED_DRAFTS = "accepted-drafts"
+"""The name of a repair."""
+
 
 def connect(wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     """Show a new scheduler to its connector, and log which prompts can hit.
@@ -52,6 +63,7 @@ def connect(wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kw
     log_least_prompt(scheduler.kv_cache_manager.coordinator)
     connector = connector_of(scheduler)
     if connector is not None:
+        _require_states_of_drafts(scheduler)
         if scheduler.connector is connector:
             # Upstream frees blocks late, because loads of other connectors do not wait for steps
             # in flight. Meanwhile, it refuses a reset. Our loads wait, see ``compute_fence``.
@@ -71,6 +83,7 @@ def connect_by_blocks(
     connector = connector_of(scheduler)
     if connector is not None:
         _require_recovery(scheduler)
+        _require_states_of_drafts(scheduler)
         _bind(scheduler, connector, KeptGoingScheduler)
 
 
@@ -79,7 +92,10 @@ def _bind(
 ) -> None:
     steps = StepParts(scheduler, _replaced)
     note_new_holes = partial(correct_hits, scheduler, connected.counts_every_admission)
-    view = _view_of(scheduler, connector, steps.put_on, note_new_holes)
+    giving_way = GivingWay(scheduler, _replaced, partial(side_of, scheduler))
+    view = _view_of(
+        scheduler, connector, steps.put_on, note_new_holes, giving_way.note_waiting_stores
+    )
     connector.bind_scheduler(view, partial(connected, scheduler, steps))
 
 
@@ -254,17 +270,39 @@ class ConnectedScheduler:
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        """Shorten a prefill step so that it leaves the state of a boundary that is to be stored."""
-        num_new_tokens = wrapped(
+        """Shorten a prefill step so that it leaves the state of a boundary that is to be stored.
+
+        Such a step may end inside a state's block, and the next one then begins there. It has to
+        end with the block, or at a boundary before. Upstream lets some of these steps wait until
+        they are a whole block, which they never are. It lets others go past the block's end.
+        """
+        num_split_tokens = wrapped(
             request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
         )
-        if num_new_tokens <= 1:
-            return num_new_tokens
         start_tokens = step_start_tokens(
             request, num_new_local_computed_tokens, num_external_computed_tokens
         )
+        num_split_tokens = split_within_block(
+            self.scheduler, request, start_tokens, num_new_tokens, num_split_tokens
+        )
+        if num_split_tokens <= 1:
+            return num_split_tokens
         stop_tokens = self.side.next_stop_tokens(request, start_tokens)
-        return min(num_new_tokens, stop_tokens - start_tokens)
+        if self._is_reserved(request, stop_tokens):
+            return num_split_tokens
+        return min(num_split_tokens, stop_tokens - start_tokens)
+
+    def _is_reserved(self, request: Request, stop_tokens: int) -> bool:
+        """Whether no step may end at a boundary.
+
+        A drafter of several MTP modules reads further tokens behind each prefill step but the last.
+        Upstream moves the end of a step that would end among the last tokens of a prompt.
+        """
+        if leaves_a_decode(self.scheduler, request, stop_tokens):
+            return True
+        num_tokens = getattr(self.scheduler, "num_prefill_lookahead", 0)
+        prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
+        return num_tokens > 1 and prefill_end - num_tokens < stop_tokens < prefill_end
 
     def _preempt_request(
         self, wrapped: Callable[..., None], request: Request, *args: Any, **kwargs: Any
@@ -288,6 +326,25 @@ class KeptGoingScheduler(ConnectedScheduler):
         return wrapped() or self.side.has_work
 
 
+def _require_states_of_drafts(scheduler: Scheduler) -> None:
+    """Refuse drafts of a model with states without the repair of their states.
+
+    Without the repair, states are copied to host memory before vLLM-Ascend has saved them, and
+    vLLM's first runner saves the states of other drafts. Wrong states would outlive their request.
+    """
+    has_states = any(
+        kind_of(group.kv_cache_spec) is GroupKind.STATE
+        for group in scheduler.kv_cache_config.kv_cache_groups
+    )
+    is_left_out = _ACCEPTED_DRAFTS in Settings.from_environ(os.environ).disabled
+    if is_left_out and has_states and scheduler.vllm_config.speculative_config is not None:
+        raise ConnectorError(
+            f"KvextConnector: expected the repair {_ACCEPTED_DRAFTS}, found it in "
+            f"{DISABLE_VARIABLE}: this model has states and drafts, and wrong states would be kept "
+            f"in host memory. Take it off {DISABLE_VARIABLE}, or leave the connector out."
+        )
+
+
 def _require_recovery(scheduler: Scheduler) -> None:
     """Refuse a model for which a failed load would end the engine, with a ConnectorError."""
     if not is_all_full_attention(scheduler.kv_cache_config) and not is_recovering(scheduler):
@@ -304,6 +361,7 @@ def _view_of(
     connector: KvextConnector,
     on_extra_work: Callable[[], object],
     on_new_holes: Callable[[NewHoles], object],
+    on_waiting_stores: Callable[[bool], object],
 ) -> SchedulerView:
     manager = scheduler.kv_cache_manager
     config = scheduler.vllm_config
@@ -326,6 +384,7 @@ def _view_of(
         num_running=lambda: len(scheduler.running),
         use_eagle=bool(manager.coordinator.eagle_group_ids),
         num_lookahead_tokens=scheduler.num_lookahead_tokens,
+        leaves_a_decode=partial(leaves_a_decode, scheduler),
         recomputes_failed_loads=scheduler.recompute_kv_load_failures,
         has_other_connectors=scheduler.connector is not connector,
         max_model_len=scheduler.max_model_len,
@@ -333,7 +392,30 @@ def _view_of(
         cached_blocks=partial(_cached_blocks, manager),
         on_extra_work=on_extra_work,
         on_new_holes=on_new_holes,
+        on_waiting_stores=on_waiting_stores,
+        # Prefill checkpoint blocks hold states of other tokens than the last one of a step.
+        has_steps_for_states=scheduler.need_mamba_block_aligned_split
+        and not getattr(scheduler, "mamba_has_prefill_checkpoint_blocks", False),
+        hash_tokens=_hash_tokens(config),
     )
+
+
+def _hash_tokens(vllm_config: VllmConfig) -> HashTokens:
+    """The function that hashes tokens of a request as vLLM hashes a block of them."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_block_tokens
+
+    hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+
+    def hash_tokens(
+        before: bytes | None, request: Request, first_tokens: int, end_tokens: int
+    ) -> bytes:
+        extra_keys, _ = generate_block_hash_extra_keys(request, first_tokens, end_tokens, 0)
+        token_ids = request.all_token_ids[first_tokens:end_tokens]
+        hashed: bytes = hash_block_tokens(hash_function, before, token_ids, extra_keys)
+        return hashed
+
+    return hash_tokens
 
 
 def _cached_blocks(
@@ -382,8 +464,11 @@ _RELIES_ON = (
     f"{_SCHEDULER}._update_waiting_for_remote_kv",
     f"{_SCHEDULER}._try_promote_blocked_waiting_request",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.get_num_common_prefix_blocks",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
     "vllm.v1.request:Request.__init__",
     "vllm.v1.request:Request.update_block_hashes",
+    "vllm.v1.core.kv_cache_utils:hash_block_tokens",
+    "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys",
     "vllm.v1.core.block_pool:BlockPool.get_new_blocks",
     "vllm.v1.core.block_pool:BlockPool.get_cached_block",
     "vllm.v1.core.block_pool:BlockPool.touch",
@@ -411,6 +496,7 @@ PATCHES = (
             f"{_ASCEND_LIFETIME}:_patched_update_from_output",
             f"{_ASCEND_LIFETIME}:_patched_connector_finished",
             f"{_ASCEND_LIFETIME}:_patched_request_init",
+            f"{_ASCEND_LIFETIME}:_patched_allocate_slots",
             "vllm_ascend.patch.platform.patch_kv_cache_utils:_ascend_free_blocks",
         ),
     ),

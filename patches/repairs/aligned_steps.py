@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/core/sched/scheduler.py``: the ends of prefill steps of models with states.
 
 A step leaves the state of its last token in the block of that token. Once the request has passed
@@ -57,7 +58,7 @@ def plan_step_inside_block(
         and _waits_for_ever(scheduler, request, start_tokens, start_tokens + num_new_tokens)
     ):
         num_split_tokens = num_new_tokens
-    return _within_block(scheduler, request, start_tokens, num_split_tokens)
+    return within_block(scheduler, request, start_tokens, num_split_tokens)
 
 
 def end_step_with_its_block(
@@ -77,7 +78,7 @@ def end_step_with_its_block(
     start_tokens = step_start_tokens(
         request, num_new_local_computed_tokens, num_external_computed_tokens
     )
-    return _within_block(scheduler, request, start_tokens, num_split_tokens)
+    return within_block(scheduler, request, start_tokens, num_split_tokens)
 
 
 def let_steps_end_with_blocks(
@@ -120,10 +121,30 @@ class _StepsBeforeDrafts:
 _replaced = InstanceMethods()
 
 
-def _within_block(
+def split_within_block(
+    scheduler: Scheduler,
+    request: Request,
+    start_tokens: int,
+    num_new_tokens: int,
+    num_split_tokens: int,
+) -> int:
+    """The tokens of a step of which upstream lets ``num_split_tokens`` of ``num_new_tokens`` go.
+
+    A step that begins inside a state's block gets tokens even if upstream waits until it is longer.
+    """
+    block_tokens = _state_block_tokens(scheduler.kv_cache_manager.coordinator)
+    if not num_split_tokens and start_tokens % block_tokens:
+        num_split_tokens = num_new_tokens
+    if getattr(scheduler, "mamba_has_prefill_checkpoint_blocks", False):
+        return num_split_tokens
+    return within_block(scheduler, request, start_tokens, num_split_tokens)
+
+
+def within_block(
     scheduler: Scheduler, request: Request, start_tokens: int, num_new_tokens: int
 ) -> int:
-    """The tokens of a step. A step that begins inside a state's block ends with that block."""
+    """The tokens of a step. A step that begins inside a state's block ends with that block at the
+    latest."""
     # The last token is decoded, so the tokens behind it are drafts.
     if num_new_tokens <= 1 or start_tokens >= request.num_tokens - 1:
         return num_new_tokens

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/core/block_pool.py``: the runs that are cached, and the places of freed blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.upstream import uncache
 from vllm_ascend_kvext.prefix_cache.runs import RequestUpTo, runs_between
@@ -54,6 +55,57 @@ class RetainedPool:
                 )
                 for index, block in states
             ]
+
+    def cache_inside(self, request: Request, group: ManagedGroup, tokens: int) -> None:
+        block = self._block_at(request, group, tokens)
+        if block is not None:
+            self._cache_partial(request, group, block, tokens)
+
+    def cache_state_inside(self, request: Request, group: ManagedGroup, tokens: int) -> bool:
+        block = self._block_at(request, group, tokens)
+        if block is None or block.block_hash is not None:
+            return False
+        key = self._cache_partial(request, group, block, tokens)
+        # The request's next allocation moves the key to a new block, to which the state is copied.
+        manager: Any = group.manager
+        index = tokens // group.block_tokens
+        manager._partial_hit_reqs[request.request_id] = index, block
+        manager.num_cached_block[request.request_id] = index
+        # That allocation tells connectors of the new block.
+        manager._producer_partial_tail_reqs[request.request_id] = block, tokens
+        # A state must not be hit in the step that computes it.
+        manager.cached_blocks_this_step.add(key)
+        return True
+
+    def gives_key_away(self, request: Request, group: ManagedGroup, tokens: int) -> bool:
+        manager: Any = group.manager
+        key = request.block_hashes[tokens // self.block_pool.hash_block_size - 1]
+        found = self.block_pool.get_cached_block(key, [manager.kv_cache_group_id])
+        if not found:
+            return False
+        return any(
+            block is found[0] and request_id != request.request_id
+            for request_id, (_, block) in manager._partial_hit_reqs.items()
+        )
+
+    def _block_at(self, request: Request, group: ManagedGroup, tokens: int) -> KVCacheBlock | None:
+        """The block in which a request's first ``tokens`` tokens end, inside the block."""
+        blocks: list[KVCacheBlock] = group.manager.req_to_blocks[request.request_id]
+        index = tokens // group.block_tokens
+        if index >= len(blocks) or blocks[index].is_null:
+            return None
+        return blocks[index]
+
+    def _cache_partial(
+        self, request: Request, group: ManagedGroup, block: KVCacheBlock, tokens: int
+    ) -> Any:
+        return self.block_pool.cache_partial_block(
+            request=request,
+            block=block,
+            num_tokens=tokens,
+            kv_cache_group_id=group.manager.kv_cache_group_id,
+            block_size=group.block_tokens,
+        )
 
     def discard(self, blocks: list[KVCacheBlock]) -> None:
         uncache(self.block_pool, blocks)

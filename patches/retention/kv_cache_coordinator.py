@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/core/kv_cache_coordinator.py``: retention decides which blocks are cached."""
 
 from __future__ import annotations
@@ -49,6 +50,76 @@ class RetainingCoordinator:
         wrapped(request_id, processed_computed_tokens, num_prompt_tokens)
 
 
+class RetainingCoordinatorInsideBlocks(RetainingCoordinator):
+    """The same for hits that may end inside blocks (``prefix_match_unit``, since vLLM 0.30)."""
+
+    def __init__(self, coordinator: KVCacheCoordinator, retention: CheckpointRetention) -> None:
+        super().__init__(coordinator, retention)
+        assert retention.inside is not None
+        self._inside = retention.inside
+        self._coordinator = coordinator
+        self._full_groups = [
+            (group.manager.kv_cache_group_id, group.block_tokens) for group in retention.full_groups
+        ]
+
+    def get_num_blocks_to_allocate(
+        self,
+        wrapped: Callable[..., int],
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Any,
+        num_encoder_tokens: int,
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+    ) -> int:
+        """Let a request wait for the next step if a block that it copies is written in this step.
+
+        Blocks are copied before the forward. As upstream does for states, the method then asks for
+        more blocks than there are.
+        """
+        for group_id, block_tokens in self._full_groups:
+            blocks = new_computed_blocks[group_id]
+            is_inside = blocks and num_local_computed_tokens % block_tokens
+            if is_inside and self._inside.is_written(blocks[-1].block_id):
+                return int(self._coordinator.block_pool.num_gpu_blocks + 1)
+        return wrapped(
+            request_id,
+            num_tokens,
+            new_computed_blocks,
+            num_encoder_tokens,
+            total_computed_tokens,
+            num_local_computed_tokens,
+            num_tokens_main_model,
+            apply_admission_cap=apply_admission_cap,
+        )
+
+    def allocate_new_computed_blocks(
+        self,
+        wrapped: Callable[..., None],
+        request_id: str,
+        new_computed_blocks: Any,
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        """Note the length of a hit, which the blocks do not tell."""
+        hit_tokens = num_local_computed_tokens + num_external_computed_tokens
+        if hit_tokens and any(new_computed_blocks):
+            self._retention.note_hit(request_id, hit_tokens)
+        wrapped(
+            request_id,
+            new_computed_blocks,
+            num_local_computed_tokens,
+            num_external_computed_tokens,
+        )
+
+    def new_step_starts(self, wrapped: Callable[[], None]) -> None:
+        """Forget what the step before writes."""
+        self._inside.begin_step()
+        wrapped()
+
+
 class RetainingCoordinatorBefore030(RetainingCoordinator):
     """The same for vLLM < 0.30, where windows move past draft tokens in flight (vLLM #47728)."""
 
@@ -96,6 +167,21 @@ RELIES_ON = (
     f"{_MANAGERS}:MambaManager.get_num_skipped_tokens",
 )
 
+INSIDE_BLOCKS = (
+    "vllm.v1.core.block_pool:BlockPool.cache_partial_block",
+    "vllm.v1.core.block_pool:BlockPool.move_block_hashes",
+    f"{_MODULE}:KVCacheCoordinator.get_num_blocks_to_allocate",
+    f"{_MODULE}:KVCacheCoordinator.allocate_new_computed_blocks",
+    f"{_MODULE}:KVCacheCoordinator.new_step_starts",
+    f"{_MANAGERS}:SingleTypeKVCacheManager.add_local_computed_blocks",
+    f"{_MANAGERS}:SingleTypeKVCacheManager.allocate_new_blocks",
+    f"{_MANAGERS}:FullAttentionManager._cache_partial_tail_block",
+    f"{_MANAGERS}:MambaManager._cache_partial_tail_block",
+    f"{_MANAGERS}:MambaManager.allocate_new_blocks",
+    f"{_MANAGERS}:MambaManager.get_num_blocks_to_allocate",
+)
+"""The functions with which upstream keeps and copies what ends inside a block, since 0.30."""
+
 ASCEND = (
     f"{_ASCEND_COORDINATOR}.__init__",
     f"{_ASCEND_COORDINATOR}._get_effective_block_size",
@@ -104,6 +190,10 @@ ASCEND = (
     f"{_ASCEND_MANAGERS}:CompressAttentionManager.cache_blocks",
     f"{_ASCEND_MANAGERS}:CompressAttentionManager.find_longest_cache_hit",
     "vllm_ascend.patch.platform.patch_mamba_manager:AscendMambaManager.find_longest_cache_hit",
+)
+
+ASCEND_INSIDE_BLOCKS = (
+    "vllm_ascend.patch.platform.patch_mamba_manager:AscendMambaManager.get_num_blocks_to_allocate",
 )
 
 ASCEND_BEFORE_0_30 = (

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/core/kv_cache_manager.py``: retention ends with a request."""
 
 from __future__ import annotations
@@ -61,6 +62,13 @@ def retaining_methods(
     yield pool, retaining_pool.get_new_blocks
     yield pool, retaining_pool.free_blocks
     yield pool, retaining_pool.reset_prefix_cache
+    if retention.inside is not None:
+        inside_blocks = kv_cache_coordinator.RetainingCoordinatorInsideBlocks(
+            coordinator, retention
+        )
+        yield coordinator, inside_blocks.get_num_blocks_to_allocate
+        yield coordinator, inside_blocks.allocate_new_computed_blocks
+        yield coordinator, inside_blocks.new_step_starts
     retaining_coordinator = of_coordinator(coordinator, retention)
     yield coordinator, retaining_coordinator.cache_blocks
     yield coordinator, retaining_coordinator.remove_skipped_blocks

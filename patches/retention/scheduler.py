@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``vllm/v1/core/sched/scheduler.py``: statistics of retention, and steps that leave states.
 
 Only methods of a scheduler whose blocks are retained are replaced.
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.metrics.stats import attach_report
-from vllm_ascend_kvext.patches.upstream import step_start_tokens
+from vllm_ascend_kvext.patches.upstream import leaves_a_decode, step_start_tokens
 from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 from vllm_ascend_kvext.upstream_state import CoordinatorState
@@ -30,7 +31,7 @@ def follow_retention(
     wrapped(*args, **kwargs)
     retention = CoordinatorState.of(scheduler.kv_cache_manager.coordinator).retention
     if retention is not None:
-        methods = RetainingScheduler(retention)
+        methods = RetainingScheduler(scheduler, retention)
         _replaced.replace(scheduler, methods.make_stats)
         _replaced.replace(scheduler, methods._mamba_block_aligned_split)
 
@@ -38,7 +39,8 @@ def follow_retention(
 class RetainingScheduler:
     """Methods of one scheduler."""
 
-    def __init__(self, retention: CheckpointRetention) -> None:
+    def __init__(self, scheduler: Scheduler, retention: CheckpointRetention) -> None:
+        self._scheduler = scheduler
         self._retention = retention
 
     def make_stats(
@@ -70,7 +72,7 @@ class RetainingScheduler:
             request, num_new_local_computed_tokens, num_external_computed_tokens
         )
         stop_tokens = self._retention.next_stop_tokens(request, start_tokens)
-        if stop_tokens is None:
+        if stop_tokens is None or leaves_a_decode(self._scheduler, request, stop_tokens):
             return num_new_tokens
         return min(num_new_tokens, stop_tokens - start_tokens)
 

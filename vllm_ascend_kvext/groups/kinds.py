@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Says which tokens the layers of a KV cache spec read, by the spec's attributes and class names.
 
 The scheduler side has one spec per group, and mostly needs nothing else.
@@ -17,6 +18,9 @@ _KINDS = {
     "FullAttentionSpec": GroupKind.FULL,
 }
 """The kind of a spec, by the name of one of its base classes. The first match counts."""
+
+_LATENTS = {"MLAAttentionSpec", "SlidingWindowMLASpec"}
+"""Base classes whose layers keep latents: no head has a part of its own."""
 
 _OWN_RULES = {"RSWASpec"}
 """Base classes whose layers read other tokens than their parent class says: all tokens of a prompt,
@@ -65,6 +69,14 @@ def spec_of_layer(spec: Any, layer_name: str) -> Any:
     """The spec of one layer of a group; in a bundle, each layer has its own spec."""
     bundle = getattr(spec, "kv_cache_specs", None)
     return spec if bundle is None else bundle[layer_name]
+
+
+def holds_latents(spec: Any) -> bool:
+    """Whether the rows of a layer are latents, or what is computed from latents.
+
+    Each tensor-parallel rank computes them from all hidden states with all weights.
+    """
+    return not _LATENTS.isdisjoint(_bases(spec))
 
 
 def stands_for_tokens(spec: Any) -> bool:

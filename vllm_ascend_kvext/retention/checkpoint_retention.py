@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Which blocks stay in the prefix cache: caches densely, and chooses what stays longest.
 
 Every block that a lookup can reach is cached, as dense caching does. Some boundaries become
@@ -23,7 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.retention.demand import Demand, count_losses, find_demand
+from vllm_ascend_kvext.retention.geometry import HitGeometry
 from vllm_ascend_kvext.retention.hints import report_unusable_hints
+from vllm_ascend_kvext.retention.inside_blocks import InnerProgress, InsideBlocks
 from vllm_ascend_kvext.retention.managed import ManagedGroup, Pool
 from vllm_ascend_kvext.retention.policy import Plan, RetentionPolicy
 from vllm_ascend_kvext.retention.reasons import Origin, Reason
@@ -42,12 +45,14 @@ class CheckpointRetention:
         sparse_groups: Sliding windows and states. A hit reads only a tail of them.
         full_groups: Groups that are cached from the first token up to what the latest boundary
             needs.
+        inside: Boundaries inside blocks; None if hits end with whole blocks.
     """
 
     policy: RetentionPolicy
     sparse_groups: tuple[ManagedGroup, ...]
     full_groups: tuple[ManagedGroup, ...]
     pool: Pool
+    inside: InsideBlocks | None = None
     cache_state: RetainedCache = field(init=False)
     _stats: RetentionStats = field(init=False, default_factory=RetentionStats)
     _request_states: dict[str, RetainedRequest] = field(init=False, default_factory=dict)
@@ -68,6 +73,8 @@ class CheckpointRetention:
         # Upstream's own code emits events, and keeps books of the states that it caches.
         has_events = block_pool.enable_kv_cache_events
         kinds = self.policy.geometry.groups
+        # Upstream's own code also takes the keys inside a block from it.
+        is_quiet = not has_events and self.inside is None
         self._new_request_state = native().RetainedRequest
         self.cache_state = native().RetainedCache(
             blocks=block_pool.blocks,
@@ -78,9 +85,10 @@ class CheckpointRetention:
             sparse_groups=sparse,
             full_groups=full,
             quiet_sparse_groups=[
-                not has_events and not kinds[each.geometry_index].is_state for each in sparse
+                is_quiet and not kinds[each.geometry_index].is_state for each in sparse
             ],
-            quiet_full_groups=[not has_events and each.is_upstreams for each in full],
+            quiet_full_groups=[is_quiet and each.is_upstreams for each in full],
+            hits_inside_blocks=self.inside is not None,
         )
         self._groups = sparse + full
         self._caches_itself = [False for _ in sparse] + [not each.is_upstreams for each in full]
@@ -114,6 +122,8 @@ class CheckpointRetention:
         if runs is not None:
             self._cache_runs(request, state, key_table, runs)
             state.end_step(key_table)
+        if self.inside is not None:
+            self._cache_inside(self.inside, request, state, num_computed_tokens)
 
     def quiet_until_tokens(self, request: Request) -> int:
         """The number of tokens below which `cache` only notes the number; 0 if it is not known."""
@@ -175,8 +185,15 @@ class CheckpointRetention:
             stop_tokens = grid_tokens if stop_tokens is None else min(stop_tokens, grid_tokens)
         return stop_tokens
 
+    def note_hit(self, request_id: str, hit_tokens: int) -> None:
+        """Remember how many tokens a request need not compute, before it is admitted."""
+        if self.inside is not None:
+            self.inside.hits_tokens[request_id] = hit_tokens
+
     def release(self, request: Request) -> None:
         """Settle what a request leaves behind; call it before its blocks are freed."""
+        if self.inside is not None:
+            self.inside.hits_tokens.pop(request.request_id, None)
         if self._looked_up is not None and self._looked_up[0] is request:
             self._looked_up = None
         state = self._request_states.get(request.request_id)
@@ -192,6 +209,8 @@ class CheckpointRetention:
             self._cache_runs(request, state, key_table, runs)
             if unreachable := state.end_last_step(key_table):
                 self.pool.discard(unreachable)
+        if self.inside is not None:
+            self._settle_inside(self.inside, request, state)
         if request.is_finished():
             del self._request_states[request.request_id]
 
@@ -205,6 +224,13 @@ class CheckpointRetention:
     ) -> None:
         for place, start, stop in runs:
             group = self._groups[place]
+            if self.inside is not None and place >= len(self.sparse_groups):
+                blocks = group.manager.req_to_blocks[request.request_id][start:stop]
+                self.inside.note_full(
+                    self.inside.progress[request.request_id],
+                    start * group.block_tokens,
+                    (block.block_id for block in blocks),
+                )
             if self._caches_itself[place]:
                 group.manager.cache_blocks(request, stop * group.block_tokens)
             else:
@@ -217,7 +243,9 @@ class CheckpointRetention:
             self._request_states[request.request_id] = state
         policy = self.policy
         num_prompt_tokens = request.num_prompt_tokens
-        hit_tokens = state.admit(self._key_table)
+        inside = self.inside
+        inner_tokens = inside.hits_tokens.pop(request.request_id, 0) if inside else 0
+        hit_tokens = state.admit(self._key_table, inner_tokens)
         replay_tokens = policy.replay_boundary_tokens(num_prompt_tokens)
         plan: dict[int, Reason] = {replay_tokens: Reason(Origin.PROMPT)}
         rungs: list[tuple[int, int]] = []
@@ -228,13 +256,22 @@ class CheckpointRetention:
                 demand = looked_up[1]
             else:
                 demand = self._find_demand(state, request, hit_tokens)
-            report_unusable_hints(request, policy.geometry)
-            count_losses(demand, policy.geometry, self._stats)
+            report_unusable_hints(request, self._asked_geometry)
+            count_losses(demand, self._asked_geometry, self._stats)
             stops_tokens = self._stops_tokens(demand, request)
             rungs = policy.rungs(num_prompt_tokens, hit_tokens)
             plan.update(demand.boundaries)
         else:
-            plan.update(_junction(request, policy, hit_tokens))
+            plan.update(_junction(request, self._asked_geometry, hit_tokens))
+        if inside is not None:
+            ends = inside.ends_of_prompt(num_prompt_tokens)
+            asked = {tokens: plan[tokens] for tokens in plan if tokens != replay_tokens}
+            inside.admit(request.request_id, hit_tokens, num_prompt_tokens, asked)
+            if policy.is_adaptive and replay_tokens not in (*ends, *asked):
+                # A prompt that ends inside its last block resumes there, and falls back to here.
+                del plan[replay_tokens]
+                if replay_tokens > hit_tokens:
+                    rungs = [(0, replay_tokens), *((rung + 1, at) for rung, at in rungs)]
         planned = [(tokens, reason.origin, reason.step) for tokens, reason in sorted(plan.items())]
         state.plan(planned, rungs, stops_tokens, replay_tokens)
         return state
@@ -246,27 +283,106 @@ class CheckpointRetention:
         blocks, this is the prompt's end. The same prompt resumes one block earlier, where no state
         would be.
         """
-        replay_tokens = self.policy.replay_boundary_tokens(request.num_prompt_tokens)
-        stops_tokens = {*demand.stops_tokens, replay_tokens}
+        num_prompt_tokens = request.num_prompt_tokens
+        if self.inside is not None:
+            ends = self.inside.ends_of_prompt(num_prompt_tokens)
+        else:
+            ends = [self.policy.replay_boundary_tokens(num_prompt_tokens)]
+        stops_tokens = {*demand.stops_tokens, *ends}
         return sorted(tokens for tokens in stops_tokens if tokens > demand.hit_tokens)
 
     def _find_demand(self, state: RetainedRequest, request: Request, hit_tokens: int) -> Demand:
         num_prompt_tokens = request.num_prompt_tokens
         shared, evicted_tokens = state.find_prefixes(self._key_table, hit_tokens, num_prompt_tokens)
+        unit_tokens = self.inside.unit_tokens if self.inside is not None else 0
         lengths = [
-            (tokens, group.block_tokens)
+            (tokens, unit_tokens or group.block_tokens)
             for tokens, group in zip(shared, self.full_groups, strict=True)
         ]
-        return find_demand(request, self.policy.geometry, hit_tokens, lengths, evicted_tokens)
+        return find_demand(request, self._asked_geometry, hit_tokens, lengths, evicted_tokens)
+
+    @property
+    def _asked_geometry(self) -> HitGeometry:
+        """Where requests ask for boundaries."""
+        return self.policy.geometry if self.inside is None else self.inside.geometry
+
+    def _cache_inside(
+        self,
+        inside: InsideBlocks,
+        request: Request,
+        state: RetainedRequest,
+        num_computed_tokens: int,
+    ) -> None:
+        """Cache what the steps before have computed inside blocks, and the state of this step.
+
+        Args:
+            num_computed_tokens: As in `cache`. ``request.num_computed_tokens`` are those of the
+                steps before.
+        """
+        progress = inside.progress[request.request_id]
+        before_tokens = min(request.num_computed_tokens, num_computed_tokens)
+        self._key_rows(inside, request, progress, before_tokens)
+        if progress.left_tokens and progress.left_tokens <= before_tokens:
+            self._keep_inside(inside, request, state, progress)
+        if num_computed_tokens not in progress.planned or before_tokens >= num_computed_tokens:
+            return
+        left = [
+            self.pool.cache_state_inside(request, group, num_computed_tokens)
+            for group in self.sparse_groups
+        ]
+        if all(left):
+            progress.left_tokens = num_computed_tokens
+
+    def _key_rows(
+        self, inside: InsideBlocks, request: Request, progress: InnerProgress, upto_tokens: int
+    ) -> None:
+        upto_tokens = min(upto_tokens, request.num_prompt_tokens)
+        for tokens in inside.ends_to_key(progress, upto_tokens):
+            for group in self.full_groups:
+                self.pool.cache_inside(request, group, tokens)
+
+    def _keep_inside(
+        self,
+        inside: InsideBlocks,
+        request: Request,
+        state: RetainedRequest,
+        progress: InnerProgress,
+    ) -> None:
+        """Make a checkpoint of a state that was left, or wait for the next step.
+
+        Another request may have left the same state, and a lookup may find the block of that
+        request. If that block gives its key away next, a checkpoint would keep a block without key.
+        """
+        tokens = progress.left_tokens
+        gives_key_away = self.pool.gives_key_away
+        if any(gives_key_away(request, group, tokens) for group in self.sparse_groups):
+            return
+        progress.left_tokens = 0
+        reason = progress.planned[tokens]
+        full_tokens = inside.geometry.full_tokens(tokens)
+        of_groups = [full_tokens[group.geometry_index] for group in self.full_groups]
+        state.keep_inside(self._key_table, tokens, reason.origin, reason.step, of_groups)
+
+    def _settle_inside(
+        self, inside: InsideBlocks, request: Request, state: RetainedRequest
+    ) -> None:
+        """Settle the boundaries inside blocks of a request that is finished or preempted."""
+        progress = inside.progress.pop(request.request_id, None)
+        if progress is None:
+            return
+        computed_tokens = request.num_computed_tokens
+        self._key_rows(inside, request, progress, computed_tokens)
+        # The repair `preempted-in-step` uncaches a state that was never computed.
+        if 0 < progress.left_tokens <= computed_tokens:
+            self._keep_inside(inside, request, state, progress)
 
 
-def _junction(request: Request, policy: RetentionPolicy, hit_tokens: int) -> Plan:
+def _junction(request: Request, geometry: HitGeometry, hit_tokens: int) -> Plan:
     """The boundary at which upstream saw requests part. Since vLLM 0.30, upstream keeps it.
 
     A group that looks ahead may not reach this boundary. So the last boundary that the group can
     reach counts, too.
     """
-    geometry = policy.geometry
     seen_tokens = getattr(request, "shared_prefix_boundary", 0)
     aligned_tokens = seen_tokens // geometry.unit_tokens * geometry.unit_tokens
     return {

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Upstream's groups and pool, as retention manages them."""
 
 from __future__ import annotations
@@ -36,6 +37,22 @@ class Pool(Protocol):
 
     def cache(self, request: Request, group: ManagedGroup, run: range) -> None:
         """Cache a run of a request's full, uncached blocks, and emit the run's events."""
+
+    def cache_inside(self, request: Request, group: ManagedGroup, tokens: int) -> None:
+        """Cache a full-attention block up to ``tokens``, which lie inside it."""
+
+    def cache_state_inside(self, request: Request, group: ManagedGroup, tokens: int) -> bool:
+        """Cache the state that a step is to leave inside a block.
+
+        Returns:
+            Whether the request has a block for it.
+        """
+
+    def gives_key_away(self, request: Request, group: ManagedGroup, tokens: int) -> bool:
+        """Whether the block of a state inside a block is to lose its key to a copy.
+
+        The block belongs to another request, which left the same state and writes into it next.
+        """
 
     def discard(self, blocks: list[Any]) -> None:
         """Uncache blocks. Free ones among them become the next to be reallocated."""

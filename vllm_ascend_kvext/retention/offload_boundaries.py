@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Decides at which boundaries of a request tails are stored in host memory.
 
 The policy is the same as for the local prefix cache (`RetentionPolicy`), but the grid differs. A
@@ -75,6 +76,9 @@ class OffloadBoundaries:
     end_of_turn = Reason(Origin.LATEST)
     """The reason of the boundary at which an answer ends."""
 
+    end_of_prompt = Reason(Origin.PROMPT)
+    """The reason of the boundary at which the same prompt resumes."""
+
     def __init__(
         self, groups: Sequence[PagedGroup], unit_tokens: int, interval_tokens: int = 0
     ) -> None:
@@ -139,6 +143,12 @@ class OffloadBoundaries:
         """Whether no request asked for the boundaries of a reason."""
         return reason.origin in _UNASKED
 
+    def ends_steps(self, reason: Reason) -> bool:
+        """Whether prefill steps end at boundaries of a reason, to leave a state."""
+        return reason.origin in _END_STEPS or (
+            reason.origin is Origin.GRID and bool(self._policy.interval_tokens)
+        )
+
     def next_after(self, plan: dict[int, Reason], tokens: int) -> int:
         """The next boundary that `crossed` may name; a very large number if there is none."""
         following = min((each for each in plan if each > tokens), default=_NEVER)
@@ -182,13 +192,16 @@ def _next_multiple(distance_tokens: int, after_tokens: int) -> int:
 
 
 def _geometries(groups: Sequence[PagedGroup], unit_tokens: int) -> tuple[GroupGeometry, ...]:
-    # The lookup counts equal groups as one, and has groups of full attention first.
+    # The lookup counts equal groups as one, and has groups of full attention first. A state is as
+    # large as all units of its page together, wherever in the page it was stored.
     counts: dict[tuple[GroupKind, int, int], int] = {}
     for group in sorted(groups, key=lambda group: group.kind is not GroupKind.FULL):
         is_window = group.kind is GroupKind.WINDOW
         block_tokens = math.gcd(group.tokens_per_page, unit_tokens)
         key = group.kind, block_tokens, group.window_tokens if is_window else 0
-        counts[key] = counts.get(key, 0) + 1
+        is_state = group.kind is GroupKind.STATE
+        num_units = group.tokens_per_page // block_tokens if is_state else 1
+        counts[key] = counts.get(key, 0) + num_units
     return tuple(
         GroupGeometry(kind, block_tokens, window_tokens, num_groups=count)
         for (kind, block_tokens, window_tokens), count in counts.items()
