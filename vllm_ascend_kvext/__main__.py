@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``python -m vllm_ascend_kvext``: commands that show what the package does on this machine."""
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from vllm_ascend_kvext import __version__
 _COMMANDS = {
     "status": "activate as vLLM would and show what came of each feature",
     "check-model": "ask a model whether its segments may be reused by blending",
+    "replay": "play a log of requests, and show what each kind of caching would hit",
     "collect-env": "what to attach to a bug report",
     "fingerprint": "compare the source of upstream's functions with the stored source fingerprints",
     "ledger": "which ids of patches are free",

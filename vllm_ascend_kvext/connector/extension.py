@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """An extension of the connector: one option, and a part on each side.
 
 The connector itself knows no extension. Packages above it register theirs by name, see
@@ -37,12 +38,10 @@ class ConnectorExtension(ABC):
 
     Attributes:
         key: Its key in ``kv_connector_extra_config``.
-        former_keys: What has replaced the keys of earlier releases, by former key.
         metrics: The metrics of all its counters.
     """
 
     key: ClassVar[str]
-    former_keys: ClassVar[Mapping[str, str]]
     metrics: ClassVar[MetricTable]
 
     @abstractmethod
@@ -98,10 +97,7 @@ def parse_configuration(
         SettingsError: See `parse_options` and `ConnectorExtension`.
     """
     extensions = {extension.key: extension for extension in known_extensions()}
-    former_keys: dict[str, str] = {}
-    for extension in extensions.values():
-        former_keys |= extension.former_keys
-    options = parse_options(extra_config, world_size, extensions, former_keys)
+    options = parse_options(extra_config, world_size, extensions)
     asked = {key: (extra_config or {}).get(key) for key in extensions}
     found = [extensions[key](value, options) for key, value in asked.items() if value is not None]
     assert len(found) <= 1, "messages carry the extras of one extension"

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The connector as vLLM calls it. The class translates, and decides nothing.
 
     --kv-transfer-config '{"kv_connector": "KvextConnector", "kv_role": "kv_both"}'
@@ -9,8 +10,9 @@ vLLM makes one connector in the process of the scheduler, and one in each worker
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -22,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from vllm_ascend_kvext.connector.ascend_binding import planned_cpus
 from vllm_ascend_kvext.connector.common.events import TierEvents
 from vllm_ascend_kvext.connector.common.messages import (
     ConnectorMetadata,
@@ -33,6 +36,7 @@ from vllm_ascend_kvext.connector.common.stats import KvextPromMetrics, KvextStat
 from vllm_ascend_kvext.connector.extension import known_extensions, read_configuration
 from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
 from vllm_ascend_kvext.connector.secondary_tier import secondary_tier_of
+from vllm_ascend_kvext.connector.worker.shared_arena import HostPeers, host_id
 from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide
 from vllm_ascend_kvext.errors import ConnectorError
 from vllm_ascend_kvext.groups.kinds import is_all_full_attention
@@ -91,6 +95,11 @@ class KvextHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Keeps KV of every cache group in host memory, and brings it back.
 
+    Attributes:
+        clock: The time in seconds, for the scheduler side. A replay sets its own.
+        has_tokens: Whether requests have the tokens that their hashes are of. Requests of a replay
+            have hashes only.
+
     Raises:
         ConnectorError: If it cannot work with this configuration.
         SettingsError: If ``kv_role`` or ``kv_connector_extra_config`` is wrong.
@@ -119,6 +128,8 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.secondary = secondary = secondary_tier_of(vllm_config, options)
         self.scheduler_side: ConnectorScheduler | None = None
         self.worker_side: WorkerSide | None = None
+        self.clock: Callable[[], float] = time.monotonic
+        self.has_tokens = True
         self._names_blocks = is_all_full_attention(kv_cache_config)
         self._ended: EndedJobs | None = None
         self._view: SchedulerView | None = None
@@ -127,7 +138,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role is KVConnectorRole.SCHEDULER:
             events_config = vllm_config.kv_events_config
             has_events = events_config is not None and events_config.enable_kv_cache_events
-            self._events = TierEvents(has_events)
+            self._events = TierEvents.of(kv_cache_config) if has_events else TierEvents()
             if extension is not None:
                 extension.read_model(vllm_config.model_config)
         else:
@@ -138,8 +149,10 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 vllm_config,
                 kv_cache_config,
                 options,
+                meet=_meet if options.world_size > 1 else None,
                 extension=of_worker,
                 secondary=None if secondary is None else secondary.worker_side(kv_cache_config),
+                planned_cpus=planned_cpus,
             )
 
     # Scheduler side.
@@ -171,11 +184,13 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "one that it has not; install the package where the engine runs, do not leave its "
                 "plugin out of VLLM_PLUGINS, and see `python -m vllm_ascend_kvext status`"
             )
+        view = self._view if self.has_tokens else replace(self._view, hash_tokens=None)
         self.scheduler_side = ConnectorScheduler(
-            self._view,
+            view,
             [each.worker for each in of_workers],
             self.options,
             self._events,
+            clock=self.clock,
             extension=self.extension,
             secondary=self.secondary,
         )
@@ -351,6 +366,21 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _worker(self) -> WorkerSide:
         assert self.worker_side is not None, "vLLM calls this on workers only"
         return self.worker_side
+
+
+def _meet() -> HostPeers:
+    """The workers of the engine that may share host memory. All workers of the engine call it."""
+    import torch
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+
+    def exchange(value: Any) -> list[Any]:
+        values: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+        return values
+
+    return HostPeers(group.rank_in_group, exchange, host_id())
 
 
 def _jobs_of(metadata: KVConnectorMetadata) -> ConnectorMetadata:

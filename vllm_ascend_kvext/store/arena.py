@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Allocates places in the host buffer. It uses best fit, and joins neighbouring gaps.
 
 The arena takes the smallest gap that is large enough; if there are several, the lowest one. Sizes
@@ -97,6 +98,38 @@ class Arena:
         if end in self._gaps:
             end += self._remove_gap(end)
         self._add_gap(begin, end - begin)
+
+    def shrink(self, offset_bytes: int, size_bytes: int) -> None:
+        """Free the end of a place, which keeps its first ``size_bytes`` bytes.
+
+        Raises:
+            KeyError: No place begins at the offset.
+        """
+        before_bytes = self._places[offset_bytes]
+        assert 0 < size_bytes <= before_bytes and size_bytes % ALIGNMENT_BYTES == 0
+        if size_bytes == before_bytes:
+            return
+        begin, end = offset_bytes + size_bytes, offset_bytes + before_bytes
+        self._places[offset_bytes] = size_bytes
+        self.used_bytes -= before_bytes - size_bytes
+        del self._begins[end]
+        self._begins[begin] = offset_bytes
+        if end in self._gaps:
+            end += self._remove_gap(end)
+        self._add_gap(begin, end - begin)
+
+    def num_parts(self, part_bytes: int, max_parts: int) -> int:
+        """How many consecutive parts of a size fit into the gaps, at most ``max_parts``.
+
+        Parts that follow each other in one gap share the additional bytes of one place.
+        """
+        num_parts = 0
+        for gap_bytes, _ in reversed(self._by_size):
+            of_gap = (gap_bytes - self._spare_bytes) // part_bytes
+            if of_gap <= 0 or num_parts >= max_parts:
+                break
+            num_parts += of_gap
+        return min(num_parts, max_parts)
 
     def window_around(
         self, offset_bytes: int, size_bytes: int, may_free: Callable[[int], bool]

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """What the host tier counts."""
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Refusal(enum.Enum):
     """All entries that are worth less are in use, or the tier is too small."""
 
     BUSY = "busy"
-    """Unfinished stores hold so many pages that requests would lack them."""
+    """Requests lack the pages that the store, or unfinished stores together, hold or would hold."""
 
     PAGES_GONE = "pages_gone"
     """The device has not kept some pages of the piece."""

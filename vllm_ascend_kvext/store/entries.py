@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The entries of the host tier, their states, and their loads.
 
 The states of an entry. A transfer is the store of the entry, or a load that pins the entry::
@@ -81,10 +82,15 @@ class Entry:
 
     Attributes:
         number: A number that counts up. No two entries of a tier have the same number.
+        piece: What the entry has. Rows may lose their end while they are stored.
         keys: The keys by which the entry can be found, ascending: one for each unit of its rows.
-        use: The latest use; see ``HostTier.next_use``.
-        chunk_key: The key of the chunk's first unit. ``reuse`` recognises the chunk by it, even if
-            only a part of the chunk is stored.
+        use: The latest use of its end; see ``HostTier.next_use``.
+        head_uses: Later uses of its beginning: pairs of the token up to which rows were used, and
+            the use. The tokens ascend, and the uses descend.
+        chance: The probability that its tokens are part of a later prompt at all. Below 1 for
+            answers, until one of them has come back.
+        cut_key: The key of the first unit of the entry's first cut. ``reuse`` recognises the cut by
+            it, even if only a part of the cut is stored.
         key_before: The key of the rows before the entry, if the entry is useless without them; else
             None.
         is_being_written: True until its store ends, even if nothing wants the entry any more.
@@ -101,7 +107,7 @@ class Entry:
     offset_bytes: int
     num_bytes: int
     use: int
-    chunk_key: bytes
+    cut_key: bytes
     key_before: bytes | None
     state: EntryState = EntryState.STORING
     is_being_written: bool = True
@@ -110,11 +116,37 @@ class Entry:
     num_leading_keys: int = 0
     is_shared: bool = False
     key_space: str = ""
+    head_uses: tuple[tuple[int, int], ...] = ()
+    chance: float = 1.0
 
     @property
     def key(self) -> bytes:
         """The chained hash at the end of the entry."""
         return self.keys[-1]
+
+    def use_at(self, end_tokens: int) -> int:
+        """The latest use of the rows before a token."""
+        for head_tokens, use in self.head_uses:
+            if end_tokens <= head_tokens:
+                return use
+        return self.use
+
+    def renew(self, end_tokens: int, use: int) -> None:
+        """Note a use of the rows up to a token."""
+        if self.use_at(end_tokens) >= use:
+            return
+        newer = tuple(head for head in self.head_uses if head[1] > use)
+        if end_tokens >= self.piece.end_tokens:
+            self.use = use
+            self.head_uses = newer
+        else:
+            longer = tuple(head for head in self.head_uses if head[0] > end_tokens)
+            self.head_uses = (*newer, (end_tokens, use), *longer)
+
+    @property
+    def can_be_trimmed(self) -> bool:
+        """Whether the entry may lose its end. Tails and segments are removed as a whole."""
+        return self.piece.kind is Kind.ROWS and not self.key_space
 
     @property
     def is_evictable(self) -> bool:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Finds the entry that a key leads to.
 
 An entry of rows can be found at each of its units. So if two prompts differ from the middle of a
@@ -92,6 +93,32 @@ class Index:
         if not entry.num_leading_keys:
             useless.append(entry)
         return useless
+
+    def trim(self, entry: Entry, num_keys: int) -> list[bytes]:
+        """Leave a STORED entry its first keys only. The caller shortens the entry's piece before.
+
+        Returns:
+            The keys that were removed, and that lead to no stored entry now. If other entries have
+            the other rows, too, no key may lead to the entry any more.
+        """
+        table = self._stored[entry.piece.kind]
+        removed = entry.keys[num_keys:]
+        entry.keys = entry.keys[:num_keys]
+        for key in removed:
+            if _remove(table, key, entry):
+                entry.num_leading_keys -= 1
+                if entries := table.get(key):
+                    entries[0].num_leading_keys += 1
+        # The entry has become shorter, so keys may lead to another entry that begins there, too.
+        for key in entry.keys:
+            entries = table[key]
+            if len(entries) == 1:
+                continue  # This is the usual case.
+            was_leading = _remove(table, key, entry)
+            if not _insert(table, key, entry) and was_leading:
+                entry.num_leading_keys -= 1
+                entries[0].num_leading_keys += 1
+        return [key for key in removed if key not in table]
 
     def drop(self, entry: Entry) -> list[bytes]:
         """Remove an entry, stored or not. Returns its keys that lead to no stored entry now."""

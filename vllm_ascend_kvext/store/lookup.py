@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Looks a prefix up: how much of it is stored, why not more, and which pieces are missing.
 
 A lookup walks back from a boundary. The key of the boundary leads to an entry, this entry begins at
 an earlier boundary of the same prefix, and so on. An entry never reaches into the next chunk. A
-chunk is stored as a whole, or in at most `MAX_PIECES` pieces that were added as the prompt grew. If
-a chunk needed more pieces, the chunk is stored again as a whole, and its pieces are removed.
+chunk is stored as a whole, or in pieces that were added as the prompt grew, or for which there were
+gaps in host memory. A cut has at most `MAX_PIECES` pieces. If a cut needed more pieces, the cut is
+stored again as a whole, and its pieces are removed.
 
 A lookup changes nothing. The time of a lookup grows with the number of chunks of the prefix, and
 with the number of units in chunks that have a stored neighbour. The time of a search for all tails
@@ -14,7 +16,8 @@ grows with the units of the range.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -25,8 +28,8 @@ from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
 from vllm_ascend_kvext.store.remembered_keys import RememberedKeys
 
 MAX_PIECES = 4
-"""The most pieces of a chunk. Each piece costs a load one more section per group. Storing a chunk
-again costs all its rows."""
+"""The most pieces of a cut. Each piece costs a load one more section per group. Storing a cut again
+costs all its rows."""
 
 
 class Shortfall(enum.Enum):
@@ -267,8 +270,7 @@ class Lookup:
     def missing_pieces(self, first_tokens: int, end_tokens: int) -> list[Piece]:
         """The pieces to store so that all rows up to a boundary can be read.
 
-        Rows that are stored or being stored are left out, unless the chunk would get too many
-        pieces.
+        Rows that are stored or being stored are left out, unless a cut would get too many pieces.
 
         Args:
             first_tokens: Chunks that end at or before this token are not examined.
@@ -282,20 +284,46 @@ class Lookup:
         pieces: list[Piece] = []
         for chunk_first in range(first_tokens, end_tokens, chunk_tokens):
             chunk_end = min(chunk_first + chunk_tokens, end_tokens)
-            gaps: list[Piece] = []
-            num_present = 0
+            missing: list[Piece] = []
+            begins: list[int] = []  # Where the pieces before the gap begin.
             position = chunk_first
             for run in self.runs_of_chunk(chunk_first, chunk_end, with_storing=True):
                 if position < run.first_tokens:
-                    gaps.append(Piece.rows(position, run.first_tokens))
-                num_present += len(run.entries)
+                    self._add_missing(missing, begins, position, run.first_tokens)
+                begins += [entry.piece.first_tokens for entry in run.entries]
                 position = run.end_tokens
             if position < chunk_end:
-                gaps.append(Piece.rows(position, chunk_end))
-            if gaps and num_present + len(gaps) > MAX_PIECES:
-                gaps = [Piece.rows(chunk_first, chunk_end)]
-            pieces += gaps
+                self._add_missing(missing, begins, position, chunk_end)
+            pieces += missing
         return pieces
+
+    def _add_missing(
+        self, missing: list[Piece], begins: list[int], gap_tokens: int, end_tokens: int
+    ) -> None:
+        """Add rows that are missing. A cut that is stored again as a whole needs no other piece.
+
+        Args:
+            missing: The missing pieces of the chunk before the gap, ascending.
+            begins: Where the pieces of the chunk before the gap begin, ascending.
+        """
+        begin = self._gap_begin(gap_tokens, begins)
+        while missing and missing[-1].end_tokens > begin:
+            piece = missing.pop()
+            if piece.first_tokens < begin:
+                missing.append(Piece.rows(piece.first_tokens, begin))
+        missing.append(Piece.rows(begin, end_tokens))
+        del begins[bisect_left(begins, begin) :]
+        begins.append(begin)
+
+    def _gap_begin(self, gap_tokens: int, begins: Sequence[int]) -> int:
+        """Where to begin to store rows that are missing from a token on.
+
+        Args:
+            begins: Where the pieces before this token begin, ascending.
+        """
+        cut_start = self.geometry.cut_start(gap_tokens)
+        num_pieces = 1 + len(begins) - bisect_right(begins, cut_start)
+        return gap_tokens if num_pieces < MAX_PIECES else cut_start
 
     def keys_of(self, piece: Piece) -> tuple[bytes, ...]:
         """The keys of the boundaries at which a piece can be found, ascending.

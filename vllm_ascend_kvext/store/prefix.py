@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Says how prefixes are cut, and which keys they have.
 
 A key is vLLM's chained hash of all tokens before a boundary. Equal keys mean equal prefixes, with
@@ -39,10 +40,12 @@ class HashedPrefix:
     Attributes:
         hashes: One hash per ``tokens_per_hash`` tokens. Each hash covers all tokens before its end.
         tokens_per_hash: Tokens between two hashes; the tier's unit is a multiple of it.
+        upstream: The same tokens with vLLM's own hashes; None if ``hashes`` are vLLM's own.
     """
 
     hashes: Sequence[bytes]
     tokens_per_hash: int
+    upstream: HashedPrefix | None = None
 
     @property
     def key_space(self) -> str:
@@ -78,6 +81,11 @@ class HashedPrefix:
         return self.hashes[first // tokens - 1 : last // tokens : boundaries.step // tokens]
 
 
+MIN_CUT_TOKENS = 128
+"""The least tokens of a cut. A copy between pages and host memory never crosses the end of a cut,
+so smaller cuts cost more copies. Larger cuts lose more hits where memory is short."""
+
+
 @dataclass(frozen=True, slots=True)
 class TierGeometry:
     """Where prefixes are cut, and what a resume needs.
@@ -87,6 +95,8 @@ class TierGeometry:
             chunk.
         unit_tokens: The row unit of the layout. Pieces begin and end at multiples of it, and
             requests resume there. It divides ``chunk_tokens``.
+        cut_tokens: Rows are evicted from their end on, up to a multiple of this number of tokens.
+            It divides ``chunk_tokens``, and is a multiple of the unit. 0 stands for a whole chunk.
         needs_rows: Whether the model has full-attention rows.
         needs_tails: Whether the model has window tails or states.
 
@@ -98,6 +108,7 @@ class TierGeometry:
     unit_tokens: int
     needs_rows: bool = True
     needs_tails: bool = True
+    cut_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.unit_tokens <= self.chunk_tokens or self.chunk_tokens % self.unit_tokens:
@@ -108,6 +119,14 @@ class TierGeometry:
         if not (self.needs_rows or self.needs_tails):
             raise TierError(
                 "host tier: expected a model with rows or tails, found neither; leave the tier out"
+            )
+        if not self.cut_tokens:
+            object.__setattr__(self, "cut_tokens", self.chunk_tokens)
+        if self.cut_tokens % self.unit_tokens or self.chunk_tokens % self.cut_tokens:
+            raise TierError(
+                f"host tier: expected a cut of a multiple of {self.unit_tokens} tokens that "
+                f"divides the chunk of {self.chunk_tokens}, found {self.cut_tokens}; choose "
+                "another size"
             )
 
     def floor(self, tokens: int) -> int:
@@ -122,3 +141,30 @@ class TierGeometry:
     def chunk_end(self, tokens: int) -> int:
         """The end of the chunk that has the first token behind ``tokens`` tokens."""
         return tokens - tokens % self.chunk_tokens + self.chunk_tokens
+
+    def cut_start(self, tokens: int) -> int:
+        """The last multiple of the cut at or before a token."""
+        return tokens - tokens % self.cut_tokens
+
+    def cut_end(self, tokens: int) -> int:
+        """The first multiple of the cut at or behind a token."""
+        return tokens + -tokens % self.cut_tokens
+
+    def cut_ends(self, first_tokens: int, end_tokens: int) -> list[int]:
+        """The ends of the cuts of a piece of rows, ascending. The last one is the piece's end."""
+        cut_tokens = self.cut_tokens
+        first_end = first_tokens - first_tokens % cut_tokens + cut_tokens
+        return [*range(first_end, end_tokens, cut_tokens), end_tokens]
+
+
+def cut_tokens_of(unit_tokens: int, chunk_tokens: int = 0) -> int:
+    """The tokens of a cut: the least multiple of the unit that has `MIN_CUT_TOKENS` or more.
+
+    Args:
+        chunk_tokens: If given, the cut also divides the chunk, and may be larger.
+    """
+    cut_tokens = unit_tokens * -(-MIN_CUT_TOKENS // unit_tokens)
+    if not chunk_tokens:
+        return cut_tokens
+    cuts = range(cut_tokens, chunk_tokens, unit_tokens)
+    return next((each for each in cuts if chunk_tokens % each == 0), chunk_tokens)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Learns when chunks are asked for again, and how much it pays to keep them until then.
 
 A place in the tier should bring the most hits for the time that it is taken. So the value of a
@@ -12,16 +13,18 @@ more, and loses everything if not everything fits: if ten conversations continue
 them is evicted before its next turn. The hit density keeps some of them.
 
 Time is counted in uses, see ``HostTier.next_use``. After a chunk was asked for, it waits. Its age
-is the time that it has waited. Ages are grouped by powers of two, as stages::
+is the time that it has waited. Ages are grouped as stages. From age 4 on, four stages of equal
+length lead from one power of two to the next, so that it is seen when conversations have ended::
 
-    stage   0   1     2       3
-    age     1   2-3   4-7     8-15 uses ...
+    stage   0-6   7     8       9       10      11
+    age     1-7   8-9   10-11   12-13   14-15   16-19 uses ...
 
 For each stage, the module counts how long chunks waited in it, and how many of them were asked for
 in it. The quotient is the hazard: the probability that the next use asks for such a chunk. Chunks
 that still wait count, so chunks that never come back are counted, too. Evicted chunks also count.
 Otherwise the module would learn only from chunks that are kept anyway. Chunks of different classes
-come back at different rates, see `_Chunk`.
+come back at different rates, see `_Run`. A chunk is as small as what can be evicted by itself: a
+cut of `TierGeometry`.
 
 The module knows keys, but no entries and no places.
 """
@@ -29,14 +32,33 @@ The module knows keys, but no entries and no places.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 
-NUM_STAGES = 15
+_STAGES_PER_OCTAVE = 4
+
+_FIRST_AGES = (
+    *range(1, _STAGES_PER_OCTAVE),
+    *(
+        (_STAGES_PER_OCTAVE + number) << octave
+        for octave in range(12)
+        for number in range(_STAGES_PER_OCTAVE)
+    ),
+    1 << 14,
+)
+"""The first age of each stage."""
+
+NUM_STAGES = len(_FIRST_AGES)
 """The number of stages. The last stage has no end."""
 
-NUM_ORIGINS = 3
-"""The number of origins, see `_Chunk`."""
+_WIDTHS = (*(end - first for first, end in pairwise(_FIRST_AGES)), _FIRST_AGES[-1])
+"""The number of ages in each stage. The last stage counts as long as all ages before it."""
+
+NUM_ORIGINS = 6
+"""The number of origins. Chunks of prompts have the first `NUM_CHUNK_ORIGINS`, see `_Run`."""
+
+NUM_CHUNK_ORIGINS = 3
 
 MAX_TIMES = 4
 """Chunks that were asked for this many times or more are in one class."""
@@ -49,38 +71,54 @@ LEARNING_SHARE = 1 / 16
 PRIOR_REQUESTS = 0.5
 """The weight of the assumed hazard: it counts as much as the chunks of this many requests."""
 
+_ASSUMED_HITS = 1
+"""The hits that count as observed before any is."""
+
+_ASSUMED_USES = 100
+"""The uses in which `_ASSUMED_HITS` count as observed."""
+
 _MAX_HAZARD = 0.999
 
 Table = list[list[float]]
 """Numbers by class and stage."""
 
 
-@dataclass(slots=True)
-class _Chunk:
-    """What is known of a chunk.
+@dataclass(slots=True, eq=False)
+class _Run:
+    """Chunks of a prompt that have been asked for by the same requests.
 
     Attributes:
-        origin: What stood before the chunk when it was computed. 0: no known chunk. 1: a prompt
+        keys: The keys of the chunks, in the order of the prompt.
+        origin: What stood before the chunks when they were computed. 0: no known chunk. 1: a prompt
             that came back for the first time. 2: a prompt that had come back before.
-        asked_at: The latest use that asked for the chunk.
-        num_asked: The number of requests that asked for it, the first request included.
+        asked_at: The latest use that asked for the chunks.
+        num_asked: The number of requests that asked for them, the first request included.
+        is_answer: Whether the chunks were first seen in an answer.
     """
 
+    keys: Sequence[bytes]
     origin: int
     asked_at: int
     num_asked: int = 1
+    is_answer: bool = False
 
     @property
     def class_index(self) -> int:
-        """The class of the chunk. Chunks of a class are expected to come back at the same rate."""
+        """The class of the chunks. Chunks of a class are expected to come back at the same rate."""
         return self.origin * MAX_TIMES + min(self.num_asked, MAX_TIMES) - 1
+
+    @property
+    def counted_index(self) -> int:
+        """The class in which the chunks are counted. Answers that no prompt has had count apart."""
+        return NUM_CLASSES if self.is_answer and self.num_asked == 1 else self.class_index
 
 
 class Reuse:
     """Counts the reuse of all chunks, stored or not, and computes densities from the counts.
 
-    A request costs a constant number of steps per chunk. Learning costs one step for each request
-    whose chunks still wait.
+    Chunks that were asked for together are counted together, as a run. So a request costs a step
+    per run, and few machine instructions per chunk. Learning costs one step for each request whose
+    chunks still wait.
 
     Args:
         max_keys: The most chunks that are known. The chunk that was asked for longest ago is
@@ -95,9 +133,16 @@ class Reuse:
         self._max_keys = max_keys
         self.clear()
 
+    @property
+    def num_keys(self) -> int:
+        """The number of chunks that are known."""
+        return len(self._run_of)
+
     def clear(self) -> None:
         """Forget everything."""
-        self._chunks: OrderedDict[bytes, _Chunk] = OrderedDict()
+        self._run_of: dict[bytes, _Run] = {}
+        # All runs. The run that was asked for longest ago comes first.
+        self._runs: OrderedDict[_Run, None] = OrderedDict()
         # The number of chunks that still wait, by the use that asked for them, and by class.
         self._cohorts: dict[int, dict[int, int]] = {}
         # How long chunks waited, by class and stage. Chunks that still wait are not included.
@@ -116,13 +161,13 @@ class Reuse:
             use: The latest use of its entry, by a load or a store.
             now: The latest use of all.
         """
-        chunk = self._chunks.get(key)
-        if chunk is None:
+        run = self._run_of.get(key)
+        if run is None:
             return self.densities[0][_stage_of(now + 1 - use)]
-        age = now + 1 - max(use, chunk.asked_at)
-        return self.densities[chunk.class_index][_stage_of(age)]
+        age = now + 1 - max(use, run.asked_at)
+        return self.densities[run.class_index][_stage_of(age)]
 
-    def note_ended(self, asked: Iterable[bytes], answered: Iterable[bytes], now: int) -> None:
+    def note_ended(self, asked: Sequence[bytes], answered: Sequence[bytes], now: int) -> None:
         """Count the chunks of a request that has ended.
 
         Args:
@@ -131,49 +176,97 @@ class Reuse:
             now: The use of its end, which is later than all uses before.
         """
         self._num_requests += 1
-        before: _Chunk | None = None
-        for key in asked:
-            self._num_asked += 1
-            self._num_since_learned += 1
-            chunk = self._chunks.get(key)
-            if chunk is None:
-                self._add(key, _Chunk(_origin_behind(before), now))
+        self._num_asked += len(asked)
+        self._num_since_learned += len(asked)
+        before: _Run | None = None
+        for run, keys in self._runs_of(asked):
+            if run is None:
+                self._add(_Run(keys, _origin_behind(before), now))
                 continue
-            if chunk.asked_at != now:
-                self.came_back[chunk.class_index][_stage_of(now - chunk.asked_at)] += 1
-                self._leave(chunk, now)
-                chunk.num_asked += 1
-                chunk.asked_at = now
-                self._add(key, chunk)
-            before = chunk
-        for key in answered:
-            if key not in self._chunks:
-                self._add(key, _Chunk(_origin_behind(before), now))
-        while len(self._chunks) > self._max_keys:
-            self._leave(self._chunks.popitem(last=False)[1], now)
-        if self._num_since_learned >= LEARNING_SHARE * len(self._chunks):
+            if run.asked_at != now:
+                asked_run = self._part_of(run, keys)
+                self.came_back[run.counted_index][_stage_of(now - run.asked_at)] += len(keys)
+                self._leave(asked_run, len(keys), now)
+                asked_run.num_asked += 1
+                asked_run.asked_at = now
+                self._add(asked_run)
+                before = asked_run
+            else:
+                before = run
+        for run, keys in self._runs_of(answered):
+            if run is None:
+                self._add(_Run(keys, _origin_behind(before), now, is_answer=True))
+        self._forget_oldest(now)
+        if self._num_since_learned >= LEARNING_SHARE * self.num_keys:
             self._num_since_learned = 0
             self._learn(now)
 
-    def _add(self, key: bytes, chunk: _Chunk) -> None:
-        """Note that a chunk begins to wait."""
-        self._chunks[key] = chunk
-        self._chunks.move_to_end(key)
-        cohort = self._cohorts.setdefault(chunk.asked_at, {})
-        cohort[chunk.class_index] = cohort.get(chunk.class_index, 0) + 1
+    def note_new(self, key: bytes, origin: int, now: int) -> None:
+        """Note a chunk of a given origin. A chunk that is known stays as it is."""
+        if key not in self._run_of:
+            self._add(_Run((key,), origin, now))
+            self._forget_oldest(now)
 
-    def _leave(self, chunk: _Chunk, now: int) -> None:
-        """Note that a chunk does not wait any more."""
-        class_index = chunk.class_index
+    def num_until_known(self, keys: Sequence[bytes]) -> int:
+        """The number of keys up to the last one that is known."""
+        if self._run_of.keys().isdisjoint(keys):
+            return 0
+        return next(
+            number for number in range(len(keys), 0, -1) if keys[number - 1] in self._run_of
+        )
+
+    def _runs_of(self, keys: Sequence[bytes]) -> Iterator[tuple[_Run | None, Sequence[bytes]]]:
+        """The runs of some chunks, None for unknown chunks, and the chunks of each run."""
+        first = 0
+        for run, group in groupby(map(self._run_of.get, keys)):
+            end = first + len(list(group))
+            yield run, keys[first:end]
+            first = end
+
+    def _part_of(self, run: _Run, keys: Sequence[bytes]) -> _Run:
+        """Split a run. Returns a run of the keys, which are all keys of the run or some of them."""
+        if len(keys) == len(run.keys):
+            return run
+        removed = set(keys)
+        run.keys = [key for key in run.keys if key not in removed]
+        part = _Run(keys, run.origin, run.asked_at, run.num_asked, run.is_answer)
+        self._run_of.update(dict.fromkeys(keys, part))
+        return part
+
+    def _add(self, run: _Run) -> None:
+        """Note that the chunks of a run begin to wait."""
+        if run.num_asked == 1:
+            self._run_of.update(dict.fromkeys(run.keys, run))
+        self._runs[run] = None
+        self._runs.move_to_end(run)
+        cohort = self._cohorts.setdefault(run.asked_at, {})
+        class_index = run.counted_index
+        cohort[class_index] = cohort.get(class_index, 0) + len(run.keys)
+
+    def _leave(self, run: _Run, num_chunks: int, now: int) -> None:
+        """Note that some chunks of a run do not wait any more."""
+        class_index = run.counted_index
         waited = self._waited[class_index]
-        for stage, num_uses in _stages_until(now - chunk.asked_at):
-            waited[stage] += num_uses
-        cohort = self._cohorts[chunk.asked_at]
-        cohort[class_index] -= 1
+        for stage, num_uses in _stages_until(now - run.asked_at):
+            waited[stage] += num_uses * num_chunks
+        cohort = self._cohorts[run.asked_at]
+        cohort[class_index] -= num_chunks
         if not cohort[class_index]:
             del cohort[class_index]
             if not cohort:
-                del self._cohorts[chunk.asked_at]
+                del self._cohorts[run.asked_at]
+
+    def _forget_oldest(self, now: int) -> None:
+        """Forget the chunks that were asked for longest ago, if too many are known."""
+        while self.num_keys > self._max_keys:
+            run = next(iter(self._runs))
+            forgotten = run.keys[: self.num_keys - self._max_keys]
+            self._leave(run, len(forgotten), now)
+            for key in forgotten:
+                del self._run_of[key]
+            run.keys = run.keys[len(forgotten) :]
+            if not run.keys:
+                del self._runs[run]
 
     def waited(self, now: int) -> Table:
         """The number of uses for which chunks have waited, by class and stage."""
@@ -183,27 +276,31 @@ class Reuse:
         for asked_at, cohort in self._cohorts.items():
             age = now - asked_at
             stage = _stage_of(age)
-            num_uses = age + 1 - (1 << stage)
+            num_uses = age + 1 - _FIRST_AGES[stage]
             for class_index, num_chunks in cohort.items():
                 num_in_stage[class_index][stage] += num_chunks
                 in_last_stage[class_index][stage] += num_uses * num_chunks
         for class_index, row in enumerate(waited):
             num_beyond = 0.0  # The number of chunks that have waited through the whole stage.
             for stage in reversed(range(NUM_STAGES)):
-                row[stage] += in_last_stage[class_index][stage] + num_beyond * (1 << stage)
+                row[stage] += in_last_stage[class_index][stage] + num_beyond * _WIDTHS[stage]
                 num_beyond += num_in_stage[class_index][stage]
         return waited
 
     def _learn(self, now: int) -> None:
         prior_hits = max(1.0, PRIOR_REQUESTS * self._num_asked / self._num_requests)
-        hazards = learned_hazards(self.waited(now), self.came_back, prior_hits)
+        # Whether answers come back is learned apart, see `answers`.
+        waited = self.waited(now)[:NUM_CLASSES]
+        hazards = learned_hazards(waited, self.came_back[:NUM_CLASSES], prior_hits)
         self.densities = [densities(row) for row in hazards]
 
 
 def learned_hazards(waited: Table, came_back: Table, prior_hits: float) -> Table:
     """The probability that the next use asks for a chunk, by class and stage.
 
-    If there are few observations, the mean of the class and the mean of the stage decide.
+    If there are few observations, the mean of the class and the mean of the stage decide. The same
+    hazard is assumed of all ages, so that age tells nothing before it was observed. With a hazard
+    that falls with age, conversations lose their chunks before their next turn, as with LRU.
 
     Args:
         waited: The number of uses for which chunks waited, by class and stage.
@@ -212,24 +309,29 @@ def learned_hazards(waited: Table, came_back: Table, prior_hits: float) -> Table
     """
     all_waited = [sum(column) for column in zip(*waited, strict=True)]
     all_came_back = [sum(column) for column in zip(*came_back, strict=True)]
-    mean = (sum(all_came_back) + 1) / (sum(all_waited) + 100)
-    prior = prior_hits / mean
+    num_hits = sum(all_came_back) + _ASSUMED_HITS
+    mean = num_hits / (sum(all_waited) + _ASSUMED_USES)
     of_stage = [
-        (hits + prior_hits) / (uses + prior)
+        _hazard(hits, uses, mean, prior_hits)
         for hits, uses in zip(all_came_back, all_waited, strict=True)
     ]
     hazards = []
     for class_hits, class_uses in zip(came_back, waited, strict=True):
-        usual = sum(uses * h / mean for uses, h in zip(class_uses, of_stage, strict=True))
-        factor = (sum(class_hits) + prior_hits) / (usual + prior) / mean
+        if not any(class_uses):
+            hazards.append(of_stage)
+            continue
+        expected = sum(uses * hazard for uses, hazard in zip(class_uses, of_stage, strict=True))
+        factor = (sum(class_hits) + prior_hits) / (expected + prior_hits)
         seen = zip(class_hits, class_uses, of_stage, strict=True)
         hazards.append(
-            [
-                min(_MAX_HAZARD, (hits + prior * h * factor) / (uses + prior))
-                for hits, uses, h in seen
-            ]
+            [_hazard(hits, uses, factor * hazard, prior_hits) for hits, uses, hazard in seen]
         )
     return hazards
+
+
+def _hazard(hits: float, uses: float, assumed: float, prior_hits: float) -> float:
+    """The hits per use, if a hazard is assumed that counts as much as some hits."""
+    return min(_MAX_HAZARD, (hits + prior_hits) / (uses + prior_hits / assumed))
 
 
 def densities(hazards: list[float]) -> list[float]:
@@ -238,32 +340,34 @@ def densities(hazards: list[float]) -> list[float]:
     num_hits = 0.0
     num_uses = 0.0
     for stage in reversed(range(NUM_STAGES)):
-        width = 1 << stage
-        within = 1 - (1 - hazards[stage]) ** width
-        num_hits = within + (1 - within) * num_hits
-        num_uses = width * (1 - within / 2) + (1 - within) * num_uses
+        width = _WIDTHS[stage]
+        missed = (1 - hazards[stage]) ** width
+        num_hits = 1 - missed + missed * num_hits
+        num_uses = width * (1 + missed) / 2 + missed * num_uses
         found.append(num_hits / num_uses)
     return found[::-1]
 
 
 def _zeros() -> Table:
-    return [[0.0] * NUM_STAGES for _ in range(NUM_CLASSES)]
+    """Zeros by class and stage. The last class is that of answers that no prompt has had."""
+    return [[0.0] * NUM_STAGES for _ in range(NUM_CLASSES + 1)]
 
 
 def _stage_of(age: int) -> int:
-    return min(max(1, age).bit_length(), NUM_STAGES) - 1
+    octave = max(0, age.bit_length() - _STAGES_PER_OCTAVE.bit_length())
+    stage = _STAGES_PER_OCTAVE * octave + (max(1, age) >> octave) - 1
+    return min(stage, NUM_STAGES - 1)
 
 
 def _stages_until(age: int) -> Iterator[tuple[int, int]]:
     """The stages of a wait up to an age, each with the number of uses in it."""
     last = _stage_of(age)
-    for stage in range(last):
-        yield stage, 1 << stage
-    yield last, age + 1 - (1 << last)
+    yield from enumerate(_WIDTHS[:last])
+    yield last, age + 1 - _FIRST_AGES[last]
 
 
-def _origin_behind(chunk: _Chunk | None) -> int:
-    """The origin of a chunk that is computed behind a chunk that has just been asked for."""
-    if chunk is None:
+def _origin_behind(run: _Run | None) -> int:
+    """The origin of chunks that are computed behind a run that has just been asked for."""
+    if run is None:
         return 0
-    return min(chunk.num_asked, NUM_ORIGINS) - 1
+    return min(run.num_asked, NUM_CHUNK_ORIGINS) - 1

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The host tier of one engine. The scheduler side of a connector uses it.
 
 The calls for a request, from its admission on::
 
-    use = tier.next_use()
     hit = tier.look_up(prefix, limit_tokens, after_tokens)      what can be loaded
-    load = tier.begin_load(prefix, boundary, entries, use)      pins the entries
+    load = tier.begin_load(prefix, boundary, entries, tier.next_use())      pins the entries
     tier.end_load(load, unreadable)                             when no worker reads them any more
 
+    use = tier.note_admitted(prefix, prompt_tokens)             it begins to compute
     for piece in tier.lookup(prefix).missing_pieces(first, end):    pieces that it has computed
-        entry = tier.begin_store(prefix, piece, num_bytes, use)     or a Refusal
+        entries = tier.begin_rows(prefix, piece, use)           or a Refusal
         tier.finish_store(entry, row_map)                       or fail_store, when no worker writes
+    entry = tier.begin_store(prefix, tails, num_bytes, use)     needs one gap
+
+    use = tier.next_use()                                       it has ended
+    tier.note_ended(prefix, prompt_tokens, end_tokens)          its last pieces are stored behind
 
 Every call is synchronous. The same calls lead to the same offsets, so all workers can use the same
 offsets. The tier moves no bytes, and does not know what a worker is.
@@ -18,20 +23,38 @@ offsets. The tier moves no bytes, and does not know what a worker is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
+from heapq import heappop, heappush
+from typing import Any, Protocol
 
 from vllm_ascend_kvext.errors import TierError
 from vllm_ascend_kvext.store.arena import Arena
 from vllm_ascend_kvext.store.counters import Refusal, Removal, TierCounters
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Load, Piece
-from vllm_ascend_kvext.store.eviction import EvictionOrder
+from vllm_ascend_kvext.store.eviction import USELESS, EvictionOrder, Priority
 from vllm_ascend_kvext.store.index import Index
 from vllm_ascend_kvext.store.lookup import Hit, Lookup, Lost, Shortfall
 from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
+from vllm_ascend_kvext.store.resumes import Resumes, TailOrigin
 from vllm_ascend_kvext.store.reuse import Reuse
 
 OnRemoved = Callable[[Entry, Removal], None]
+OnRowsLost = Callable[[Sequence[bytes]], None]
+
+
+class PieceLayout(Protocol):
+    """How rows lie in host memory. A piece lies there cut by cut."""
+
+    def num_bytes(self, piece: Piece) -> int:
+        """The bytes of a piece."""
+
+    def rows_within(self, row_map: Any, first_tokens: int, end_tokens: int) -> Any:
+        """The rows of a row map within a range of tokens."""
+
+
+_MAX_REMEMBERED = 4096
+"""The number of ranges of rows whose sizes are cached. Prompts are cut at the same tokens."""
 
 _SHORTFALLS = {
     Removal.EVICTED: Shortfall.EVICTED,
@@ -49,9 +72,10 @@ class HostTier:
         remembered_keys: How many evicted or failed keys of each kind are remembered, and how many
             chunks `Reuse` knows.
         on_removed: Called for every stored entry that is removed.
-        evicts_ends_first: Whether rows stay as long as rows or tails behind them stay. If a load
-            stops at the first gap, it could not reach what lies behind evicted rows.
+        on_rows_lost: Called with the keys of the units that no stored entry of rows has any more,
+            whether the whole entry was removed or a part of it.
         spare_bytes: Additional bytes at the end of every place, for a shared tier.
+        layout: How rows lie in host memory. `begin_rows` needs it.
 
     Raises:
         TierError: If the capacity is too small to hold anything.
@@ -63,8 +87,9 @@ class HostTier:
         geometry: TierGeometry,
         remembered_keys: int = 1 << 16,
         on_removed: OnRemoved | None = None,
-        evicts_ends_first: bool = True,
+        on_rows_lost: OnRowsLost | None = None,
         spare_bytes: int = 0,
+        layout: PieceLayout | None = None,
     ) -> None:
         self.geometry = geometry
         self.counters = TierCounters()
@@ -72,14 +97,36 @@ class HostTier:
         self.capacity_bytes = self._arena.capacity_bytes
         self._index = Index()
         self._reuse = Reuse(remembered_keys)
-        self._order = EvictionOrder(
-            self._arena, self._index, geometry, self._reuse, evicts_ends_first
-        )
+        self._resumes = Resumes(remembered_keys)
+        self._order = EvictionOrder(self._arena, self._index, geometry, self._reuse, self._resumes)
         self._lost: dict[Kind, Lost] = {kind: Lost(remembered_keys) for kind in Kind}
         self._entries: dict[int, Entry] = {}
         self._on_removed = on_removed
+        self._on_rows_lost = on_rows_lost
+        self._layout = layout
+        self._rows_bytes = lru_cache(_MAX_REMEMBERED)(self._rows_place_bytes)
         self._latest_use = 0
         self._num_entries = 0
+        self.forget_sizes()
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens whose rows fit, if nothing else is stored; 0 if no rows are stored."""
+        if self._layout is None or not self.geometry.needs_rows:
+            return 0
+        chunk_tokens = self.geometry.chunk_tokens
+        num_chunks = self.capacity_bytes // self._rows_bytes(0, chunk_tokens)
+        left_bytes = self.capacity_bytes - num_chunks * self._rows_bytes(0, chunk_tokens)
+        ends = self.geometry.cut_ends(0, chunk_tokens)
+        fitting = [end for end in ends if self._rows_bytes(0, end) <= left_bytes]
+        return num_chunks * chunk_tokens + max(fitting, default=0)
+
+    def forget_sizes(self) -> None:
+        """Pieces have other sizes from now on. The caller forgets what is stored."""
+        self._rows_bytes.cache_clear()
+        if self._layout is not None and self.geometry.needs_rows:
+            chunk = Piece.rows(0, self.geometry.chunk_tokens)
+            self._order.small_tails_bytes = self._arena.place_bytes(self._layout_bytes(chunk))
 
     def next_use(self) -> int:
         """A new point in time, later than all before. Ages are differences of such points.
@@ -88,6 +135,27 @@ class HostTier:
         """
         self._latest_use += 1
         return self._latest_use
+
+    def note_admitted(self, prefix: Prefix, prompt_tokens: int) -> int:
+        """Note that a request begins. Call it before the request's own tails are stored.
+
+        A request that begins again after a preemption is noted again: it resumes once more.
+
+        Args:
+            prefix: The tokens of the request.
+            prompt_tokens: The length of its prompt.
+
+        Returns:
+            The use of its admission.
+        """
+        use = self.next_use()
+        if self.geometry.needs_tails:
+            # The last token of a prompt is always computed.
+            limit_tokens = min(prompt_tokens - 1, prefix.num_tokens)
+            unit_tokens = self.geometry.unit_tokens
+            keys = prefix.keys_at(range(unit_tokens, limit_tokens + 1, unit_tokens))
+            self._resumes.note_admitted(keys, use)
+        return use
 
     def note_ended(self, prefix: Prefix, prompt_tokens: int, end_tokens: int) -> None:
         """Note that a request has ended. Call it once, before its remaining pieces are stored.
@@ -98,12 +166,17 @@ class HostTier:
             end_tokens: The end of its tokens that have keys. These tokens include its answer.
         """
         unit_tokens = self.geometry.unit_tokens
-        chunk_tokens = self.geometry.chunk_tokens
-        # A chunk is identified by the key of its first unit, even if the tokens end within the
-        # chunk.
-        keys = prefix.keys_at(range(unit_tokens, end_tokens + 1, chunk_tokens))
-        num_asked = len(range(unit_tokens, prompt_tokens + 1, chunk_tokens))
+        cut_tokens = self.geometry.cut_tokens
+        # A cut is identified by the key of its first unit, even if the tokens end within the cut.
+        keys = prefix.keys_at(range(unit_tokens, end_tokens + 1, cut_tokens))
+        num_asked = len(range(unit_tokens, prompt_tokens + 1, cut_tokens))
         self._reuse.note_ended(keys[:num_asked], keys[num_asked:], self._latest_use)
+
+    def note_came_back(self, prefix: Prefix, first_tokens: int, end_tokens: int) -> None:
+        """Note that a prompt contains answers, the first of which begins at ``first_tokens``."""
+        boundary = self.geometry.floor(end_tokens)
+        for _, entry in self.lookup(prefix).walk_back(first_tokens, boundary, with_storing=True):
+            entry.chance = 1.0
 
     # Loads.
 
@@ -135,7 +208,9 @@ class HostTier:
         self.renew(prefix, boundary_tokens, use)
         for entry in entries:
             entry.num_pins += 1
-            entry.use = max(entry.use, use)
+            entry.chance = 1.0
+            if not entry.can_be_trimmed:  # The rows of the prefix are renewed.
+                entry.use = max(entry.use, use)
         return Load(entries)
 
     def end_load(self, load: Load, unreadable: Collection[Entry] = ()) -> None:
@@ -175,10 +250,11 @@ class HostTier:
         if not self.geometry.needs_rows:
             return
         boundary = self.geometry.floor(min(upto_tokens, prefix.num_tokens))
-        for _, entry in self.lookup(prefix).walk_back(0, boundary, with_storing=True):
-            if entry.use >= use:
+        for end_tokens, entry in self.lookup(prefix).walk_back(0, boundary, with_storing=True):
+            if entry.use_at(end_tokens) >= use:
                 return
-            entry.use = use
+            # A cut is evicted as a whole, so a use of its first rows is a use of all of it.
+            entry.renew(self.geometry.cut_end(end_tokens), use)
 
     # Stores.
 
@@ -188,6 +264,17 @@ class HostTier:
             return 0
         return self.lookup(prefix).first_run(limit_tokens, 0, with_storing=True).end_tokens
 
+    def known_tokens(self, prefix: Prefix, limit_tokens: int) -> int:
+        """A boundary up to which earlier requests had the same tokens, stored or not.
+
+        Nearly a cut may be missing, because a cut is known by its first unit.
+        """
+        unit_tokens = self.geometry.unit_tokens
+        limit_tokens = min(limit_tokens, prefix.num_tokens)
+        boundaries = range(unit_tokens, limit_tokens + 1, self.geometry.cut_tokens)
+        number = self._reuse.num_until_known(prefix.keys_at(boundaries))
+        return boundaries[number - 1] if number else 0
+
     def begin_store(
         self,
         prefix: Prefix,
@@ -195,6 +282,7 @@ class HostTier:
         num_bytes: int,
         use: int,
         preference: Callable[[Entry], int] = lambda _: 0,
+        origin: TailOrigin = TailOrigin.ASKED,
     ) -> Entry | Refusal:
         """Take a place for a piece of a prefix. The rows before it are renewed, so that they stay.
 
@@ -204,49 +292,88 @@ class HostTier:
             num_bytes: The bytes of the piece in host memory, more than 0.
             use: The latest use by the request.
             preference: See `EvictionOrder.choose`.
+            origin: Why tails are stored.
 
         Returns:
             The entry, whose place begins at ``offset_bytes``, or the reason why there is none. A
-            refusal evicts nothing.
+            refusal evicts nothing that a request could use.
 
         Raises:
             TierError: If a piece is not cut at units, or reaches into a second chunk.
         """
-        keys = self.lookup(prefix).keys_of(piece)
-        refusal = self._why_not_needed(piece, keys[-1])
-        place_bytes = self._arena.place_bytes(num_bytes)
-        if refusal is None and place_bytes > self.capacity_bytes:
+        entry = self._entry(prefix, piece, self._arena.place_bytes(num_bytes), use)
+        refusal = self._why_not_needed(entry)
+        if refusal is None and entry.num_bytes > self.capacity_bytes:
             refusal = Refusal.NO_ROOM
         if refusal is not None:
             self.counters.refused_stores[refusal] += 1
             return refusal
-        chunk_first = self.geometry.chunk_start(piece.end_tokens)
-        needs_before = self.geometry.needs_rows and piece.first_tokens
-        entry = Entry(
-            self._num_entries,
-            piece,
-            keys,
-            -1,  # The entry has no place yet.
-            place_bytes,
-            use,
-            chunk_key=prefix.key_at(chunk_first + self.geometry.unit_tokens),
-            key_before=prefix.key_at(piece.first_tokens) if needs_before else None,
-            key_space=prefix.key_space,
-        )
+        if piece.kind is Kind.TAILS:
+            self._resumes.note_tails(entry.key, origin, self._latest_use)
+        self._order.note_bytes(use, entry.num_bytes)
         self._order.begin(entry)
-        refusal = self._make_room(prefix, entry, preference)
+        refusal = self._make_gap(prefix, entry, preference)
         if refusal is not None:
             self._order.forget(entry)
             self.counters.refused_stores[refusal] += 1
             return refusal
         offset_bytes = self._arena.allocate(entry.num_bytes)
         assert offset_bytes is not None
-        entry.offset_bytes = offset_bytes
-        self._num_entries += 1
-        self._entries[offset_bytes] = entry
-        self._index.begin(entry)
-        self._count_held()
+        self._begin(entry, offset_bytes)
         return entry
+
+    def begin_rows(
+        self,
+        prefix: Prefix,
+        piece: Piece,
+        use: int,
+        may_evict: bool = True,
+        chance: float = 1.0,
+    ) -> list[Entry] | Refusal:
+        """Take places for rows of a prefix. The rows before them are renewed, so that they stay.
+
+        The rows become as few entries as the gaps allow. Each of them has whole cuts of the piece.
+        If there is room for the first rows only, the others get no entry.
+
+        Args:
+            prefix: A prefix with keys up to the end of the piece.
+            piece: Rows within one chunk.
+            use: The latest use by the request.
+            may_evict: Whether other entries may give way. If not, a lack of gaps does not count as
+                a refusal.
+            chance: See `Entry`.
+
+        Returns:
+            The entries, ascending, at least one; or the reason why there is none.
+
+        Raises:
+            TierError: If the piece is not cut at units, or reaches into a second chunk.
+        """
+        new = self._entry(prefix, piece, self._rows_bytes(*piece[1:]), use, chance)
+        refusal = self._why_not_needed(new)
+        first_end, *_ = self.geometry.cut_ends(*piece[1:])
+        if self._rows_bytes(piece.first_tokens, first_end) > self.capacity_bytes:
+            refusal = refusal or Refusal.NO_ROOM
+        if refusal is not None:
+            self.counters.refused_stores[refusal] += 1
+            return refusal
+        self._order.note_bytes(use, new.num_bytes)
+        self.renew(prefix, piece.end_tokens, use)
+        entries: list[Entry] = []
+        room_tokens = piece.first_tokens  # There is room in the gaps up to this token.
+        rest: Entry | None = new
+        while rest is not None:
+            self._order.begin(rest)
+            if rest.piece.first_tokens == room_tokens:
+                room_tokens = self._make_gaps(rest, may_evict)
+            if rest.piece.first_tokens == room_tokens:
+                self._order.forget(rest)
+                refusal = self._order.refusal
+                self.counters.refused_stores[refusal] += may_evict
+                return entries or refusal
+            entries.append(rest)
+            rest = self._begin_first_rows(rest, room_tokens)
+        return entries
 
     def finish_store(self, entry: Entry, row_map: Any = None) -> bool:
         """End a store whose bytes are in place on all workers.
@@ -270,6 +397,8 @@ class HostTier:
         self.counters.stored_bytes[kind] += entry.num_bytes
         for useless in self._index.settle(entry):
             self._remove(useless, Removal.REPLACED, is_known=useless is not entry)
+        if entry.state is EntryState.STORED:
+            self._trim_rows_before(entry)
         self._order.add(entry)
         return entry.state is EntryState.STORED
 
@@ -321,30 +450,281 @@ class HostTier:
         for lost in self._lost.values():
             lost.clear()
         self._reuse.clear()
+        self._resumes.clear()
 
-    def _why_not_needed(self, piece: Piece, key: bytes) -> Refusal | None:
+    def _entry(
+        self, prefix: Prefix, piece: Piece, place_bytes: int, use: int, chance: float = 1.0
+    ) -> Entry:
+        """An entry that has no place yet."""
+        # The cut of tails is the cut before their boundary.
+        cut_start = self.geometry.cut_start(min(piece.first_tokens, piece.end_tokens - 1))
+        # Parts of a segment may be of use without those before them, and give way in any order.
+        needs_before = self.geometry.needs_rows and piece.first_tokens and not prefix.key_space
+        return Entry(
+            self._num_entries,
+            piece,
+            self.lookup(prefix).keys_of(piece),
+            -1,
+            place_bytes,
+            use,
+            cut_key=prefix.key_at(cut_start + self.geometry.unit_tokens),
+            key_before=prefix.key_at(piece.first_tokens) if needs_before else None,
+            key_space=prefix.key_space,
+            chance=chance,
+        )
+
+    def _begin(self, entry: Entry, offset_bytes: int) -> None:
+        """Give an entry a place that has been allocated."""
+        entry.offset_bytes = offset_bytes
+        self._num_entries += 1
+        self._entries[offset_bytes] = entry
+        self._index.begin(entry)
+        self._count_held()
+
+    def _begin_first_rows(self, entry: Entry, room_tokens: int) -> Entry | None:
+        """Give the first rows of an entry a place. The entry loses the other rows.
+
+        Rows take the smallest gap that is large enough. If there is none, the first of them take
+        the largest gap.
+
+        Args:
+            room_tokens: The token up to which there is room in the gaps.
+
+        Returns:
+            An entry with the other rows, which has no place yet; None if there are none.
+        """
+        _, first_tokens, end_tokens = entry.piece
+        if room_tokens < end_tokens or entry.num_bytes > self._arena.largest_gap_bytes:
+            rest = self._split(entry, self._gap_end(first_tokens, room_tokens))
+        else:
+            rest = None
+        offset_bytes = self._arena.allocate(entry.num_bytes)
+        assert offset_bytes is not None
+        self._begin(entry, offset_bytes)
+        if rest is not None:
+            rest.number = self._num_entries
+        return rest
+
+    def _gap_end(self, first_tokens: int, room_tokens: int) -> int:
+        """The token up to which rows have room in one gap, at most ``room_tokens``."""
+        gap_bytes = self._arena.largest_gap_bytes
+        return next(
+            end
+            for end in reversed(self.geometry.cut_ends(first_tokens, room_tokens))
+            if self._rows_bytes(first_tokens, end) <= gap_bytes
+        )
+
+    def _split(self, entry: Entry, end_tokens: int) -> Entry | None:
+        """Let an entry of rows that has no place yet lose its rows behind the end of a cut.
+
+        Returns:
+            An entry with these rows; None if there are none.
+        """
+        _, first_tokens, last_tokens = entry.piece
+        if end_tokens == last_tokens:
+            return None
+        num_kept = (end_tokens - first_tokens) // self.geometry.unit_tokens
+        others = entry.keys[num_kept:]
+        entry.piece = Piece.rows(first_tokens, end_tokens)
+        entry.keys = entry.keys[:num_kept]
+        entry.num_bytes = self._rows_bytes(first_tokens, end_tokens)
+        return Entry(
+            -1,
+            Piece.rows(end_tokens, last_tokens),
+            others,
+            -1,
+            self._rows_bytes(end_tokens, last_tokens),
+            entry.use,
+            cut_key=others[0],
+            key_before=entry.key,
+            key_space=entry.key_space,
+            chance=entry.chance,
+        )
+
+    def _rows_place_bytes(self, first_tokens: int, end_tokens: int) -> int:
+        """The size of a place for some rows."""
+        return self._arena.place_bytes(self._layout_bytes(Piece.rows(first_tokens, end_tokens)))
+
+    def _why_not_needed(self, entry: Entry) -> Refusal | None:
+        piece = entry.piece
         for find, refusal in (
             (self._index.stored, Refusal.ALREADY_STORED),
             (self._index.storing, Refusal.BEING_STORED),
         ):
-            found = find(piece.kind, key)
+            found = find(piece.kind, entry.key)
             if found is not None and found.piece.first_tokens <= piece.first_tokens:
                 return refusal
         return None
 
-    def _make_room(
+    def _make_gap(
         self, prefix: Prefix, entry: Entry, preference: Callable[[Entry], int]
     ) -> Refusal | None:
-        """Evict entries of lower priority if there is no gap. If that is not enough, evict none."""
+        """Evict entries of lower priority if there is no gap. If that is not enough, evict none.
+
+        For tails, what no request can use is evicted before, whether or not that is enough.
+        """
         self.renew(prefix, entry.piece.end_tokens, entry.use)
         if entry.num_bytes <= self._arena.largest_gap_bytes:
             return None
-        chosen = self._order.choose(self._entries, entry, self._latest_use, preference)
+        limit = self._order.priority(entry, self._latest_use)
+        lesser = self._order.lesser(limit, self._latest_use, preference)
+        if entry.piece.kind is Kind.TAILS and self.geometry.needs_rows:
+            # What a request can use stays, even where the tails are worth more.
+            least_useful = limit._replace(is_recent=False, density=0.0)
+            while useless := [each for found, each in lesser if found.density == USELESS]:
+                self._evict_useless(useless, entry.num_bytes, min(limit, least_useful))
+                if entry.num_bytes <= self._arena.largest_gap_bytes:
+                    return None
+                lesser = self._order.lesser(limit, self._latest_use, preference)
+        chosen = self._order.choose(self._entries, entry, self._latest_use, lesser, preference)
         if isinstance(chosen, Refusal):
             return chosen
         for victim in chosen:
             self._remove(victim, Removal.EVICTED)
         return None
+
+    def _evict_useless(self, ends: list[Entry], gap_bytes: int, limit: Priority) -> None:
+        """Evict what no request can use, from its end on, until there is a gap of some size.
+
+        Args:
+            ends: Entries of which no request can use the last cut.
+            gap_bytes: The size of the gap.
+            limit: A cut of higher priority stays.
+        """
+        now = self._latest_use
+        while ends and gap_bytes > self._arena.largest_gap_bytes:
+            victim = ends.pop(0)
+            self._evict_end(victim, victim.num_bytes, limit)
+            end = self._end_left(victim)
+            is_new_end = self._is_end(end) and end not in ends
+            if is_new_end and self._order.priority(end, now) < limit:
+                ends.append(end)
+
+    def _make_gaps(self, entry: Entry, may_evict: bool) -> int:
+        """Evict cuts of lower priority until the gaps have room for the cuts of a new entry.
+
+        If only its first cuts have a higher priority than what is stored, room is made for them.
+
+        Returns:
+            The token up to which the gaps have room for the entry.
+        """
+        first_tokens, end_tokens = entry.piece[1:]
+        if entry.num_bytes <= self._arena.largest_gap_bytes:
+            return end_tokens
+        ends = self.geometry.cut_ends(first_tokens, end_tokens)
+        cut_bytes = self._cut_bytes(first_tokens, ends)
+        lesser: list[tuple[Priority, Entry]] = []
+        is_new = False  # Whether nothing was evicted since `lesser` was found.
+        limit: Priority | None = None  # The priority of the cut at the end of `ends`.
+        while ends:
+            num_lacking = len(ends) - self._arena.num_parts(cut_bytes, len(ends))
+            if not num_lacking:
+                return ends[-1]
+            if limit is None:
+                limit = self._order.priority(entry, self._latest_use, ends[-1])
+            if may_evict and not is_new and (not lesser or lesser[0][0] >= limit):
+                highest = self._order.priority(entry, self._latest_use, ends[0])
+                lesser = self._order.lesser(highest, self._latest_use)
+                is_new = True
+            if not lesser:
+                return ends[-1 - num_lacking] if num_lacking < len(ends) else first_tokens
+            if lesser[0][0] >= limit:
+                ends.pop()
+                limit = None
+                continue
+            is_new = False
+            _, victim = heappop(lesser)
+            next_priority = min(limit, lesser[0][0]) if lesser else limit
+            self._evict_end(victim, num_lacking * cut_bytes, next_priority)
+            end = self._end_left(victim)
+            if self._is_end(end) and (end is victim or all(end is not each for _, each in lesser)):
+                heappush(lesser, (self._order.priority(end, self._latest_use), end))
+        return first_tokens
+
+    def _end_left(self, evicted: Entry) -> Entry:
+        """What may be evicted next where an entry was evicted, or has lost its end."""
+        if evicted.key_before is None or evicted.is_evictable:
+            return evicted
+        return self._index.stored(Kind.ROWS, evicted.key_before) or evicted
+
+    def _is_end(self, entry: Entry) -> bool:
+        """Whether the last cut of an entry may be evicted."""
+        kind, _, end_tokens = entry.piece
+        is_free = kind is Kind.TAILS or self._order.removable_to(entry) < end_tokens
+        return entry.is_evictable and is_free
+
+    def _cut_bytes(self, first_tokens: int, ends: Sequence[int]) -> int:
+        """The bytes of the largest cut of a piece."""
+        cut_tokens = self.geometry.cut_tokens
+        if len(ends) > 2:  # One of the cuts is whole, and whole cuts have one size.
+            return self._layout_bytes(Piece.rows(0, cut_tokens))
+        cuts = zip((first_tokens, *ends), ends, strict=False)
+        return max(self._layout_bytes(Piece.rows(begin, end)) for begin, end in cuts)
+
+    def _layout_bytes(self, piece: Piece) -> int:
+        assert self._layout is not None
+        return self._layout.num_bytes(piece)
+
+    def _evict_end(self, entry: Entry, num_bytes: int, next_priority: Priority) -> None:
+        """Evict one or more cuts at the end of an entry.
+
+        Args:
+            num_bytes: No more cuts are evicted when this many bytes are free.
+            next_priority: A cut of higher priority stays, unless it is the first one.
+        """
+        first_tokens, end_tokens = entry.piece[1:]
+        kept_tokens = self._order.removable_to(entry)
+        if entry.can_be_trimmed:
+            for left_tokens in reversed(self.geometry.cut_ends(first_tokens, end_tokens)[:-1]):
+                left_bytes = self._rows_bytes(first_tokens, left_tokens)
+                is_enough = entry.num_bytes - left_bytes >= num_bytes
+                if (
+                    is_enough
+                    or left_tokens == kept_tokens
+                    or self._order.priority(entry, self._latest_use, left_tokens) > next_priority
+                ):
+                    self._trim(entry, left_tokens, Removal.EVICTED)
+                    return
+        self._remove(entry, Removal.EVICTED)
+
+    def _trim(self, entry: Entry, end_tokens: int, removal: Removal) -> None:
+        """Let a stored entry that no load pins lose its cuts behind a token."""
+        assert entry.is_evictable and self._layout is not None
+        first_tokens = entry.piece.first_tokens
+        num_keys = (end_tokens - first_tokens) // self.geometry.unit_tokens
+        entry.piece = Piece.rows(first_tokens, end_tokens)
+        entry.use = entry.use_at(end_tokens)
+        entry.head_uses = tuple(head for head in entry.head_uses if head[0] < end_tokens)
+        lost_keys = self._index.trim(entry, num_keys)
+        entry.row_map = self._layout.rows_within(entry.row_map, first_tokens, end_tokens)
+        left_bytes = self._rows_bytes(first_tokens, end_tokens)
+        self.counters.removed_bytes[removal] += entry.num_bytes - left_bytes
+        self._arena.shrink(entry.offset_bytes, left_bytes)
+        entry.num_bytes = left_bytes
+        shortfall = _SHORTFALLS.get(removal)
+        if shortfall is not None:
+            for key in lost_keys:
+                self._lost[Kind.ROWS].put(key, shortfall)
+        self._report_lost_rows(lost_keys)
+        if entry.num_leading_keys:
+            self._order.add(entry)
+            self._count_held()
+        else:  # Other entries have the rows that are left, too.
+            self._remove(entry, Removal.REPLACED)
+
+    def _trim_rows_before(self, entry: Entry) -> None:
+        """Let an older entry lose its last rows, if a new entry that begins at a cut has them."""
+        if entry.piece.kind is not Kind.ROWS or entry.piece.first_tokens % self.geometry.cut_tokens:
+            return
+        older = self._index.stored(Kind.ROWS, entry.keys[0])
+        if (
+            older is not None
+            and older.piece.first_tokens < entry.piece.first_tokens
+            and older.is_evictable
+            and older.can_be_trimmed
+            and older.key in entry.keys
+        ):
+            self._trim(older, entry.piece.first_tokens, Removal.REPLACED)
 
     def _end_store(self, entry: Entry) -> bool:
         """End the writing of an entry. Returns whether the entry is still wanted.
@@ -366,12 +746,22 @@ class HostTier:
         """Remove an entry that was stored."""
         self.counters.removed_entries[removal] += 1
         self.counters.removed_bytes[removal] += entry.num_bytes
-        self._leave(entry, _SHORTFALLS.get(removal))
+        lost_keys = self._leave(entry, _SHORTFALLS.get(removal))
+        if entry.piece.kind is Kind.ROWS:
+            self._report_lost_rows(lost_keys)
         if is_known and self._on_removed is not None:
             self._on_removed(entry, removal)
 
-    def _leave(self, entry: Entry, shortfall: Shortfall | None = None) -> None:
-        """Hide an entry from lookups. Its place is held until its last transfer ends."""
+    def _report_lost_rows(self, keys: Sequence[bytes]) -> None:
+        if keys and self._on_rows_lost is not None:
+            self._on_rows_lost(keys)
+
+    def _leave(self, entry: Entry, shortfall: Shortfall | None = None) -> list[bytes]:
+        """Hide an entry from lookups. Its place is held until its last transfer ends.
+
+        Returns:
+            Its keys that lead to no stored entry now.
+        """
         kind = entry.piece.kind
         self._order.forget(entry)
         lost_keys = self._index.drop(entry)
@@ -380,6 +770,7 @@ class HostTier:
             for key in lost_keys:
                 self._lost[kind].put(key, shortfall)
         self._release_if_idle(entry)
+        return lost_keys
 
     def _release_if_idle(self, entry: Entry) -> None:
         if entry.num_pins or entry.is_being_written:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The interface through which the scheduler side learns at which boundaries tails are stored.
 
 ``retention.offload_boundaries`` implements it. The patch that makes the `SchedulerView` passes the
@@ -27,6 +28,10 @@ class BoundaryPlanner(Protocol):
         """The reason of the boundary at which an answer ends."""
 
     @property
+    def end_of_prompt(self) -> Reason:
+        """The reason of the boundary at which the same prompt resumes."""
+
+    @property
     def min_prompt_tokens(self) -> int:
         """The shortest prompt that hits in host memory when it comes again."""
 
@@ -47,6 +52,9 @@ class BoundaryPlanner(Protocol):
 
     def is_unasked(self, reason: Reason) -> bool:
         """Whether no request asked for the boundaries of a reason."""
+
+    def ends_steps(self, reason: Reason) -> bool:
+        """Whether prefill steps end at boundaries of a reason, to leave a state."""
 
     def next_after(self, plan: dict[int, Reason], tokens: int) -> int:
         """The next boundary that `crossed` may name; `NEVER` or more if there is none."""

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The counters that the scheduler side of the connector reports; see ``counted``.
 
 The module knows neither Prometheus nor how a report travels.
@@ -78,8 +79,17 @@ class ConnectorCounters(Reporting):
     joined_loads: Annotated[
         int, Counted("Requests that waited for another's load of the same, and made none.")
     ] = 0
+    shortened_loads: Annotated[
+        int,
+        Counted(
+            "Requests whose load failed in part, and that then loaded up to an earlier boundary."
+        ),
+    ] = 0
     swapped_requests: Annotated[
         int, Counted("Preempted requests whose KV went to host memory.")
+    ] = 0
+    state_steps: Annotated[
+        int, Counted("Prefill steps that ended so that a state could be stored.")
     ] = 0
     shared_requests: Annotated[
         dict[str, int],
@@ -97,7 +107,16 @@ class ConnectorCounters(Reporting):
     ] = 0.0
     tier: Annotated[TierCounters, "host_"] = field(default_factory=TierCounters)
     capacity_bytes: Annotated[
-        int, Counted("Host memory that there is for entries on each worker.", is_gauge=True)
+        int,
+        Counted(
+            "Host memory for entries on each worker, or on each host if shared.", is_gauge=True
+        ),
+    ] = 0
+    capacity_tokens: Annotated[
+        int, Counted("Tokens whose rows this host memory holds.", is_gauge=True)
+    ] = 0
+    sharing_workers: Annotated[
+        int, Counted("Workers that keep equal bytes once; 1 if none do.", is_gauge=True)
     ] = 0
 
     def add_traffic(self, traffic: Mapping[Direction, Traffic]) -> None:

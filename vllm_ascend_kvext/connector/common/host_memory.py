@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """How much memory a host has left for its workers, and how much they are going to take.
 
 The machine has a bound, and so has each control group (cgroup) that this process is in: a container
@@ -22,6 +23,8 @@ _GIB = 1 << 30
 _MOUNT = re.compile(r"\S+ \S+ \S+ (\S+) (\S+) .*- (cgroup2?) \S* (\S+)")
 _PAGE_TABLE_ENTRY_BYTES = 8
 """The kernel's own need for each page of memory. A group is charged for it, too."""
+_STRICT_OVERCOMMIT = 2
+"""The value of ``vm.overcommit_memory`` with which the kernel promises no more than it has."""
 
 
 class HostMemoryError(ConnectorError, MemoryError):
@@ -62,18 +65,20 @@ class MemoryNeed:
         num_workers: The workers of the host.
         is_pinned: Whether torch pins the buffers.
         page_bytes: The size of each worker's KV cache, if it is in host memory, and not yet taken.
+        num_maps: The processes that map each buffer. Each of them has page tables of its own.
     """
 
     buffer_bytes: int
     num_workers: int
     is_pinned: bool
     page_bytes: int = 0
+    num_maps: int = 1
 
     @property
     def total_bytes(self) -> int:
         """What all workers take, page tables included."""
         each_bytes = taken_bytes(self.buffer_bytes, is_pinned=self.is_pinned) + self.page_bytes
-        return self.num_workers * _with_page_tables(each_bytes)
+        return self.num_workers * _with_page_tables(each_bytes, self.num_maps)
 
     def largest_buffer_bytes(self, left_bytes: int) -> int:
         """The largest buffers that so many workers can have; 0 if there are none."""
@@ -106,8 +111,9 @@ def taken_bytes(num_bytes: int, *, is_pinned: bool) -> int:
     return 1 << (num_bytes - 1).bit_length() if is_pinned else num_bytes
 
 
-def _with_page_tables(num_bytes: int) -> int:
-    return num_bytes + -(-num_bytes // mmap.PAGESIZE) * _PAGE_TABLE_ENTRY_BYTES
+def _with_page_tables(num_bytes: int, num_maps: int) -> int:
+    num_pages = -(-num_bytes // mmap.PAGESIZE)
+    return num_bytes + num_maps * num_pages * _PAGE_TABLE_ENTRY_BYTES
 
 
 def in_words(num_bytes: int) -> str:
@@ -139,6 +145,22 @@ def tightest_bound(root: Path = Path("/")) -> MemoryBound | None:
         root: The root of the file system.
     """
     return min(_bounds(root), key=lambda bound: bound.left_bytes, default=None)
+
+
+def commit_bound(root: Path = Path("/")) -> MemoryBound | None:
+    """What the kernel promises at most; None if it promises more than it has, as by default.
+
+    A private mapping that is refused is an error of ``mmap``. A page of a shared file is promised
+    when it is written to, and the process that writes to one page too many is killed.
+    """
+    if _number(root / "proc/sys/vm/overcommit_memory") != _STRICT_OVERCOMMIT:
+        return None
+    machine = root / "proc/meminfo"
+    numbers = _numbers(machine)
+    if "CommitLimit" not in numbers or "Committed_AS" not in numbers:
+        return None
+    limit_bytes, used_bytes = numbers["CommitLimit"] * 1024, numbers["Committed_AS"] * 1024
+    return MemoryBound(f"CommitLimit of {machine}", limit_bytes, used_bytes)
 
 
 def smallest_limit(root: Path = Path("/")) -> MemoryBound | None:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The messages between the scheduler side and the workers of a connector.
 
 Messages are plain data that can be pickled, because with tensor parallelism they cross processes.
@@ -9,10 +10,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from vllm_ascend_kvext.layout.model import KVLayout
 from vllm_ascend_kvext.layout.row_map import StoredChunk
+from vllm_ascend_kvext.layout.sharing import HostSharing
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart
 from vllm_ascend_kvext.token_range import TokenRange
 
@@ -68,7 +70,11 @@ class WorkerLayout:
 
     Attributes:
         layout: The layout of its pages. The addresses in it mean nothing to other processes.
-        host_bytes: The size of its host memory.
+        host_bytes: The size of its host memory, which it may share with the other workers of its
+            host.
+        sharing: How it shares host memory; None if it has memory of its own.
+        no_sharing: Why it has memory of its own, although there are other workers; None if it
+            shares memory, or if no two workers have equal bytes.
         extras: What its part of an extension tells; None without an extension.
         secondary: What its part of a secondary tier tells; None without such a tier.
     """
@@ -77,6 +83,8 @@ class WorkerLayout:
     host_bytes: int
     extras: Any = None
     secondary: Any = None
+    sharing: HostSharing | None = None
+    no_sharing: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +96,15 @@ class StoreJob:
         block_ids: Parts of the request's block table, one per KV cache group. A part has the pages
             that ``chunks`` need.
         extras: Rows that an extension stores from the same pages.
+        is_compared: Whether the workers report digests of what they share, see
+            ``WorkerOutput.digests``.
     """
 
     number: int
     chunks: tuple[PlacedChunk, ...]
     block_ids: tuple[TablePart, ...]
     extras: tuple[ExtraRows, ...] = ()
+    is_compared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +166,8 @@ class ConnectorMetadata:
     """What the workers do in one step.
 
     Attributes:
-        stores_before: Stores of preempted requests. They end before the step overwrites the pages.
+        stores_before: Stores of preempted requests, and of states that the step overwrites. They
+            end before the step overwrites the pages.
         loads: Loads that begin with the step.
         stores: Stores that begin when the step has computed. They read what this step or an earlier
             step has written.
@@ -163,6 +175,8 @@ class ConnectorMetadata:
         wants_stats: Whether workers are to send statistics, even empty ones.
         extras: The message to the worker side of an extension; None if there is none.
         secondary: The jobs for the worker side of a secondary tier; None if there are none.
+        keeps_apart: Whether workers that share host memory keep their bytes apart in it, also those
+            that should be equal. Jobs of earlier steps without it fail if they have not begun.
     """
 
     stores_before: tuple[StoreJob, ...] = ()
@@ -172,6 +186,22 @@ class ConnectorMetadata:
     wants_stats: bool = False
     extras: Any = None
     secondary: SecondaryJobs | None = None
+    keeps_apart: bool = False
+
+
+class PlaneDigest(NamedTuple):
+    """A digest of the rows that a worker has for one plane.
+
+    Attributes:
+        group: The index of the plane's group in the layout.
+        plane: The index of the plane in its group.
+        content: Which ranks have equal rows: those with the same number.
+    """
+
+    group: int
+    plane: int
+    content: int
+    digest: bytes
 
 
 @dataclass(slots=True)
@@ -206,6 +236,8 @@ class WorkerOutput:
         unreadable: For each request, the host offsets of the parts that some worker could not read.
             The request's load has failed, or has left these parts out.
         has_forward: Whether the step computed anything.
+        digests: For each number of a store that is compared, and each rank, digests of the planes
+            that ranks share.
         extras: What the worker sides of an extension report, joined; None if there is nothing.
         secondary: What the worker sides of a secondary tier report, joined; None if there is
             nothing.
@@ -217,6 +249,7 @@ class WorkerOutput:
     unreadable: dict[str, set[int]] = field(default_factory=dict)
     traffic: dict[Direction, Traffic] = field(default_factory=lambda: defaultdict(Traffic))
     has_forward: bool = False
+    digests: dict[int, dict[int, tuple[PlaneDigest, ...]]] = field(default_factory=dict)
     extras: ExtraOutput | None = None
     secondary: SecondaryOutput | None = None
 
@@ -240,6 +273,8 @@ class WorkerOutput:
         self.failed_loads |= other.failed_loads
         for request_id, places in other.unreadable.items():
             self.unreadable.setdefault(request_id, set()).update(places)
+        for number, of_ranks in other.digests.items():
+            self.digests.setdefault(number, {}).update(of_ranks)
         for direction, traffic in other.traffic.items():
             self.traffic[direction].add(traffic)
         if self.extras is None:

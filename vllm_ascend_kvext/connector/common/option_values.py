@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The values that keys of ``kv_connector_extra_config`` may have, and the parser of declarations.
 
 A key is an annotated field of a dataclass, see ``declared``. Its note is one of the `Values`.
@@ -76,14 +77,12 @@ def parse_values(
     options: Collection[Declared],
     where: str = "",
     other_keys: Collection[str] = (),
-    former_keys: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Parse the values of declared options.
 
     Args:
         where: The key whose value this configuration is; empty for the outermost configuration.
         other_keys: Further keys that are known. The caller parses them.
-        former_keys: What has replaced the keys of earlier releases, by former key.
 
     Returns:
         The values by key. Keys that are absent or null are left out.
@@ -96,11 +95,6 @@ def parse_values(
     for key in config:
         if key in known:
             continue
-        if former_keys and key in former_keys:
-            raise SettingsError(
-                f"{place}unknown key {key!r}: expected {former_keys[key]} in its place. See "
-                "docs/settings.md."
-            )
         raise SettingsError(
             f"{place}unknown key {key!r}: expected some of {', '.join(known)}."
             f"{did_you_mean(key, known)} Correct or remove it."

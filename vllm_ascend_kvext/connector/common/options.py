@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Every key of ``kv_connector_extra_config``: its default, its values and what they do.
 
 The fields of `ConnectorOptions` are the only declaration, see ``declared``. Parsing, error messages
@@ -28,6 +29,7 @@ from vllm_ascend_kvext.declared import declared
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.layout.model import StatePolicy
 from vllm_ascend_kvext.store.arena import ALIGNMENT_BYTES
+from vllm_ascend_kvext.store.prefix import cut_tokens_of
 from vllm_ascend_kvext.store.store_policy import StorePolicy
 
 _GIB = 1 << 30
@@ -110,7 +112,8 @@ class ConnectorOptions:
 
     copy_cpus: Annotated[tuple[int, ...] | None, _CPUS] = None
     """The CPUs that copies run on: a list such as `[2, 3]`, or a text such as `"0-3,8"`. Unset:
-    CPUs of the process that the model does not run on."""
+    CPUs of the process that the model does not run on. Threads return to named CPUs when something
+    has bound them elsewhere."""
 
     allow_cuda: Annotated[bool, FLAG] = False
     """Experimental: the connector has never run on a GPU. `true`: pages on NVIDIA GPUs are stored
@@ -157,10 +160,14 @@ class ConnectorOptions:
                 f"at most {most}, by which every request is one chunk (max_model_len is "
                 f"{max_model_len})",
             )
+        if not self.has_chosen_chunk:
+            cut_tokens = cut_tokens_of(unit_tokens)
+            multiple = cut_tokens if self.chunk_tokens >= cut_tokens else unit_tokens
+            return self.chunk_tokens + -self.chunk_tokens % multiple
         rest = self.chunk_tokens % unit_tokens
         below = self.chunk_tokens - rest
         above = below + unit_tokens if rest else below
-        if not rest or not self.has_chosen_chunk:
+        if not rest:
             return above
         raise wrong_value(
             "chunk_tokens",
@@ -177,7 +184,6 @@ def parse_options(
     extra_config: Mapping[str, Any] | None,
     world_size: int,
     other_keys: Collection[str] = (),
-    former_keys: Mapping[str, str] | None = None,
 ) -> ConnectorOptions:
     """Read and validate the configuration of a connector.
 
@@ -187,7 +193,6 @@ def parse_options(
         extra_config: ``kv_connector_extra_config``; None if there is none.
         world_size: Workers of the engine.
         other_keys: The keys of extensions, see `parse_values`.
-        former_keys: See `parse_values`.
 
     Raises:
         SettingsError: If the configuration is no object, a key is not in `OPTIONS`, or a value is
@@ -200,7 +205,7 @@ def parse_options(
             f'{CONFIG}: expected an object, such as {{"host_memory_gib": 8}}, found '
             f"{extra_config!r}. Correct it, or leave it out for the defaults."
         )
-    values = parse_values(extra_config, OPTIONS, "", other_keys, former_keys)
+    values = parse_values(extra_config, OPTIONS, "", other_keys)
     options = ConnectorOptions(world_size, "chunk_tokens" in values, **values)
     if options.shared_tier and options.state_policy is StatePolicy.SKIP:
         raise wrong_value(

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The parts of vLLM's objects that the scheduler side needs. Every supported version has them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_ascend_kvext.connector.common.boundary_planner import MakeBoundaryPlanner
+from vllm_ascend_kvext.connector.common.fine_keys import FineKeys, HashTokens
 from vllm_ascend_kvext.holes.hole_queue import NewHoles
 from vllm_ascend_kvext.store.prefix import HashedPrefix
 from vllm_ascend_kvext.upstream_types import Block as Block
@@ -33,7 +35,9 @@ class SchedulerView:
         num_steps_in_flight: The maximum number of planned steps whose tokens a window holds beyond
             its length.
         use_eagle: Whether a local hit drops the last block that it finds (EAGLE, MTP).
-        num_lookahead_tokens: Draft tokens of a step.
+        num_lookahead_tokens: Tokens of a step for which the drafter needs places in blocks.
+        leaves_a_decode: Whether a request has as many tokens behind a boundary as a decode with
+            drafts has. vLLM-Ascend 0.23.0 would go on from a wrong state there.
         recomputes_failed_loads: Whether a request whose load fails goes on without the load.
         has_other_connectors: Whether other connectors see the same requests.
         num_data_parallel: The number of engines of a mixture of experts that take every step
@@ -42,6 +46,11 @@ class SchedulerView:
         on_extra_work: Called when work begins that upstream does not plan: holes, or segments that
             are learned.
         on_new_holes: Called when a step is planned, for each request that has new holes.
+        on_waiting_stores: Called with whether stores are planned that have not begun, when that
+            changes. They may give way to a request that lacks blocks.
+        has_steps_for_states: Whether prefill steps end where a state is to be stored.
+        hash_tokens: Makes keys between those of requests; None if there are no such keys.
+        fine_keys: Makes the keys of all prefixes; None if the hashes of requests are the keys.
     """
 
     requests: Mapping[str, Request]
@@ -56,6 +65,7 @@ class SchedulerView:
     num_running: Callable[[], int] = lambda: 0
     use_eagle: bool = False
     num_lookahead_tokens: int = 0
+    leaves_a_decode: Callable[[Request, int], bool] = lambda request, tokens: False
     recomputes_failed_loads: bool = True
     has_other_connectors: bool = False
     max_model_len: int = 1 << 60
@@ -63,9 +73,24 @@ class SchedulerView:
     cached_blocks: CachedBlocks = lambda *asked: None
     on_extra_work: Callable[[], object] = lambda: None
     on_new_holes: Callable[[NewHoles], object] = lambda new: None
+    on_waiting_stores: Callable[[bool], object] = lambda are_waiting: None
+    has_steps_for_states: bool = False
+    hash_tokens: HashTokens | None = None
+    fine_keys: FineKeys | None = None
+
+    def with_keys_at(self, tokens_per_key: int) -> SchedulerView:
+        """This view with keys at multiples of ``tokens_per_key``."""
+        if tokens_per_key == self.hash_block_size:
+            return self
+        assert self.hash_tokens is not None
+        return replace(
+            self, fine_keys=FineKeys(tokens_per_key, self.hash_block_size, self.hash_tokens)
+        )
 
     def prefix(self, request: Request) -> HashedPrefix:
-        """The tokens of a request, as far as they are hashed."""
+        """The tokens of a request, as far as they have keys."""
+        if self.fine_keys is not None:
+            return self.fine_keys.prefix(request)
         return HashedPrefix(request.block_hashes, self.hash_block_size)
 
     def blocks(

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The scheduler side of the connector: puts loads, stores, holes and counters together.
 
 This side is made when the workers have registered their pages. In a step, vLLM calls::
@@ -42,6 +43,7 @@ from vllm_ascend_kvext.connector.scheduler.request_state import (
     RequestOffloadStates,
 )
 from vllm_ascend_kvext.connector.scheduler.secondary_tier import SecondaryTierScheduler
+from vllm_ascend_kvext.connector.scheduler.sharing_check import SharingCheck
 from vllm_ascend_kvext.connector.scheduler.stores import Stores
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.connector.scheduler.worker_jobs import WorkerJobs
@@ -109,10 +111,13 @@ class ConnectorScheduler:
             view.hash_block_size,
             partial(options.chunk_tokens_of, max_model_len=view.max_model_len),
             options.state_policy,
+            has_steps_for_states=view.has_steps_for_states,
+            has_finer_keys=view.hash_tokens is not None,
+            sharing=worker.sharing,
         )
-        self._view = view
+        self._view = view = view.with_keys_at(layout.tokens_per_key)
         self._clock = clock
-        self.references = BlockReferences(view.block_pool)
+        self.references = BlockReferences(view.block_pool, lambda: self._stores.give_way())
         self._tokens_per_page = layout.tokens_per_page.values()
         refusal = _why_no_holes(view, layout, options.state_policy)
         self.computes_holes = options.hole_reuse and refusal is None
@@ -122,9 +127,11 @@ class ConnectorScheduler:
             worker.host_bytes,
             layout.geometry,
             on_removed=lambda *removed: self._stores.note_removed(*removed),
-            evicts_ends_first=not self.computes_holes,
+            on_rows_lost=events.removed if events.are_on else None,
             spare_bytes=options.spare_bytes,
+            layout=layout,
         )
+        events.begin(layout.tokens_per_row_page)
         self.holes = HoleQueue(
             HoleBlocks(self.references, layout.window_pages, layout.tokens_per_page),
             view.on_extra_work,
@@ -145,14 +152,19 @@ class ConnectorScheduler:
             self.counters,
             clock,
         )
+        self._layout = layout
+        self._check = SharingCheck(layout.sharing, len(workers), layout.stored_groups)
+        self._keeps_apart = False
         self._cost = TransferCost(is_ignored=options.load_if_slower)
+        self._note_shares()
         self.secondary = SecondaryTierScheduler()
         if secondary is not None:
             self.secondary = secondary.scheduler_side(parts, workers, self._cost, events)
         self.extension = self._make_extension(extension, parts, workers)
         self._loads = Loads(parts, self.extension, self._cost)
         self._room = self._loads.room
-        self._stores = Stores(parts, options.store_policy, events, self.secondary)
+        self._stores = Stores(parts, options.store_policy, events, self.secondary, self._cost)
+        self._stores.are_compared = self._check.is_pending
         self._states = RequestOffloadStates()
         self._step_loads: list[LoadJob] = []
         self._swaps: list[StoreJob] = []
@@ -163,13 +175,13 @@ class ConnectorScheduler:
         self._next_stats_s = 0.0
         self._hole_tokens = 0  # In the step that is being scheduled.
         self._has_news = False
+        self._is_asked = False  # Whether the latest request asked about has not been admitted.
+        self._lacked_blocks = False  # Whether vLLM lacked blocks while stores waited.
         min_prompt_tokens = self._stores.planner.min_prompt_tokens
         logger.info(
-            "KvextConnector: %.2f GiB of host memory on each of %d worker(s); hits: prompts of %d "
-            "tokens or more, in multiples of %d; chunks have %d tokens; store_policy=%s, "
-            "state_policy=%s.",
-            worker.host_bytes / (1 << 30),
-            len(workers),
+            "KvextConnector: %s; hits: prompts of %d tokens or more, in multiples of %d; chunks "
+            "have %d tokens; store_policy=%s, state_policy=%s.",
+            _memory_in_words(worker, len(workers), self.tier.num_tokens),
             min_prompt_tokens,
             layout.unit_tokens,
             layout.geometry.chunk_tokens,
@@ -200,7 +212,8 @@ class ConnectorScheduler:
         """Whether transfers are planned or under way."""
         return bool(
             self._jobs.num_stores
-            or self._stores.num_planned
+            or self._stores.queue
+            or self._stores.fleeting
             or self._loads.num_under_way
             or self._step_loads
             or self._swaps
@@ -214,18 +227,21 @@ class ConnectorScheduler:
         rule = self.extension.lookup_rule(request)
         if rule is LookupRule.WAIT:
             return None
-        may_load = rule is LookupRule.LOOK_UP
+        may_load = rule is LookupRule.LOOK_UP and not self._check.is_first
         state = self._states[request.request_id]
         if may_load:
             pieces = partial(self.extension.pieces_to_get, request.request_id)
             if self.secondary.has_to_wait(request, state, num_computed_tokens, pieces):
                 return None
-        return self._loads.match(request, state, num_computed_tokens, may_load)
+        num_tokens = self._loads.match(request, state, num_computed_tokens, may_load)
+        self._is_asked = num_tokens is not None
+        return num_tokens
 
     def update_state_after_alloc(
         self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int
     ) -> None:
         """A request has got its blocks, including blocks for tokens that are to be loaded."""
+        self._is_asked = False
         state = self._states[request.request_id]
         before = state.report
         job = self._loads.begin(request, state, num_external_tokens, block_ids)
@@ -259,6 +275,8 @@ class ConnectorScheduler:
     def note_session_update(self, request: Request) -> None:
         """A session goes on, and has new tokens and parameters."""
         self._states.renew_options(request)
+        if self._view.fine_keys is not None:
+            self._view.fine_keys.forget(request)
         state = self._states.get(request.request_id)
         if state is not None and not self._may_store(request):
             self._stores.release_held(state.progress)
@@ -311,7 +329,16 @@ class ConnectorScheduler:
             state = self._states.get(request_id)
             if state is not None:
                 self._stores.release_held(state.progress)
+        # vLLM stops admitting at the first request that lacks blocks, or for which the step has no
+        # tokens left. While stores wait, `give_way` is called in the first case only. So stores
+        # also begin in steps that have no tokens left.
+        has_stopped = self._is_asked and (self._lacked_blocks or not self._stores.queue)
+        self._stores.queue.lacks_blocks = has_stopped or bool(preempted_ids)
+        self._lacked_blocks = False
+        self._stores.queue.is_idle = not num_tokens
+        self._is_asked = False
         planned = self.extension.on_step(num_scheduled_tokens, preempted_ids)
+        fleeting = self._stores.take_fleeting_jobs()
         self._note_step(num_scheduled_tokens)
         self._leave_blocks_for_next_step(num_scheduled_tokens)
         self._room.end_step()
@@ -319,7 +346,7 @@ class ConnectorScheduler:
         # Upstream has counted the hits of all requests that it has admitted in this step.
         for new in self.holes.take_new_holes():
             self._view.on_new_holes(new)
-        swaps = tuple(self._swaps)
+        stores_before = (*self._swaps, *fleeting)
         loads = tuple(self._step_loads)
         self._swaps.clear()
         self._step_loads.clear()
@@ -330,13 +357,14 @@ class ConnectorScheduler:
             self._next_stats_s = now_s + _STATS_EVERY_S
         stores = (*self._stores.take_jobs(), *planned.stores)
         return ConnectorMetadata(
-            swaps,
+            stores_before,
             loads,
             stores,
             bool(num_tokens),
             wants_stats,
             planned.extras,
             self.secondary.on_step(may_wait=not num_tokens),
+            self._keeps_apart,
         )
 
     def _leave_blocks_for_next_step(self, num_scheduled_tokens: Mapping[str, int]) -> None:
@@ -415,7 +443,42 @@ class ConnectorScheduler:
             self.extension.on_output(results.extras)
         for number, num_workers in results.jobs_ended.items():
             self._jobs.end(number, num_workers, number in results.failed_jobs)
+        if self._check.is_pending:
+            self._check_sharing(results)
         self.secondary.on_jobs_ended()
+
+    def _check_sharing(self, results: WorkerOutput) -> None:
+        """Compare what workers share. What is stored now has not been looked up yet."""
+        self._check.note(results)
+        self._stores.are_compared = self._check.is_pending
+        if self._check.difference is None:
+            if not self._check.is_pending:
+                logger.info("KvextConnector: what the workers share is equal.")
+            return
+        logger.warning(
+            "KvextConnector: each worker keeps all of its bytes from now on, so host memory holds "
+            "fewer tokens. What the configuration says to be equal differs: %s. Does a collective "
+            "operation add up in another order on each rank?",
+            self._check.difference,
+        )
+        self._keeps_apart = True
+        for state in self._states.values():
+            self._loads.cancel_pinned(state)  # Row maps are those of the old places.
+        self.abandon_stores()
+        self._swaps.clear()
+        self._layout.keep_apart()
+        self.tier.forget_sizes()
+        self.reset_cache()
+        self._note_shares()
+
+    def _note_shares(self) -> None:
+        """Take note of what one worker copies of a piece, and of what host memory holds."""
+        sharing = self._layout.sharing
+        is_shared = sharing is not None and bool(sharing.shared_groups)
+        self.counters.sharing_workers = sharing.num_ranks if sharing and is_shared else 1
+        self.counters.capacity_tokens = self.tier.num_tokens
+        self._cost.shares["store"] = self._layout.share_of_worker(is_store=True)
+        self._cost.shares["load"] = self._layout.share_of_worker(is_store=False)
 
     def request_finished(self, request: Request, is_end_of_turn: bool) -> dict[str, Any] | None:
         """A request has ended; its blocks are about to be freed.
@@ -445,16 +508,24 @@ class ConnectorScheduler:
         is_alone = not self._view.has_other_connectors
         return is_alone and self._states.options_of(request).explains
 
+    def give_way(self, to_running: bool) -> bool:
+        """Release the blocks of a store for a request that lacks blocks; see `StoreQueue.give_way`.
+
+        Returns:
+            Whether blocks have become free, so that the request may be tried again.
+        """
+        self._lacked_blocks = True
+        return self._stores.give_way(to_running)
+
     def preempt(self, request: Request) -> None:
         """A running request is about to be preempted; its blocks are still there."""
         if not self._may_store(request):
             return  # The request computes its tokens again.
         state = self._states[request.request_id]
-        num_bytes = self._stores.swap_bytes(request)
+        num_bytes = self._stores.swap_bytes(request, state)
         if self._cost.pays_out_and_back(num_bytes, request.num_computed_tokens):
-            job, is_whole = self._stores.swap_out(request, state)
-            if job is not None:
-                self._swaps.append(job)
+            jobs, is_whole = self._stores.swap_out(request, state)
+            self._swaps += jobs
             if is_whole:
                 self.counters.swapped_requests += 1
         self._stores.release_held(state.progress)
@@ -476,7 +547,7 @@ class ConnectorScheduler:
     def reset_cache(self) -> None:
         """Forget what is stored. Transfers under way end by themselves."""
         self.tier.clear()
-        self._stores.chooser.clear()
+        self._stores.reset()
         self.extension.reset()
         self.secondary.reset()
 
@@ -494,7 +565,26 @@ class ConnectorScheduler:
         now_s = self._clock()
         began_s = max(planned_s, self._last_output_s)
         self._last_output_s = now_s
+        self._stores.queue.step_s = now_s - began_s
         self._cost.note_step(num_tokens, now_s - began_s)
+
+
+def _memory_in_words(worker: WorkerLayout, num_workers: int, num_tokens: int) -> str:
+    """The host memory of an engine: how much there is, what it holds, and who shares it."""
+    gib = worker.host_bytes / (1 << 30)
+    holds = f" that holds {num_tokens} tokens" if num_tokens else ""
+    if worker.sharing is None:
+        why = "" if worker.no_sharing is None else f", not shared ({worker.no_sharing})"
+        return f"{gib:.2f} GiB of host memory on each of {num_workers} worker(s){holds}{why}"
+    num_ranks = worker.sharing.num_ranks
+    copies = [each for group in worker.sharing.num_copies for each in group]
+    shared = [each for each in copies if each < num_ranks]
+    num_copies = " or ".join(str(each) for each in sorted(set(shared)))
+    what = f"{num_copies} {'copy' if num_copies == '1' else 'copies'} for {num_ranks} ranks"
+    if len(shared) < len(copies):
+        what += f" of {len(shared)} of {len(copies)} planes"
+    hosts = f", on each of {num_workers // num_ranks} hosts" if num_ranks < num_workers else ""
+    return f"{gib:.2f} GiB of host memory{holds}, shared by {num_ranks} workers ({what}){hosts}"
 
 
 def _why_no_holes(view: SchedulerView, layout: HostLayout, states: StatePolicy) -> str | None:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Loads of requests: their plans, the loads under way, and how these end.
 
     match() ── a pinned plan ──> begin() ── under way ──> end()
@@ -84,7 +85,7 @@ class Loads:
         self._tier = parts.tier
         self._layout = parts.layout
         self._jobs = LoadJobs(parts.layout, len(parts.view.managers))
-        self.room = PoolRoom(parts.layout.all_groups, parts.view)
+        self.room = PoolRoom(parts.layout.all_groups, parts.view, parts.references)
         self.cost = cost
         self._counters = parts.counters
         self._references = parts.references
@@ -144,7 +145,7 @@ class Loads:
             return self.room.of_other(request.num_tokens) is Room.LATER
         self.room.keep_turn(request.request_id)
         if later.free_blocks:
-            has_too_few = later.free_blocks > self._references.num_free
+            has_too_few = not self._references.make_free(later.free_blocks)
             return has_too_few and not self._has_waited_long(admission)
         return later.room_version == self.room.version or self.room.is_behind_other(
             request.request_id
@@ -189,6 +190,12 @@ class Loads:
         prefix = self._view.prefix(request)
         # The last token is computed in any case, because its output is wanted.
         hit = self._tier.look_up(prefix, request.num_tokens - 1, num_computed_tokens)
+        if (
+            self._layout.has_states
+            and num_computed_tokens < hit.boundary_tokens
+            and self._view.leaves_a_decode(request, hit.boundary_tokens)
+        ):
+            hit = self._tier.look_up(prefix, hit.boundary_tokens - 1, num_computed_tokens)
         admission.shortfall = hit.shortfall
         has_room = partial(self._can_have_room, request, admission)
         plan = self._extension.plan(request, hit, has_room)
@@ -284,7 +291,7 @@ class Loads:
             return 0
         free_blocks = self.room.blocks_of_load(request.num_tokens, plan.boundary_tokens, plan.holes)
         free_blocks += plan.num_window_blocks
-        return free_blocks if free_blocks > self._references.num_free else 0
+        return 0 if self._references.make_free(free_blocks) else free_blocks
 
     def _can_have_room(self, request: Request, admission: Admission, plan: LoadPlan) -> bool:
         """Whether a plan with holes can ever get its blocks.
@@ -400,6 +407,7 @@ class Loads:
         )
         holes = union([*plan.holes, *runs])
         self._count_hit(plan, holes)
+        self._counters.shortened_loads += state.num_failed_loads > 0
         if runs:
             num_tokens = plan.num_tokens - sum(hole.num_tokens for hole in holes)
             _note_loaded(state, num_tokens, holes, Decision.LOADED)
@@ -422,6 +430,10 @@ class Loads:
         self._withdraw_promise(state)
         self._holes.drop(request_id)
         self.room.unpark(request_id)
+
+    def cancel_pinned(self, state: RequestOffloadState) -> None:
+        """Drop the plan of a request that has not been admitted. It is looked up again."""
+        self._cancel(state.admission)
 
     def _cancel(self, admission: Admission) -> None:
         """Release what is pinned for a request that is not admitted."""

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """What the scheduler side knows of one request, from its arrival to its end.
 
 There is one object per request. It is dropped when the request has ended and no load of it is under
@@ -17,6 +18,7 @@ from vllm_ascend_kvext.connector.scheduler.request_report import Decision, Reque
 from vllm_ascend_kvext.connector.scheduler.worker_jobs import Pages
 from vllm_ascend_kvext.holes.eligibility import HoleRefusal
 from vllm_ascend_kvext.holes.load_plan import LoadPlan
+from vllm_ascend_kvext.store.answers import NOTHING_SEEN, Seen
 from vllm_ascend_kvext.store.entries import EntryState, Load
 from vllm_ascend_kvext.store.lookup import Shortfall
 
@@ -94,7 +96,7 @@ class Admission:
     lacks_blocks_since_s: float | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StoreProgress:
     """What is stored of a request that has computed something.
 
@@ -104,7 +106,9 @@ class StoreProgress:
         done_tokens: Boundaries up to here have been looked at.
         next_event_tokens: A step that ends below this number of tokens changes nothing.
         rows_tokens: Rows up to here are in the tier, or on their way there.
+        tails_tokens: The last boundary within a state's page whose tails were stored; 0 if none.
         held: Pages of the tails at ``held_tokens`` that leave their windows.
+        answers: The earlier answers of its conversation.
     """
 
     use: int
@@ -112,8 +116,10 @@ class StoreProgress:
     done_tokens: int
     next_event_tokens: int = 0
     rows_tokens: int = 0
+    tails_tokens: int = 0
     held: Pages = field(default_factory=dict)
     held_tokens: int = 0
+    answers: Seen = NOTHING_SEEN
 
 
 @dataclass(slots=True)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Keeps loads from filling the pool with requests of which none can go on.
 
 A request that loads is *parked*: it holds blocks and computes nothing, and vLLM never preempts it.
@@ -19,6 +20,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_ascend_kvext.connector.common.block_references import BlockReferences
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import LayoutGroup
@@ -61,11 +63,14 @@ class PoolRoom:
         version: A number that changes whenever a load may begin that could not begin before.
     """
 
-    def __init__(self, groups: Sequence[LayoutGroup], view: SchedulerView) -> None:
+    def __init__(
+        self, groups: Sequence[LayoutGroup], view: SchedulerView, references: BlockReferences
+    ) -> None:
         # Transfer groups of one KV cache group share its blocks.
         self._groups = {group.kv_cache_group_id: group for group in groups}.values()
         self.num_blocks = view.num_blocks - 1  # The null block is never free.
         self._view = view
+        self._references = references
         self._parked: dict[str, _Parked] = {}
         self._first_waiting_id: str | None = None
         self._was_first_asked = False
@@ -129,8 +134,8 @@ class PoolRoom:
         """
         if not self._parked or self._view.num_running():
             return Room.YES
-        num_free = self._view.block_pool.get_num_free_blocks()
-        return Room.YES if self._needs(num_tokens, 0).missing <= num_free else Room.LATER
+        has_room = self._references.make_free(self._needs(num_tokens, 0).missing)
+        return Room.YES if has_room else Room.LATER
 
     def park(
         self, request_id: str, num_tokens: int, boundary_tokens: int, holes: Holes = ()

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Estimates from measurements whether a load takes less time than computing.
 
 A load costs its bytes at the measured bandwidth. It also costs a time that does not depend on its
@@ -11,6 +12,8 @@ measurements does not know how long all its requests would wait.
 """
 
 from __future__ import annotations
+
+import math
 
 from vllm_ascend_kvext.connector.common.messages import Direction
 
@@ -26,6 +29,10 @@ class TransferCost:
 
     Args:
         is_ignored: Whether requests load, and preempted requests are stored, at any cost.
+
+    Attributes:
+        shares: The part of the bytes of stores and loads that one worker copies; 1 if not given.
+            Workers that share host memory copy a part each.
     """
 
     def __init__(self, is_ignored: bool = False) -> None:
@@ -34,6 +41,7 @@ class TransferCost:
         self._s_per_byte: dict[Direction, float] = {}
         self._s_per_token: float | None = None
         self._parked_s: float | None = None
+        self.shares: dict[Direction, float] = {}
 
     def note_copies(self, direction: Direction, num_bytes: int, seconds: float) -> None:
         """Measure the time that all copies of some loads, or of some stores, took together."""
@@ -61,6 +69,17 @@ class TransferCost:
         """The time to compute some tokens; ``unknown_s`` if it was not measured yet."""
         return unknown_s if self._s_per_token is None else num_tokens * self._s_per_token
 
+    @property
+    def has_stored(self) -> bool:
+        """Whether the speed of stores is known."""
+        return "store" in self._s_per_byte
+
+    def store_s(self, num_bytes: int) -> float:
+        """The time to store some bytes; infinite before a store was measured."""
+        if not self.has_stored:
+            return math.inf
+        return num_bytes * self.shares.get("store", 1.0) * self._s_per_byte["store"]
+
     def pays_out_and_back(self, num_bytes: int, num_tokens: int) -> bool:
         """Whether storing and loading some bytes is faster than computing some tokens.
 
@@ -68,9 +87,9 @@ class TransferCost:
         """
         if self.is_ignored:
             return True
-        if self._s_per_token is None or "store" not in self._s_per_byte:
+        if self._s_per_token is None or not self.has_stored:
             return False
-        out_s = num_bytes * self._s_per_byte["store"]
+        out_s = self.store_s(num_bytes)
         back_s = self._load_s(num_bytes) if "load" in self._s_per_byte else out_s
         return out_s + back_s <= num_tokens * self._s_per_token
 
@@ -78,7 +97,7 @@ class TransferCost:
         return self._copy_s(num_bytes) + (self._parked_s or 0.0)
 
     def _copy_s(self, num_bytes: int) -> float:
-        return num_bytes * self._s_per_byte.get("load", 0.0)
+        return num_bytes * self.shares.get("load", 1.0) * self._s_per_byte.get("load", 0.0)
 
 
 def _mean(mean: float | None, sample: float) -> float:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The worker side's seam: what an extension of the connector does with the pages of one worker."""
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from vllm_ascend_kvext.connector.common.messages import ExtraOutput
 from vllm_ascend_kvext.layout.model import KVLayout
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
-from vllm_ascend_kvext.transfer.placement import CopyPlacement
+from vllm_ascend_kvext.transfer.placement import Placer
 from vllm_ascend_kvext.transfer.pools import Pools
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ class RegisteredPages(NamedTuple):
         kv_caches: By layer name.
         pools: The storages of the layout. The worker side renews them after a reset.
         host: The host buffer. dtype: uint8, shape: [num_bytes].
-        placement: Where copies on the host run; None runs them on the calling thread.
+        placer: Says where copies on the host run; None if a device makes all copies of pages, and
+            the options name no CPUs.
         move: Moves rows, as ``page_transfer`` does.
     """
 
@@ -31,7 +33,7 @@ class RegisteredPages(NamedTuple):
     kv_caches: Mapping[str, Any]
     pools: Pools
     host: torch.Tensor
-    placement: CopyPlacement | None
+    placer: Placer | None
     move: Callable[..., None]
 
 

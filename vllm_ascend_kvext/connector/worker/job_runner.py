@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Carries out one job of a worker: plans it, waits for the model's kernels, and moves the bytes.
 
 A job whose plan lacks rows fails before a byte moves. If the bytes of a load cannot be moved, the
@@ -15,18 +16,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vllm_ascend_kvext.connector.common.messages import LoadJob, StoreJob
+from vllm_ascend_kvext.connector.common.messages import LoadJob, PlaneDigest, StoreJob
 from vllm_ascend_kvext.connector.worker.extension import ExtraMover
+from vllm_ascend_kvext.connector.worker.plane_digests import PlaneDigests
 from vllm_ascend_kvext.errors import ConnectorError
 from vllm_ascend_kvext.layout.model import NULL_PAGE, KVLayout, StatePolicy
 from vllm_ascend_kvext.layout.planner import TransferPlanner
 from vllm_ascend_kvext.layout.row_map import MissingRows
 from vllm_ascend_kvext.layout.rows import needed_rows
+from vllm_ascend_kvext.layout.sharing import HostSharing
 from vllm_ascend_kvext.layout.transfer_plan import TransferPlan
 from vllm_ascend_kvext.token_range import TokenRange, union, without
 from vllm_ascend_kvext.transfer.compute_fence import ComputeFence
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
-from vllm_ascend_kvext.transfer.placement import CopyPlacement
+from vllm_ascend_kvext.transfer.placement import Placer, in_calling_thread
 from vllm_ascend_kvext.transfer.pools import Pools
 from vllm_ascend_kvext.transfer.schema import Direction, PlaneColumn, RunColumn
 
@@ -52,12 +55,14 @@ class Moved(NamedTuple):
         seconds: The time that the copies took.
         unreadable: The host offsets of the parts of a load that could not be read.
         error: Why a load was made part by part; None if it was not.
+        digests: Of a store that is compared, see ``WorkerOutput.digests``.
     """
 
     num_bytes: int
     seconds: float
     unreadable: frozenset[int] = frozenset()
     error: Exception | None = None
+    digests: tuple[PlaneDigest, ...] = ()
 
 
 class JobRunner:
@@ -69,8 +74,9 @@ class JobRunner:
         pools: The storages of the pages.
         host: The host buffer. dtype: uint8, shape: [num_bytes].
         fence: Lets copies wait for the kernels of the model.
-        placement: Where copies on the host run; None copies on the calling thread.
+        placer: Says where copies on the host run; asked before each.
         move: The function that moves bytes. Tests pass another function.
+        sharing: How the worker shares the host buffer; None if it does not.
 
     Attributes:
         mover: Moves the rows that jobs carry for an extension; None if it moves none.
@@ -83,8 +89,9 @@ class JobRunner:
         pools: Pools,
         host: torch.Tensor,
         fence: ComputeFence,
-        placement: CopyPlacement | None = None,
+        placer: Placer = in_calling_thread,
         move: Move = page_transfer,
+        sharing: HostSharing | None = None,
     ) -> None:
         self.layout = layout
         self.pools = pools
@@ -92,9 +99,23 @@ class JobRunner:
         self.mover: ExtraMover | None = None
         self._states = states
         self._host = host
-        self._placement = placement
+        self._placer = placer
         self._move = move
-        self._planner = TransferPlanner(layout, states)
+        self._sharing = sharing
+        self._planner = TransferPlanner(layout, states, sharing)
+        self._digests = None
+        if sharing is not None:
+            is_pinned = any(tensor.device.type != "cpu" for tensor in pools.tensors)
+            self._digests = PlaneDigests(layout, states, sharing, is_pinned)
+
+    def keep_apart(self) -> None:
+        """From the next job on, keep the bytes of this worker apart from those of others.
+
+        The caller has waited for running jobs.
+        """
+        if self._sharing is not None:
+            self._planner = TransferPlanner(self.layout, self._states, self._sharing.apart())
+        self._digests = None
 
     def run(self, job: Job, recorded: Any) -> Moved:
         """Move the bytes of a job, after the recorded kernels (see `ComputeFence`).
@@ -113,11 +134,18 @@ class JobRunner:
             moved = self._move_all(job, plans, recorded)
             if job.extras:
                 self._mover().after_store(job.extras)
+            if job.is_compared and self._digests is not None:
+                read = partial(self._read, recorded)
+                moved = moved._replace(digests=self._digests.of(job, read))
             return moved
         try:
             return self._move_all(job, plans, recorded)
         except Exception as error:
             return self._load_apart(job, recorded, error)
+
+    def _read(self, recorded: Any, plan: TransferPlan, buffer: torch.Tensor) -> None:
+        move = partial(self._move, self.pools, buffer, plan.planes, plan.runs)
+        self.fence.run(recorded, partial(move, Direction.PAGES_TO_HOST, placement=self._placer()))
 
     def _move_all(self, job: Job, plans: Iterable[TransferPlan], recorded: Any) -> Moved:
         is_store = isinstance(job, StoreJob)
@@ -137,7 +165,7 @@ class JobRunner:
                     plan.planes,
                     plan.runs,
                     direction,
-                    placement=self._placement,
+                    placement=self._placer(),
                 ),
             )
         if not job.extras:

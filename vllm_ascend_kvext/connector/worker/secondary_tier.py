@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The worker side's seam to a tier behind host memory: what it may do, and the defaults."""
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from vllm_ascend_kvext.connector.worker.extension import RegisteredPages
 class SecondaryTierWorker:
     """The worker side of a secondary tier. The model's thread calls all methods."""
 
-    def register(self, pages: RegisteredPages, begin_thread: Callable[[], object]) -> None:
+    def register(self, pages: RegisteredPages, place_thread: Callable[[], object]) -> None:
         """Take note of the pages, and of the host memory. Called once.
 
         Args:
-            begin_thread: Each thread that copies much calls it first.
+            place_thread: Binds the calling thread to the CPUs of copies. Threads that copy much
+                call it before each copy, because all threads may be bound elsewhere meanwhile.
 
         Raises:
             SettingsError: If the tier of the options cannot be used.

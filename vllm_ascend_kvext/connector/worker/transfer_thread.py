@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Carries out the jobs of a worker in one thread beside the model.
 
 Loads come before stores, because a request waits for a load, but no request waits for a store. Jobs
@@ -8,6 +9,7 @@ module knows nothing of pages; the caller passes the function that carries out a
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import threading
@@ -23,23 +25,31 @@ logger = logging.getLogger("vllm.ascend_kvext.connector")
 _QUIET_S = 10.0
 """For this time after a logged failure, other failures are only counted."""
 
+_MAX_END_S = 5.0
+"""The end of a process waits for a running job no longer than this."""
+
 
 class TransferThread:
     """Carries out jobs in a daemon thread, which starts with the first job.
 
+    An engine that runs in the user's process is often not shut down before the process ends. The
+    end of the process then waits for the running job. CPython ends a thread that asks for the
+    interpreter's lock after that. If the thread is in compiled code, the whole process aborts.
+
     Args:
         run: Carries out one job after the recorded kernels (``ComputeFence``). The thread and a
             caller of `run_now` may call it at the same time.
-        on_start: Called in the thread before its first job.
+        before_job: Called in the thread before each job. If it raises, the job is carried out all
+            the same.
     """
 
     def __init__(
         self,
         run: Callable[[Job, object], Moved],
-        on_start: Callable[[], None] = lambda: None,
+        before_job: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = run
-        self._on_start = on_start
+        self._before_job = before_job
         self._changed = threading.Condition()  # Guards all that follows.
         self._loads: deque[tuple[Job, object]] = deque()
         self._stores: deque[tuple[Job, object]] = deque()
@@ -49,6 +59,7 @@ class TransferThread:
         self._is_closed = False
         self._logged_at_s = -math.inf
         self._num_unlogged = 0
+        self._has_warned = False  # Only the thread itself uses this.
 
     def submit(self, jobs: Iterable[Job], recorded: object) -> None:
         """Carry out jobs at a later time, in order. After `shutdown` they fail at once."""
@@ -119,6 +130,16 @@ class TransferThread:
             self._thread = None
         if thread is not None:
             thread.join()
+        atexit.unregister(self._end_with_process)
+
+    def _end_with_process(self) -> None:
+        """Begin no further job, and wait for the running one, unless it hangs."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join(_MAX_END_S)
 
     def _start(self) -> None:
         """Start the thread, if it does not run.
@@ -126,14 +147,12 @@ class TransferThread:
         The thread starts with the first job. So a process that forks earlier has no thread to lose.
         """
         if self._thread is None or not self._thread.is_alive():
+            if self._thread is None:
+                atexit.register(self._end_with_process)
             self._thread = threading.Thread(target=self._serve, name="kvext-transfer", daemon=True)
             self._thread.start()
 
     def _serve(self) -> None:
-        try:
-            self._on_start()
-        except Exception:
-            logger.exception("The transfer thread starts without its settings")
         while self._serve_next():
             pass
 
@@ -146,11 +165,20 @@ class TransferThread:
             job, recorded = (self._loads or self._stores).popleft()
             self._num_running += 1
         try:
+            self._prepare()
             self._carry_out(job, recorded)
         except BaseException:
             # For example SystemExit. The job has ended as failed, and the thread serves other jobs.
             logger.exception("A transfer tried to end its thread")
         return True
+
+    def _prepare(self) -> None:
+        try:
+            self._before_job()
+        except BaseException:  # Otherwise the job would never end, and its request would wait.
+            if not self._has_warned:
+                logger.exception("The transfer thread goes on without its settings")
+            self._has_warned = True
 
     def _carry_out(self, job: Job, recorded: object) -> None:
         moved = None

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The worker side of the connector: what one worker does with the jobs of a step.
 
 The worker side decides nothing. The scheduler side says what is moved, and where to. A step::
@@ -17,10 +18,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.connector.common.messages import (
     ConnectorMetadata,
@@ -36,18 +37,31 @@ from vllm_ascend_kvext.connector.worker.extension import RegisteredPages, Worker
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.connector.worker.job_runner import Job, JobRunner, Move, Moved
 from vllm_ascend_kvext.connector.worker.secondary_tier import SecondaryTierWorker
+from vllm_ascend_kvext.connector.worker.shared_arena import HostPeers
 from vllm_ascend_kvext.connector.worker.transfer_thread import TransferThread
 from vllm_ascend_kvext.errors import ConnectorError, LayoutError, SettingsError
 from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.layout.model import KVLayout
+from vllm_ascend_kvext.layout.rank_contents import read_rank_contents
+from vllm_ascend_kvext.layout.sharing import HostSharing, share_planes
 from vllm_ascend_kvext.layout.views import device_type_of, storage_tensors
 from vllm_ascend_kvext.layout.worker_config import read_nz_layers
 from vllm_ascend_kvext.settings import parse_is_bundled, parse_uses_ascend_kernel
-from vllm_ascend_kvext.transfer.cpus import as_ranges
+from vllm_ascend_kvext.transfer.cpus import as_ranges, cpus_of_worker
 from vllm_ascend_kvext.transfer.devices import CUDA, transfers_on
+from vllm_ascend_kvext.transfer.errors import PlacementError
+from vllm_ascend_kvext.transfer.host_cpus import HostCpus, bind_thread
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
-from vllm_ascend_kvext.transfer.placement import CopyPlacement, default_placement, given_cpus
+from vllm_ascend_kvext.transfer.placement import (
+    CopyPlacement,
+    PlacementChoice,
+    Placer,
+    in_calling_thread,
+)
 from vllm_ascend_kvext.transfer.pools import Pools
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
@@ -74,8 +88,13 @@ class WorkerSide:
         kv_cache_config: vLLM's ``KVCacheConfig``, as the worker has it.
         options: The options of the connector.
         move: Moves the bytes. By default the transfer op, as the process's settings want it.
+        meet: Finds the workers that may share host memory with this one; None if there are none.
+            All workers of the engine call it.
         extension: Moves rows of its own; None if nothing does.
         secondary: Moves objects between host memory and the tier behind it; None if there is none.
+        host_cpus: The machine; None for this one.
+        planned_cpus: The CPUs to which the worker of a device will be bound, by the device's index.
+            No CPU if it will not be bound, or if that is not known.
     """
 
     def __init__(
@@ -85,18 +104,31 @@ class WorkerSide:
         options: ConnectorOptions,
         *,
         move: Move | None = None,
+        meet: Callable[[], HostPeers] | None = None,
         extension: WorkerExtension | None = None,
         secondary: SecondaryTierWorker | None = None,
+        host_cpus: HostCpus | None = None,
+        planned_cpus: Callable[[int], frozenset[int]] = lambda _: frozenset(),
     ) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._options = options
         self._move = move or _transfer_op(os.environ)
+        self._meet = meet
+        # Rows of extensions, and objects of a secondary tier, are laid out by each worker alone.
+        self._no_sharing = _why_no_sharing(extension, secondary) if meet is not None else None
+        if self._no_sharing is not None:
+            self._meet = None
         self._extension = extension or WorkerExtension()
         self._secondary = secondary or SecondaryTierWorker()
-        self._thread = TransferThread(self._run, self._move_to_copy_cpus)
-        self._placement: CopyPlacement | None = None
+        self._thread = TransferThread(self._run, self._place_thread)
+        self._placer: Placer | None = None
+        self._host_cpus = host_cpus or HostCpus()
+        self._planned_cpus = planned_cpus
+        self._has_warned = False
         self._host: HostBuffer | None = None
+        self._sharing: HostSharing | None = None
+        self._is_apart = False
         self._runner: JobRunner | None = None
         self._stores_after_forward: tuple[StoreJob, ...] = ()
 
@@ -116,6 +148,14 @@ class WorkerSide:
                 that they name, or the secondary tier cannot be used.
             CompiledModuleError: If the compiled module cannot be had.
         """
+        if self._runner is not None or self._meet is None:
+            self._register(kv_caches, None)
+            return
+        peers, self._meet = self._meet(), None
+        with peers:
+            self._register(kv_caches, peers)
+
+    def _register(self, kv_caches: Mapping[str, Any], peers: HostPeers | None) -> None:
         device_type = device_type_of(kv_caches)
         transfers = transfers_on(device_type)
         if self._runner is None:
@@ -138,13 +178,59 @@ class WorkerSide:
         device = tensors[0].device
         fence = transfers.make_fence(device)
         pools = Pools(tensors)
-        self._placement = placement = _placement(self._options, device.type)
-        self._host = host = HostBuffer.allocate(self._options.host_memory_bytes_per_worker, device)
+        self._placer = self._choose_placer(device.type)
+        node = self._memory_node(device)
+        if peers is not None:
+            self._share_memory(layout, device, peers, node)
+        self._host = host = self._host or HostBuffer.allocate(
+            self._options.host_memory_bytes_per_worker, device, node
+        )
         self._runner = JobRunner(
-            layout, self._options.state_policy, pools, host.tensor, fence, placement, self._move
+            layout,
+            self._options.state_policy,
+            pools,
+            host.tensor,
+            fence,
+            self._placer or in_calling_thread,
+            self._move,
+            self._sharing,
         )
         pages = self._register_extension(self._runner, kv_caches)
-        self._secondary.register(pages, self._move_to_copy_cpus)
+        self._secondary.register(pages, self._place_thread)
+
+    def _share_memory(
+        self, layout: KVLayout, device: torch.device, peers: HostPeers, node: int | None
+    ) -> None:
+        """Take memory together with the other workers of this host, if they have equal bytes.
+
+        Raises:
+            HostMemoryError: See `HostBuffer.share`.
+        """
+        contents = read_rank_contents(self._vllm_config, self._kv_cache_config)
+        sharing = share_planes(
+            layout,
+            lambda name: contents.get(name, peers.num_ranks),
+            peers.rank,
+            peers.num_ranks,
+            peers.ranks_of_host,
+        )
+        # On another host, other ranks may have equal bytes.
+        is_same = peers.are_equal(
+            None if sharing is None else (sharing.num_ranks, sharing.num_copies)
+        )
+        if not is_same:
+            self._no_sharing = "on some hosts, other bytes are equal than on the first"
+        elif sharing is not None:
+            num_bytes = sharing.num_ranks * self._options.host_memory_bytes_per_worker
+            shared = HostBuffer.share(num_bytes, device, peers, node)
+            if isinstance(shared, HostBuffer):
+                self._host = shared
+                self._sharing = sharing
+            else:
+                self._no_sharing = shared
+        elif not peers.knows_host:
+            self._no_sharing = "the kernel does not say which workers are on one host"
+        peers.end()
 
     def _register_extension(
         self, runner: JobRunner, kv_caches: Mapping[str, Any]
@@ -155,7 +241,7 @@ class WorkerSide:
             kv_caches,
             runner.pools,
             self._host.tensor,
-            self._placement,
+            self._placer,
             self._move,
         )
         self._extension.register(pages)
@@ -175,6 +261,8 @@ class WorkerSide:
             self._host.num_bytes,
             self._extension.describe(),
             self._secondary.describe(),
+            self._sharing,
+            self._no_sharing,
         )
 
     def run_before_step(self, jobs: ConnectorMetadata) -> None:
@@ -182,6 +270,7 @@ class WorkerSide:
 
         They do not wait for stores in the queue.
         """
+        self._follow(jobs)
         if jobs.stores_before:
             self._thread.run_now(jobs.stores_before, self._record())
 
@@ -191,11 +280,26 @@ class WorkerSide:
         Stores of an earlier step whose forward did not end are reported as failed, because the
         content of their pages is unknown.
         """
+        self._follow(jobs)
         self._thread.fail(self._stores_after_forward, "the forward of their step did not end")
         self._extension.begin_step(jobs.extras)
         self._stores_after_forward = jobs.stores if jobs.has_forward else ()
         self._submit(jobs.loads if jobs.has_forward else (*jobs.loads, *jobs.stores))
         self._secondary.begin_step(jobs.secondary)
+
+    def _follow(self, jobs: ConnectorMetadata) -> None:
+        """Keep the bytes of workers apart if the scheduler side says so; see ``keeps_apart``.
+
+        The places of earlier jobs are too small for all workers, so these jobs are given up.
+        """
+        if not jobs.keeps_apart or self._is_apart:
+            return
+        self._is_apart = True
+        self._thread.fail(self._stores_after_forward, "what workers share is not equal")
+        self._stores_after_forward = ()
+        self._thread.drop()
+        if self._runner is not None:
+            self._runner.keep_apart()
 
     def end_of_forward(self) -> None:
         """Begin the stores of the step whose forward is enqueued, if there is such a step."""
@@ -218,6 +322,8 @@ class WorkerSide:
         for job, moved in self._thread.take_ended():
             if isinstance(job, StoreJob):
                 results.jobs_ended[job.number] = 1
+                if moved is not None and moved.digests and self._sharing is not None:
+                    results.digests[job.number] = {self._sharing.rank: moved.digests}
                 if moved is None:
                     results.failed_jobs.add(job.number)
             else:
@@ -266,14 +372,69 @@ class WorkerSide:
             raise _nothing_registered()
         return self._runner.run(job, recorded)
 
-    def _move_to_copy_cpus(self) -> None:
-        """Move the calling thread to the CPUs on which copies run.
+    def _choose_placer(self, device_type: str) -> Placer | None:
+        """Says where copies run; None if a device copies, and no CPUs are named for its thread."""
+        require_given(self._options)
+        if self._options.copy_cpus is not None:
+            named = CopyPlacement.on(self._options.copy_cpus)
+            return lambda: named
+        return PlacementChoice(os.environ, self._host_cpus) if device_type == "cpu" else None
+
+    def _memory_node(self, device: torch.device) -> int | None:
+        """The memory node of this worker; None if it is not known, or if there is only one.
+
+        It is the node of the CPUs to which the model is bound, or will be. If these are not known,
+        or on several nodes, it is the node of the CPUs that are named for copies.
+        """
+        topology = self._host_cpus.topology()
+        if len(topology.nodes) < 2:
+            return None
+        environ = os.environ if device.type == "cpu" else {}
+        model = cpus_of_worker(environ) or self._host_cpus.of_main_thread()
+        node = topology.node_of(model)
+        if node is None and device.type == "npu":
+            node = topology.node_of(self._planned_cpus(device.index or 0))
+        if node is None:
+            node = topology.node_of(frozenset(self._options.copy_cpus or ()))
+        if node is None:
+            logger.info(
+                "Host memory lies on whichever of %d memory nodes the kernel takes it from: this "
+                "worker is not bound to one when it registers its KV caches. To have it on one "
+                "node, name CPUs of that node in copy_cpus.",
+                len(topology.nodes),
+            )
+        else:
+            logger.info("Host memory is taken from memory node %d.", node)
+        return node
+
+    def _place_thread(self) -> None:
+        """Bind the calling thread to the CPUs on which copies run, unless it is bound to them.
 
         A new thread inherits the CPUs of the thread that starts it, and the model may run on them.
-        The calling thread makes plans and small copies itself.
+        The calling thread makes plans and small copies itself. Between two jobs, vLLM-Ascend may
+        have bound all threads elsewhere.
         """
-        if self._placement is not None:
-            os.sched_setaffinity(0, self._placement.cpus)
+        if self._placer is None:
+            return
+        try:
+            bind_thread(frozenset(self._placer().cpus))
+        except (OSError, PlacementError) as error:
+            if not self._has_warned:
+                logger.warning("Copies run where their threads are: %s", error)
+            self._has_warned = True
+
+
+def _why_no_sharing(
+    extension: WorkerExtension | None, secondary: SecondaryTierWorker | None
+) -> str | None:
+    """Why the workers of this engine have host memory of their own; None if they may share it."""
+    if extension is not None:
+        return "each worker lays out segments by itself"
+    if secondary is not None:
+        return "each worker has objects of the secondary tier by itself"
+    if parse_uses_ascend_kernel(os.environ):
+        return "the AscendC kernel reads memory of one worker only"
+    return None
 
 
 def require_allowed(device_type: str, options: ConnectorOptions) -> None:
@@ -299,7 +460,7 @@ def require_given(options: ConnectorOptions) -> None:
     """Raise `SettingsError` if copies cannot run on the CPUs that the options name."""
     if options.copy_cpus is None:
         return
-    given = given_cpus()
+    given = HostCpus().given()
     missing = frozenset(options.copy_cpus) - given
     if missing:
         raise SettingsError(
@@ -315,14 +476,6 @@ def _transfer_op(environ: Mapping[str, str]) -> Move:
         is_bundled=parse_is_bundled(environ),
         uses_kernel=parse_uses_ascend_kernel(environ),
     )
-
-
-def _placement(options: ConnectorOptions, device_type: str) -> CopyPlacement | None:
-    """Where transfers run; None if a device copies, and no CPUs are named for the thread."""
-    require_given(options)
-    if options.copy_cpus is not None:
-        return CopyPlacement.on(options.copy_cpus)
-    return default_placement(os.environ) if device_type == "cpu" else None
 
 
 def _require_same(registered: KVLayout, found: KVLayout) -> None:

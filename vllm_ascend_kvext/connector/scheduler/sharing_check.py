@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
+"""Whether what the workers share is equal on all of them, by digests of the first stores.
+
+The configuration says which bytes are equal (`layout.rank_contents`). A kernel or a collective
+operation may still compute them in another order on another rank. So the first stores of each group
+that ranks share are compared. A store ends, so that it can be found, in the same report that has
+its last digests. Where digests differ, each worker keeps its own bytes from then on.
+"""
+
+from __future__ import annotations
+
+from vllm_ascend_kvext.connector.common.messages import PlaneDigest, WorkerOutput
+from vllm_ascend_kvext.layout.sharing import HostSharing
+
+OfRanks = dict[int, tuple[PlaneDigest, ...]]
+
+
+class SharingCheck:
+    """The check of one engine.
+
+    Args:
+        sharing: How any worker shares its host memory; None if none does.
+        num_workers: The number of workers.
+        groups: The groups of the layout that are stored.
+
+    Attributes:
+        difference: What differs, for a message; None if nothing has been found to differ.
+        is_first: Whether no store has been compared yet. Nothing may be loaded before.
+    """
+
+    def __init__(
+        self, sharing: HostSharing | None, num_workers: int, groups: frozenset[int]
+    ) -> None:
+        self._num_workers = num_workers
+        shared = frozenset[int]() if sharing is None else sharing.shared_groups
+        self._unproven = set(shared & groups)
+        self._found: dict[int, OfRanks] = {}
+        self.difference: str | None = None
+        self.is_first = bool(self._unproven)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether stores are to be compared, because a group has not been."""
+        return bool(self._unproven) and self.difference is None
+
+    def note(self, results: WorkerOutput) -> None:
+        """Workers report a step. A store counts when all workers have reported its digests."""
+        if not self.is_pending:
+            return
+        for number, of_ranks in results.digests.items():
+            found = self._found.setdefault(number, {})
+            found.update(of_ranks)
+            if len(found) == self._num_workers:
+                del self._found[number]
+                self._compare(found)
+        for number in results.failed_jobs:
+            self._found.pop(number, None)
+
+    def _compare(self, of_ranks: OfRanks) -> None:
+        digests: dict[tuple[int, int, int], dict[bytes, int]] = {}
+        for rank, of_rank in sorted(of_ranks.items()):
+            for group, plane, content, digest in of_rank:
+                digests.setdefault((group, plane, content), {}).setdefault(digest, rank)
+        for (group, plane, _), found in sorted(digests.items()):
+            if len(found) > 1:
+                first, second, *_ = found.values()
+                self.difference = f"plane {plane} of group {group} on ranks {first} and {second}"
+                self.is_first = False
+                return
+        for group in list(self._unproven):
+            if all(any(each.group == group for each in of_rank) for of_rank in of_ranks.values()):
+                self._unproven.remove(group)
+                self.is_first = False

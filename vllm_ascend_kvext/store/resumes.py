@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
+"""Learns at which tails requests resume, and how much it pays to keep tails until then.
+
+A request uses all rows of its prefix, but only the tails at one boundary: the latest one. The
+earlier tails of a conversation are of no use any more once it has gone on, although each turn asks
+for the rows before them. So tails wait until a request resumes at them. ``reuse`` says how their
+density is learned.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+from vllm_ascend_kvext.store.reuse import Reuse
+
+
+class TailOrigin(enum.IntEnum):
+    """Why tails were stored. Tails of one origin are expected to be used at the same rate."""
+
+    ASKED = 0
+    """Requests ask for the boundary, or prompts part there."""
+
+    UNASKED = 1
+    """No request has asked for the boundary yet."""
+
+    END_OF_TURN = 2
+    """The answer ends there."""
+
+    END_OF_PROMPT = 3
+    """The prompt ends there."""
+
+    END_OF_LATER_TURN = 4
+    """The answer to a prompt that continues an earlier prompt ends there."""
+
+    END_OF_LATER_PROMPT = 5
+    """A prompt that continues an earlier prompt ends there. Chats go on more often than questions
+    about a document, which continue none."""
+
+
+class Resumes:
+    """Counts at which tails requests resume, whether the tails are stored or not.
+
+    Args:
+        max_keys: The most tails that are known.
+    """
+
+    def __init__(self, max_keys: int) -> None:
+        self._reuse = Reuse(max_keys)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._reuse.clear()
+
+    def note_admitted(self, keys: Sequence[bytes], now: int) -> None:
+        """Count where a request resumes: at the latest known tails of its prompt.
+
+        Args:
+            keys: The keys of all boundaries at which it may resume, ascending.
+            now: The use of its admission, which is later than all uses before.
+        """
+        number = self._reuse.num_until_known(keys)
+        self._reuse.note_ended(keys[number - 1 : number] if number else (), (), now)
+
+    def note_tails(self, key: bytes, origin: TailOrigin, now: int) -> None:
+        """Note that a request leaves tails at a boundary, whether or not there is room for them."""
+        self._reuse.note_new(key, origin, now)
+
+    def density(self, key: bytes, use: int, now: int) -> float:
+        """See `Reuse.density`."""
+        return self._reuse.density(key, use, now)
