@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // Does the copies of one thread: chooses the kernel, and which bytes are prefetched.
 #pragma once
 
@@ -38,7 +39,7 @@ inline void fetch_lines(int64_t source, int64_t num_bytes) {
 class Copier {
  public:
   explicit Copier(bool is_streaming, const CopyKernel& kernel = copy_kernels().front())
-      : kernel_(kernel), is_streaming_(is_streaming) {}
+      : kernel_(kernel), is_streaming_(is_streaming && kernel.writes_past_caches) {}
   ~Copier() {
     if (num_gathered_ > 0) exchange();
     exchange();

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 #include "copy_kernels.h"
+
+#include "cpu_features.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -120,19 +123,19 @@ void fence_stores() { _mm_sfence(); }
 std::vector<CopyKernel> available_kernels() {
   std::vector<CopyKernel> kernels;
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2")) {
+  const CpuFeatures features = read_cpu_features();
+  if (features.has_avx2) {
     kernels.push_back(
-        {"avx2", stream_avx2, stream_together_avx2<16, kStep>, 16, INT64_MAX, fence_stores});
-    kernels.push_back({"avx2, longer turns", stream_avx2, stream_together_avx2<8, 512>, 8, 16384,
-                       fence_stores});
+        {"avx2", true, stream_avx2, stream_together_avx2<16, kStep>, 16, INT64_MAX, fence_stores});
+    kernels.push_back({"avx2, longer turns", true, stream_avx2, stream_together_avx2<8, 512>, 8,
+                       16384, fence_stores});
     // On Zen 3, pages of 4 KB and more take four times as long if destinations take turns of two
     // lines, and long pages are fastest alone. A CPU with AVX-512 was fastest with turns of two
     // lines, for pages of any length.
-    if (__builtin_cpu_is("amd")) std::swap(kernels[0], kernels[1]);
+    if (features.is_amd) std::swap(kernels[0], kernels[1]);
   }
 #endif
-  kernels.push_back({"memcpy", copy_plainly, nullptr, 0, 0, fence_nothing});
+  kernels.push_back({"memcpy", false, copy_plainly, nullptr, 0, 0, fence_nothing});
   return kernels;
 }
 

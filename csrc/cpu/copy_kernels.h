@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // Ways to copy bytes, chosen for this CPU when the library is loaded.
 #pragma once
 
@@ -17,7 +18,10 @@ constexpr size_t kMaxTogether = 16;
 
 struct CopyKernel {
   std::string name;
-  // Copies past the caches; other threads see the bytes only after fence().
+  // Whether stream() writes past the caches. Otherwise it does what std::memcpy does, and bytes
+  // that are staged for it are copied once more for nothing.
+  bool writes_past_caches;
+  // Copies past the caches, if it can; other threads see the bytes only after fence().
   void (*stream)(uint8_t* destination, const uint8_t* source, size_t num_bytes);
   // Does up to num_together copies past the caches, some lines of each in turn, and meanwhile
   // prefetches the sources of as many later copies. The pointer is null if this CPU gains nothing

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 #include "copy_threads.h"
 
 #include <pthread.h>
@@ -39,6 +40,15 @@ std::vector<int> bind_to(const std::vector<int>& cpus) {
     if (!CPU_ISSET(cpu, &found)) missing.push_back(cpu);
   }
   return missing;
+}
+
+// Binds the calling thread to the CPUs, unless it is bound to just these. If the kernel refuses, the
+// thread runs on where it is.
+void stay_on(const cpu_set_t& cpus) {
+  cpu_set_t found;
+  const bool is_known = pthread_getaffinity_np(pthread_self(), sizeof(found), &found) == 0;
+  if (is_known && CPU_EQUAL(&found, &cpus)) return;
+  pthread_setaffinity_np(pthread_self(), sizeof(cpus), &cpus);
 }
 
 // Returns whether the calling thread already has the CPUs and the priority of the placement.
@@ -149,12 +159,16 @@ class Team {
     if (!is_placed_) missing_cpus_ = missing;
     is_placed_ = true;
     placed_.notify_all();
+    const cpu_set_t cpus = set_of(placement_.cpus);
     for (;;) {
       has_job_.wait(lock, [this] { return !jobs_.empty(); });
       Job& job = *jobs_.front();
       if (--job.num_helpers_missing == 0) jobs_.pop_front();
       ++job.num_helpers_active;
       lock.unlock();
+      // Another library may have bound all threads of the process elsewhere since the last job.
+      // vLLM-Ascend does so on ARM hosts, after the KV caches are registered.
+      if (!placement_.cpus.empty()) stay_on(cpus);
       job.work();
       lock.lock();
       if (--job.num_helpers_active == 0) helper_left_.notify_all();

@@ -1,10 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // One source for all instruction sets: loops that compilers vectorise are compiled once per
-// instruction set. Conversions use integer arithmetic, because a compiler knows half precision on
-// some CPUs only.
-#include <cstring>
-
+// instruction set. Conversions use integer arithmetic, because on x86-64 a compiler knows half
+// precision for some CPUs only. Every aarch64 CPU converts half precision itself.
 #include "kvext/rotation.h"
+
+#include <cstring>
+#include <type_traits>
+
+#include "cpu_features.h"
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 namespace kvext {
 namespace {
@@ -52,6 +60,28 @@ struct Bfloat16 {
 };
 
 // IEEE 754 binary16: 5 bits of exponent, 10 bits of fraction.
+#if defined(__aarch64__)
+
+// The conversions are single instructions. They round to nearest, ties to even, and a NaN stays a
+// NaN.
+struct Float16 {
+  using Stored = uint16_t;
+  KVEXT_INLINE static float widen(uint32_t half) {
+    const auto bits = static_cast<uint16_t>(half);
+    __fp16 value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+  }
+  KVEXT_INLINE static uint32_t narrow(float value) {
+    const auto half = static_cast<__fp16>(value);
+    uint16_t bits;
+    std::memcpy(&bits, &half, sizeof(bits));
+    return bits;
+  }
+};
+
+#else
+
 struct Float16 {
   using Stored = uint16_t;
   KVEXT_INLINE static float widen(uint32_t half) {
@@ -76,6 +106,56 @@ struct Float16 {
   }
 };
 
+#endif
+
+#if defined(__aarch64__)
+
+// Four pairs of float16 at a time, by fcvtl and fcvtn. They are written out, because g++ does not
+// use these instructions for a loop over __fp16.
+
+// Rotates the pairs (a[i], b[i]).
+KVEXT_INLINE void rotate_four(uint16x4_t* a, uint16x4_t* b, const float* cosines,
+                              const float* sines) {
+  const float32x4_t first = vcvt_f32_f16(vreinterpret_f16_u16(*a));
+  const float32x4_t second = vcvt_f32_f16(vreinterpret_f16_u16(*b));
+  const float32x4_t cosine = vld1q_f32(cosines), sine = vld1q_f32(sines);
+  *a = vreinterpret_u16_f16(vcvt_f16_f32(first * cosine - second * sine));
+  *b = vreinterpret_u16_f16(vcvt_f16_f32(second * cosine + first * sine));
+}
+
+template <int64_t kCount>
+KVEXT_INLINE void rotate_halves_by_four(uint8_t* __restrict destination,
+                                        const uint8_t* __restrict source, int64_t first,
+                                        int64_t num_pairs, const float* __restrict cosines,
+                                        const float* __restrict sines) {
+  for (int64_t i = first; i < first + kCount; i += 4) {
+    uint16x4_t a, b;
+    std::memcpy(&a, source + 2 * i, sizeof(a));
+    std::memcpy(&b, source + 2 * (num_pairs + i), sizeof(b));
+    rotate_four(&a, &b, cosines + i, sines + i);
+    std::memcpy(destination + 2 * i, &a, sizeof(a));
+    std::memcpy(destination + 2 * (num_pairs + i), &b, sizeof(b));
+  }
+}
+
+template <int64_t kCount>
+KVEXT_INLINE void rotate_neighbours_by_four(uint8_t* __restrict destination,
+                                            const uint8_t* __restrict source, int64_t first,
+                                            const float* __restrict cosines,
+                                            const float* __restrict sines) {
+  for (int64_t i = first; i < first + kCount; i += 4) {
+    uint16x8_t pairs;
+    std::memcpy(&pairs, source + 4 * i, sizeof(pairs));
+    uint16x4_t a = vget_low_u16(vuzp1q_u16(pairs, pairs));
+    uint16x4_t b = vget_low_u16(vuzp2q_u16(pairs, pairs));
+    rotate_four(&a, &b, cosines + i, sines + i);
+    pairs = vcombine_u16(vzip1_u16(a, b), vzip2_u16(a, b));
+    std::memcpy(destination + 4 * i, &pairs, sizeof(pairs));
+  }
+}
+
+#endif
+
 // Each of these structs rotates kCount pairs, starting with pair `first`. The count is a constant,
 // so that compilers use vectors without a loop, a remainder or a branch.
 
@@ -85,6 +165,12 @@ struct Halves {
   KVEXT_INLINE static void rotate(uint8_t* __restrict destination, const uint8_t* __restrict source,
                                   int64_t first, int64_t num_pairs, const float* __restrict cosines,
                                   const float* __restrict sines) {
+#if defined(__aarch64__)
+    if constexpr (std::is_same_v<Element, Float16> && kCount % 4 == 0) {
+      rotate_halves_by_four<kCount>(destination, source, first, num_pairs, cosines, sines);
+      return;
+    }
+#endif
     using Stored = Any<typename Element::Stored>;
     const auto* const from = reinterpret_cast<const Stored*>(source) + first;
     auto* const __restrict to = reinterpret_cast<Stored*>(destination) + first;
@@ -106,6 +192,12 @@ struct Neighbours {
   KVEXT_INLINE static void rotate(uint8_t* __restrict destination, const uint8_t* __restrict source,
                                   int64_t first, int64_t, const float* __restrict cosines,
                                   const float* __restrict sines) {
+#if defined(__aarch64__)
+    if constexpr (std::is_same_v<Element, Float16> && kCount % 4 == 0) {
+      rotate_neighbours_by_four<kCount>(destination, source, first, cosines, sines);
+      return;
+    }
+#endif
     const auto* const from = reinterpret_cast<const Any<uint32_t>*>(source) + first;
     auto* const to = reinterpret_cast<Any<uint32_t>*>(destination) + first;
     for (int64_t i = 0; i < kCount; ++i) {
@@ -229,10 +321,10 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"))) void rotate_av
 std::vector<RotationKernel> available_kernels() {
   std::vector<RotationKernel> kernels;
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+  const CpuFeatures features = read_cpu_features();
+  const bool has_avx2 = features.has_avx2 && features.has_fma;
+  if (has_avx2 && features.has_avx512f && features.has_avx512bw && features.has_avx512vl &&
+      features.has_avx512dq) {
     kernels.push_back({"avx512", rotate_avx512});
   }
   if (has_avx2) kernels.push_back({"avx2", rotate_avx2});

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Builds the layout of one worker from its KV cache config and its registered tensors.
 
 Specs become groups. The tensors of a layer become regions, and the regions become planes. A
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_ascend_kvext.errors import LayoutError
-from vllm_ascend_kvext.groups.model import CacheGroup
+from vllm_ascend_kvext.groups.model import CacheGroup, GroupKind
 from vllm_ascend_kvext.groups.specs import LayerSpec, cache_group, read_layer_specs
 from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, Plane, RowAddressing
 from vllm_ascend_kvext.layout.regions import PageView, Region, find_axes, regions_of
@@ -62,6 +63,8 @@ def build_layout(
     storages = StorageTable()
     groups: list[LayoutGroup] = []
     all_regions: list[OwnedRegion] = []
+    # Requests resume within the blocks of states, which are long. All other layers then need rows.
+    may_divide = any(spec.kind is GroupKind.STATE for specs in specs_by_group for spec in specs)
     for index, specs in enumerate(specs_by_group):
         if not specs:
             continue  # This pipeline stage has no layer of the group.
@@ -74,10 +77,10 @@ def build_layout(
             pages = [find_axes(view, spec, num_pages) for view in views]
             _check_rows(spec, pages)
             layer_addressing = RowAddressing.PAGES if spec.layer_name in nz_layers else addressing
-            for region in _regions_of_layer(pages, spec, layer_addressing):
+            for region in _regions_of_layer(pages, spec, layer_addressing, may_divide):
                 found.setdefault(region, spec)
         for region, spec in found.items():
-            all_regions.append(OwnedRegion(index, spec.layer_name, region))
+            all_regions += [OwnedRegion(index, spec.layer_name, each) for each in region.in_pages()]
         groups += _transfer_groups(cache_group(specs), found)
     check_disjoint(all_regions, num_pages)
     return KVLayout(storages.storages, tuple(groups), num_pages, len(specs_by_group))
@@ -116,19 +119,21 @@ def _check_rows(spec: LayerSpec, pages: Sequence[PageView]) -> None:
 
 
 def _regions_of_layer(
-    pages: Sequence[PageView], spec: LayerSpec, addressing: RowAddressing
+    pages: Sequence[PageView], spec: LayerSpec, addressing: RowAddressing, may_divide: bool
 ) -> list[Region]:
     """The disjoint regions of one layer.
 
     Raises:
         LayoutError: If the regions together do not have as many bytes as a page.
     """
-    regions = [region for page in pages for region in regions_of(page, spec, addressing)]
+    regions = [
+        region for page in pages for region in regions_of(page, spec, addressing, may_divide)
+    ]
     if _share_bytes(regions):
         # The layer registers two shapes of the same bytes (indexer keys on A5). Only its kernels
         # know which shape a page has.
         regions = _joined(regions, spec)
-    num_bytes = sum(region.num_bytes for region in regions)
+    num_bytes = sum(region.num_bytes * region.blocks_per_page for region in regions)
     if not spec.min_page_bytes <= num_bytes <= spec.page_bytes:
         raise LayoutError(
             f"{spec.where}: the registered tensors have {num_bytes} bytes per page. The config has "
@@ -175,15 +180,16 @@ def _joined(regions: Sequence[Region], spec: LayerSpec) -> list[Region]:
 
 def _transfer_groups(group: CacheGroup, found: Mapping[Region, LayerSpec]) -> list[LayoutGroup]:
     """The transfer groups of one KV cache group: one for each number of tokens per row."""
-    by_row: dict[tuple[int, int], list[tuple[LayerSpec, Region]]] = defaultdict(list)
+    by_row: dict[tuple[int, int, int], list[tuple[LayerSpec, Region]]] = defaultdict(list)
     for region, spec in found.items():
-        tokens_per_row, rest = divmod(group.tokens_per_page, region.num_rows)
+        num_rows = region.num_rows * region.blocks_per_page
+        tokens_per_row, rest = divmod(group.tokens_per_page, num_rows)
         if rest:
             raise LayoutError(
                 f"{spec.where}: {group.tokens_per_page} tokens per page do not divide into "
-                f"{region.num_rows} rows; this layout is not supported"
+                f"{num_rows} rows; this layout is not supported"
             )
-        by_row[tokens_per_row, spec.restart_tokens].append((spec, region))
+        by_row[tokens_per_row, spec.restart_tokens, region.blocks_per_page].append((spec, region))
     return [
         LayoutGroup(
             kv_cache_group_id=of_row[0][0].kv_cache_group_id,
@@ -197,8 +203,9 @@ def _transfer_groups(group: CacheGroup, found: Mapping[Region, LayerSpec]) -> li
             # A row that is a whole page may hold entries of several ratios. The row is needed as
             # soon as one entry is complete, so the ratio used here is the greatest common divisor.
             compress_ratio=math.gcd(*(spec.compress_ratio for spec, _ in of_row)),
+            blocks_per_page=blocks_per_page,
         )
-        for (tokens_per_row, restart_tokens), of_row in sorted(by_row.items())
+        for (tokens_per_row, restart_tokens, blocks_per_page), of_row in sorted(by_row.items())
     ]
 
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The facts of a layout: storages, planes and groups.
 
 The module knows neither how these facts are found nor how they are used. Its terms:
@@ -95,6 +96,9 @@ class LayoutGroup:
         compress_ratio: Tokens per entry of the cache. An entry exists once all its tokens are
             computed; until then the states of the compressor hold them. A row has one entry, or
             several if a page is one row.
+        blocks_per_page: The kernel blocks of a page, if other bytes lie between them; else 1. The
+            planes then say of a kernel block what they usually say of a page. Kernel block ``b`` of
+            page ``q`` is number ``q * blocks_per_page + b``.
     """
 
     kv_cache_group_id: int
@@ -106,10 +110,16 @@ class LayoutGroup:
     planes: tuple[Plane, ...]
     holds_states: bool = False
     compress_ratio: int = 1
+    blocks_per_page: int = 1
 
     @property
     def rows_per_page(self) -> int:
         return self.tokens_per_page // self.tokens_per_row
+
+    @property
+    def rows_per_block(self) -> int:
+        """The adjacent rows of a page: all of them, or those of a kernel block."""
+        return self.rows_per_page // self.blocks_per_page
 
     @property
     def is_snapshot(self) -> bool:

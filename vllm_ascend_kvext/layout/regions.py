@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Finds the regions of bytes that one registered tensor has in every page.
 
 The axes of a tensor are read in its logical order; the strides may have another order. Pages are
@@ -38,6 +39,9 @@ class Region:
         is_packed: Whether the region is one row whose inner order is not known.
         axes: See ``Plane``. Comparisons ignore the axes, because layers with different axes may
             share the bytes.
+        blocks_per_page: The kernel blocks of a page, if other bytes lie between them; else 1. The
+            other attributes then say of a kernel block what they usually say of a page. Kernel
+            block ``b`` of page ``q`` is number ``q * blocks_per_page + b``.
     """
 
     storage: int
@@ -48,11 +52,25 @@ class Region:
     dtype: str
     is_packed: bool
     axes: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    blocks_per_page: int = 1
 
     @property
     def num_bytes(self) -> int:
-        """Bytes per page."""
+        """Bytes per page, or per kernel block."""
         return self.row_bytes * self.num_rows
+
+    def in_pages(self) -> list[Region]:
+        """The same bytes as regions of whole pages: one for each kernel block of a page."""
+        page_stride_bytes = self.blocks_per_page * self.page_stride_bytes
+        return [
+            replace(
+                self,
+                offset_bytes=self.offset_bytes + block * self.page_stride_bytes,
+                page_stride_bytes=page_stride_bytes,
+                blocks_per_page=1,
+            )
+            for block in range(self.blocks_per_page)
+        ]
 
     @property
     def end_bytes(self) -> int:
@@ -105,8 +123,14 @@ def find_axes(view: TensorView, spec: LayerSpec, num_pages: int) -> PageView:
     return PageView(view, page_axis, blocks_per_page, token_axis if is_certain else None, num_rows)
 
 
-def regions_of(page: PageView, spec: LayerSpec, addressing: RowAddressing) -> list[Region]:
+def regions_of(
+    page: PageView, spec: LayerSpec, addressing: RowAddressing, may_divide: bool = False
+) -> list[Region]:
     """The regions of one tensor: K before V, and head by head if heads are separate.
+
+    Args:
+        may_divide: Whether rows are addressed kernel block by kernel block if other bytes lie
+            between the kernel blocks of a page.
 
     Raises:
         LayoutError: If the tensor repeats bytes (a stride of zero), or if a page has too many
@@ -124,7 +148,7 @@ def regions_of(page: PageView, spec: LayerSpec, addressing: RowAddressing) -> li
     is_addressed = addressing is RowAddressing.TOKENS and not (
         is_state or spec.is_byte_typed or view.is_private_format or page.token_axis is None
     )
-    regions = _rows_of_tokens(page) if is_addressed else None
+    regions = _rows_of_tokens(page, may_divide) if is_addressed else None
     regions = regions or _split(page, is_packed=not is_state)
     if len(regions) > _MAX_REGIONS:
         raise LayoutError(
@@ -162,7 +186,7 @@ def _token_axis(
     return axes[0], True
 
 
-def _rows_of_tokens(page: PageView) -> list[Region] | None:
+def _rows_of_tokens(page: PageView, may_divide: bool) -> list[Region] | None:
     """One region per index of the axes outside the tokens; None if rows are not adjacent.
 
     The page view has a token axis.
@@ -177,8 +201,20 @@ def _rows_of_tokens(page: PageView) -> list[Region] | None:
     blocks_are_adjacent = (
         page.blocks_per_page == 1 or block_stride_bytes == rows_per_block * row_bytes
     )
-    if not (rows_are_adjacent and blocks_are_adjacent):
+    if not rows_are_adjacent:
         return None
+    if not blocks_are_adjacent:
+        if not may_divide:
+            return None
+        # vLLM-Ascend 0.30 puts V of a kernel block behind its K, in models with states.
+        whole = replace(page, blocks_per_page=1)
+        return [
+            replace(
+                _region(whole, offset, row_bytes, rows_per_block, False),
+                blocks_per_page=page.blocks_per_page,
+            )
+            for offset in _offsets(outer)
+        ]
     return [_region(page, offset, row_bytes, page.num_rows, False) for offset in _offsets(outer)]
 
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Row maps say which rows of which group a stored chunk has, and where in host memory they lie.
 
 A store writes a row map, and every load of the chunk is planned against it. A row that is not in
@@ -20,18 +21,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from vllm_ascend_kvext.layout.model import LayoutGroup
-from vllm_ascend_kvext.layout.rows import has_state_at
 from vllm_ascend_kvext.token_range import TokenRange
 
 
 class StoredRows(NamedTuple):
     """Rows of one group that are stored, and the section that has room for them.
 
-    The tuples sort by group, then by row.
+    The tuples sort by group, then by row. Rows behind the end of the section lie in sections of the
+    same size, one for each cut.
 
     Attributes:
         host_offset_bytes: Where the section begins. A map counts from the start of the chunk's
             place; a plan counts from the start of the host buffer.
+        cut_bytes: The distance between the sections of one cut and of the next.
     """
 
     group: int
@@ -40,6 +42,7 @@ class StoredRows(NamedTuple):
     section_first_row: int
     section_rows: int
     host_offset_bytes: int
+    cut_bytes: int
 
 
 _ROWS = struct.Struct(f"<{len(StoredRows._fields)}q")
@@ -49,7 +52,7 @@ _ROWS = struct.Struct(f"<{len(StoredRows._fields)}q")
 class RowMap:
     """The rows of one stored chunk, or of a part of it.
 
-    The scheduler sends it to the workers with every load. Its form, six little-endian 64-bit
+    The scheduler sends it to the workers with every load. Its form, seven little-endian 64-bit
     integers per `StoredRows`, is small and quick to pickle.
     """
 
@@ -78,27 +81,19 @@ class MissingRows(NamedTuple):
     tokens: TokenRange
 
 
-def find_rows(
-    groups: Sequence[LayoutGroup],
-    stored: Iterable[StoredChunk],
-    needed: Sequence[range],
-    boundary_tokens: int,
-) -> list[StoredRows]:
+def find_rows(stored: Iterable[StoredChunk], needed: Sequence[range]) -> list[StoredRows]:
     """The needed rows that are in some map, each row once, sorted by group and then by row.
 
-    A state counts only if it is the state at ``boundary_tokens``.
+    A map does not say after which token of its page a state was stored. So the caller passes no
+    state but the one of the boundary at which the request is to resume.
 
     Args:
         needed: One range of rows per group.
-        boundary_tokens: Where the request is to resume.
     """
-    bounds = [
-        (rows.start, rows.stop) if has_state_at(group, boundary_tokens) else (0, 0)
-        for group, rows in zip(groups, needed, strict=True)
-    ]
+    bounds = [(rows.start, rows.stop) for rows in needed]
     found = []
     for row_map, place_bytes in stored:
-        for group, first_row, end_row, section_first_row, section_rows, offset_bytes in row_map:
+        for group, first_row, end_row, row_0, num_rows, offset_bytes, cut_bytes in row_map:
             first_needed, end_needed = bounds[group]
             if first_row < end_needed and first_needed < end_row:
                 found.append(
@@ -106,9 +101,10 @@ def find_rows(
                         group,
                         max(first_row, first_needed),
                         min(end_row, end_needed),
-                        section_first_row,
-                        section_rows,
+                        row_0,
+                        num_rows,
                         place_bytes + offset_bytes,
+                        cut_bytes,
                     )
                 )
     found.sort()

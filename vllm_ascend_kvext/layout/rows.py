@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Says which rows of a group a store keeps, and which rows a resume needs.
 
 Rows are counted from the first token of the request: row ``r`` covers the tokens from
@@ -45,20 +46,18 @@ def kept_rows(
     """The rows that a store of a token range keeps; an empty range if it keeps none.
 
     A row that the range does not fill is not kept. So the kept rows are the rows that a resume
-    needs at the end of the last whole row of the range.
+    needs at the end of the last whole row of the range. A state is kept wherever the range ends.
+    The state after the last token lies in the page of that token.
     """
     _require_tokens(tokens)
     if group.holds_states and states is StatePolicy.SKIP:
         return range(0)
+    if group.is_snapshot:
+        return needed_rows(group, tokens, states)
     end_row = tokens.end_tokens // group.tokens_per_row
     first_needed = _first_needed_token(group, end_row * group.tokens_per_row)
     first_row = max(tokens.first_tokens, first_needed) // group.tokens_per_row
     return range(first_row, end_row) if first_row < end_row else range(0)
-
-
-def has_state_at(group: LayoutGroup, boundary_tokens: int) -> bool:
-    """Whether the group can have a row for this boundary (Mamba: only at the end of a page)."""
-    return not group.is_snapshot or boundary_tokens % group.tokens_per_page == 0
 
 
 def _require_tokens(tokens: TokenRange) -> None:

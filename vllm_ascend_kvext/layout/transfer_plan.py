@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The arguments of a planner, and its results."""
 
 from __future__ import annotations
@@ -54,11 +55,13 @@ class PlacedChunk(NamedTuple):
     Attributes:
         host_offset_bytes: Where the place begins, a multiple of 64.
         groups: Indices in the layout of the groups to store; None for all groups.
+        cut_tokens: See ``HostArrangement.place``.
     """
 
     tokens: TokenRange
     host_offset_bytes: int = 0
     groups: tuple[int, ...] | None = None
+    cut_tokens: int = 0
 
 
 class TransferPlan(NamedTuple):

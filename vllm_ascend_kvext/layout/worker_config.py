@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Reads what the layout needs from a worker's configuration.
 
 The KV cache config and the tensors do not say whether other workers have other layers or tokens.
@@ -42,32 +43,49 @@ def require_supported(vllm_config: Any) -> None:
     """Refuse a configuration whose pages cannot be laid out.
 
     Raises:
-        LayoutError: If the engine uses pipeline or context parallelism, or if pages have an
-            unknown format.
+        LayoutError: If the engine uses pipeline or context parallelism, if pages have an unknown
+            format, or if states are kept for all blocks of running requests.
     """
-    _require_one_layout(vllm_config.parallel_config)
-    cache_dtype = getattr(getattr(vllm_config, "cache_config", None), "cache_dtype", None)
+    require_one_layout(vllm_config.parallel_config)
+    cache_config = getattr(vllm_config, "cache_config", None)
+    if getattr(cache_config, "mamba_cache_mode", None) == "all":
+        raise LayoutError(
+            "mamba_cache_mode: found all, expected align: states that are kept for all blocks have "
+            "never been stored or loaded in a test, and on a CPU vLLM itself ends in this mode; "
+            "leave --mamba-cache-mode out, or start without offloading"
+        )
+    cache_dtype = getattr(cache_config, "cache_dtype", None)
     if cache_dtype == "mxfp8":
         raise LayoutError(
             "cache dtype: found mxfp8, whose pages have tiles of rows and of scales "
             "(``vllm_ascend/attention/attention_c8_mxfp.py``); use another --kv-cache-dtype, or "
-            "start without offloading"
+            "leave KvextConnector out of --kv-transfer-config"
         )
     if str(cache_dtype).endswith("per_token_head"):
         raise LayoutError(
             f"cache dtype: found {cache_dtype}: the first forward of each layer sets the scales in "
             "all pages (``vllm/v1/attention/backends/triton_attn.py``), also in pages that were "
-            "loaded before it; use another --kv-cache-dtype, or start without offloading"
+            "loaded before it; use another --kv-cache-dtype, or leave KvextConnector out of "
+            "--kv-transfer-config"
         )
 
 
-def _require_one_layout(parallel: Any) -> None:
+def require_one_layout(parallel: Any) -> None:
+    """Refuse sizes of parallelism with which the workers' pages have different layouts.
+
+    Args:
+        parallel: vLLM's ``ParallelConfig``, or its ``EngineArgs``, which has the same attributes.
+
+    Raises:
+        LayoutError: If the engine uses pipeline or context parallelism.
+    """
     num_stages = int(getattr(parallel, "pipeline_parallel_size", 1))
     if num_stages != 1:
         raise LayoutError(
             f"pipeline parallelism: found pipeline_parallel_size {num_stages}, expected 1: the "
             "workers of different stages hold different layers, and one layout is planned for all "
-            "of them; use tensor parallelism instead, or start without offloading"
+            "of them; use tensor parallelism instead, or leave KvextConnector out of "
+            "--kv-transfer-config"
         )
     size = int(getattr(parallel, "decode_context_parallel_size", 1))
     size *= int(getattr(parallel, "prefill_context_parallel_size", 1))
@@ -75,5 +93,6 @@ def _require_one_layout(parallel: Any) -> None:
         raise LayoutError(
             f"context parallelism: found a size of {size} (decode_context_parallel_size times "
             "prefill_context_parallel_size), expected 1: vLLM spreads the tokens of a block over "
-            "the ranks, which offloading does not support; start without it"
+            "the ranks, which offloading does not support; set both sizes to 1, or leave "
+            "KvextConnector out of --kv-transfer-config"
         )

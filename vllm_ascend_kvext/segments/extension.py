@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Segments as an extension of the connector: reads the option, and makes both sides."""
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.extension import ConnectorExtension
 from vllm_ascend_kvext.connector.scheduler.parts import SchedulerParts
 from vllm_ascend_kvext.segments.counters import SEGMENT_METRICS
-from vllm_ascend_kvext.segments.options import FORMER_KEYS, OPTION, parse_segment_options
+from vllm_ascend_kvext.segments.options import OPTION, parse_segment_options
 from vllm_ascend_kvext.segments.scheduler.make_segments import make_segments
 from vllm_ascend_kvext.segments.scheduler.segments_side import SegmentsSide
 from vllm_ascend_kvext.segments.segment_tokens import NO_SEGMENT_TOKENS, segment_tokens_of
@@ -24,7 +25,6 @@ class SegmentsExtension(ConnectorExtension):
     """The segments that the configuration of one connector asks for."""
 
     key = OPTION
-    former_keys = FORMER_KEYS
     metrics = SEGMENT_METRICS
 
     def __init__(self, value: Any, options: ConnectorOptions) -> None:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Every key of the option ``segments``: its default, its values and what it does.
 
 The fields of `SegmentOptions` are the only declaration, see ``declared``.
@@ -27,19 +28,6 @@ from vllm_ascend_kvext.store.store_policy import StorePolicy
 
 OPTION = "segments"
 """The key of ``kv_connector_extra_config`` whose value is an object of the keys below."""
-
-FORMER_KEYS: Mapping[str, str] = {
-    "blending": '"segments": {}, or nothing where it was false,',
-    "blend_selector": '"segments": {"selector": ...}',
-    "blend_head_tokens": '"segments": {"head_tokens": ...}',
-    "blend_ratio": '"segments": {"ratio": ...}',
-    "blend_check_layer": '"segments": {"check_layer": ...}',
-    "segment_separator": '"segments": {"separator": ...}',
-    "segment_sink": '"segments": {"sink": ...}',
-    "segment_context": '"segments": {"context": ...}',
-    "learn_segments": '"segments": {"learn": ...}',
-}
-"""The former flat keys of ``kv_connector_extra_config``, and what replaces each of them."""
 
 
 class Selector(enum.Enum):

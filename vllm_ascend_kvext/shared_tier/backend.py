@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The interface of a shared tier, the same for all backends.
 
 An object is the bytes of one entry of host memory. Objects never change: a put of a name that
@@ -10,6 +11,7 @@ finds the rows that both share.
 from __future__ import annotations
 
 import abc
+import atexit
 import enum
 import logging
 import math
@@ -36,6 +38,9 @@ MAX_HANG_S = 5.0
 
 MAX_LEFT_BEHIND = 16
 """The most hanging threads that are left behind at the same time."""
+
+_MAX_END_S = 2.0
+"""The end of a process waits for running calls no longer than this."""
 
 
 def seal_with(checksum: xxh3_128, name: str, num_bytes: int) -> bytes:
@@ -222,20 +227,24 @@ class TierThread:
     Calls begin in the order in which they were submitted. A thread whose call hangs can be left
     behind: another thread takes its place, and the hanging thread ends with its call.
 
+    The end of the process waits for running calls, but not for long. CPython ends a thread that
+    asks for the interpreter's lock after that. If the thread is in compiled code, the whole process
+    aborts.
+
     Args:
         name: The name of the threads.
-        on_start: The first call of each thread.
         num_threads: The number of threads.
     """
 
-    def __init__(self, name: str, on_start: Call = lambda: None, num_threads: int = 1) -> None:
+    def __init__(self, name: str, num_threads: int = 1) -> None:
         self._name = name
-        self._on_start = on_start
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._changed = threading.Lock()  # Guards the rest.
         # When each running call began. Threads that were left behind are not in it.
         self._began_s: dict[threading.Thread, float] = {}
         self._left_behind: set[threading.Thread] = set()
+        self._threads: set[threading.Thread] = set()
+        self._ends_with_process = False
         for _ in range(num_threads):
             self._start()
 
@@ -284,13 +293,38 @@ class TierThread:
         """End the threads after all submitted calls. The method does not wait for them."""
         self._calls.put(None)
 
+    def _end_with_process(self) -> None:
+        """Begin no further call, and wait for the running ones, unless they hang."""
+        self._ends_with_process = True
+        self.close()
+        last_s = time.monotonic() + _MAX_END_S
+        with self._changed:
+            threads = self._threads - self._left_behind
+        for thread in threads:
+            thread.join(max(0.0, last_s - time.monotonic()))
+
     def _start(self) -> None:
-        threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+        thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+        with self._changed:
+            if not self._threads:
+                atexit.register(self._end_with_process)
+            self._threads.add(thread)
+        thread.start()
 
     def _serve(self) -> None:
         thread = threading.current_thread()
-        call = self._on_start
-        while True:
+        try:
+            self._serve_calls(thread)
+        finally:
+            with self._changed:
+                self._threads.remove(thread)
+                if not self._threads:
+                    atexit.unregister(self._end_with_process)
+
+    def _serve_calls(self, thread: threading.Thread) -> None:
+        while (call := self._calls.get()) is not None and not self._ends_with_process:
+            with self._changed:
+                self._began_s[thread] = time.monotonic()
             try:
                 call()
             except Exception:
@@ -300,10 +334,4 @@ class TierThread:
                 if thread in self._left_behind:
                     self._left_behind.remove(thread)
                     return
-            next_call = self._calls.get()
-            if next_call is None:
-                break
-            call = next_call
-            with self._changed:
-                self._began_s[thread] = time.monotonic()
         self._calls.put(None)  # The next thread ends, too.

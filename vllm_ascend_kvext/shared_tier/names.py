@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The name space of an engine, and the names of its objects. They decide which engines share KV.
 
 An *identity* has everything that decides what bytes of KV mean. Engines with equal identities have
@@ -19,7 +20,7 @@ from vllm_ascend_kvext.store.entries import Kind, Piece
 Identity = Mapping[str, Any]
 """Plain data, by the name of the part."""
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """The format of objects and names. Objects of another version are ignored."""
 
 _ROWS_NAME = re.compile("R[0-9]{1,12}-[0-9]{1,12}-[0-9a-f]{32}")

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Finds what a shared tier has of a prompt and host memory lacks. The search runs in a thread."""
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from typing import NamedTuple
 
 from vllm_ascend_kvext.shared_tier.names import note_name, object_name, piece_of
 from vllm_ascend_kvext.store.entries import Piece, WantedPiece
-from vllm_ascend_kvext.store.lookup import MAX_PIECES
 from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
 from vllm_ascend_kvext.token_range import TokenRange, union, without
 
 Exist = Callable[[Sequence[str]], list[str]]
 """A function like `SharedTier.exist`, for names within one name space."""
+
+_MAX_QUESTIONS = 8
+"""The most questions for pieces in the middle of chunks. Each of them finds the piece before."""
 
 _MAX_TAILS = 4096
 """The most boundaries of a prompt at which the search asks for tails."""
@@ -98,7 +101,7 @@ def _search_rows(question: Question, exist: Exist) -> list[FoundObject]:
     # A piece in the middle of a chunk begins where an earlier piece ends. Ask for the earlier
     # piece, too.
     latest = found
-    for _ in range(MAX_PIECES):
+    for _ in range(_MAX_QUESTIONS):
         begins = {each.piece.first_tokens for each in latest.values()} - found.keys()
         inner_begins = (each for each in begins if each % geometry.chunk_tokens)
         latest = _ask(question, exist, [each for each in inner_begins if each > after_tokens])

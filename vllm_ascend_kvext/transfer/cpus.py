@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Finds the CPUs to which vLLM's CPU platform binds a model, and CPUs that share a core or node.
 
 vLLM starts each worker with variables of its OpenMP runtime, which bind the worker's threads
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 _ITEM = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
@@ -42,7 +43,7 @@ def model_cpus(environ: Mapping[str, str], process_cpus: Iterable[int]) -> Model
     if chosen not in ("", "auto", "nobind"):
         of_all_workers = frozenset().union(*(_numbers(part) or () for part in chosen.split("|")))
     is_bound = is_main_thread_bound(environ)
-    of_worker = _cpus_of_worker(environ) if is_bound else frozenset()
+    of_worker = cpus_of_worker(environ) if is_bound else frozenset()
     if is_bound and not of_worker and not of_all_workers:
         of_worker = frozenset(process_cpus)
     return ModelCpus(of_all_workers | of_worker, bool(of_all_workers))
@@ -56,8 +57,8 @@ def is_main_thread_bound(environ: Mapping[str, str]) -> bool:
     return binding not in ("", "false") or bool(environ.get("OMP_PLACES") and binding != "false")
 
 
-def _cpus_of_worker(environ: Mapping[str, str]) -> frozenset[int]:
-    """The CPUs of this worker; empty if the variables have no numbers."""
+def cpus_of_worker(environ: Mapping[str, str]) -> frozenset[int]:
+    """The CPUs to which OpenMP binds this worker; empty if the variables have no numbers."""
     intel = re.search(r"proclist=\[([^\]]*)\]", environ.get("KMP_AFFINITY", ""))
     if intel:
         return _numbers(intel.group(1).replace("{", "").replace("}", "")) or frozenset()
@@ -74,17 +75,24 @@ class CpuTopology:
 
     A CPU that is in no set shares with no other CPU. If nothing is known about memory nodes, all
     CPUs count as being on the same node.
+
+    Attributes:
+        nodes: The CPUs of each memory node that has some, by its number.
     """
 
     cores: tuple[frozenset[int], ...] = ()
-    nodes: tuple[frozenset[int], ...] = ()
+    nodes: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     @classmethod
     def of_this_machine(cls, root: Path = Path("/sys/devices/system")) -> CpuTopology:
         """Read the topology of this machine. Files that cannot be read are left out."""
         cores = {_read(path) for path in root.glob("cpu/cpu[0-9]*/topology/thread_siblings_list")}
-        nodes = {_read(path) for path in root.glob("node/node[0-9]*/cpulist")}
-        return cls(tuple(cores - {frozenset()}), tuple(nodes - {frozenset()}))
+        nodes = {
+            int(path.parent.name.removeprefix("node")): _read(path)
+            for path in root.glob("node/node[0-9]*/cpulist")
+        }
+        with_cpus = {number: cpus for number, cpus in nodes.items() if cpus}
+        return cls(tuple(cores - {frozenset()}), with_cpus)
 
     def same_core(self, cpus: frozenset[int]) -> frozenset[int]:
         """The given CPUs, and all CPUs on the same cores."""
@@ -94,7 +102,22 @@ class CpuTopology:
         """The given CPUs, and all CPUs on the same memory nodes."""
         if not self.nodes:
             return frozenset(range(1 << 16))
-        return cpus.union(*(node for node in self.nodes if node & cpus))
+        return cpus.union(*(node for node in self.nodes.values() if node & cpus))
+
+    def node_of(self, cpus: frozenset[int]) -> int | None:
+        """The memory node on which all the given CPUs are; None if they are on several or none."""
+        numbers = [number for number, node in self.nodes.items() if node & cpus]
+        return numbers[0] if len(numbers) == 1 else None
+
+    def on_one_node(self, cpus: frozenset[int], preferred: int | None = None) -> frozenset[int]:
+        """The given CPUs on the memory node that has most of them; all if no node has any.
+
+        Args:
+            preferred: Of nodes that have as many, the node of this CPU is taken, or else the first.
+        """
+        parts = [self.nodes[number] & cpus for number in sorted(self.nodes)]
+        largest = max(parts, key=lambda part: (len(part), preferred in part), default=cpus)
+        return largest or cpus
 
 
 def as_ranges(cpus: Iterable[int]) -> str:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """What an NVIDIA GPU has for transfers: vLLM's batched copy, and the fence of its streams.
 
 ``torch.ops._C_cache_ops.swap_blocks_batch(sources, destinations, sizes, is_src_access_order_any)``
@@ -102,6 +103,9 @@ class CudaTransfers:
 
     def make_fence(self, device: torch.device) -> ComputeFence:
         return StreamFence(device)
+
+    def pin_host(self, host: torch.Tensor) -> Callable[[], None]:
+        raise BackendError("cuda: expected memory that torch has pinned, found other memory.")
 
     def map_host(self, host: torch.Tensor) -> Callable[[], None]:
         raise BackendError("cuda: expected a device with a kernel of its own, found none.")

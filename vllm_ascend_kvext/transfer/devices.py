@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The types of devices whose pages can be moved, and the classes that move them.
 
 The class of a device other than the CPU is registered by the names of its module and class, as in
@@ -37,6 +38,19 @@ class DeviceTransfers(Protocol):
     def make_fence(self, device: torch.device) -> ComputeFence:
         """Make the fence between the model on ``device`` and copies of its pages."""
 
+    def pin_host(self, host: torch.Tensor) -> Callable[[], None]:
+        """Let copies of the device read and write memory that torch has not allocated.
+
+        Args:
+            host: The memory. dtype: uint8, shape: ``[num_bytes]``, from the start of a page on.
+
+        Returns:
+            A function that ends the access. Call it once, when every transfer has ended.
+
+        Raises:
+            BackendError: The device cannot, or it refuses.
+        """
+
     def map_host(self, host: torch.Tensor) -> Callable[[], None]:
         """Let a kernel of the device reach a host buffer.
 
@@ -59,6 +73,9 @@ class CpuTransfers:
 
     def make_fence(self, device: torch.device) -> ComputeFence:
         return ComputeFence()
+
+    def pin_host(self, host: torch.Tensor) -> Callable[[], None]:
+        return lambda: None
 
     def map_host(self, host: torch.Tensor) -> Callable[[], None]:
         raise BackendError("cpu: expected a device with a kernel of its own, found none.")

@@ -1,37 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Decides on which CPUs and in how many threads copies in host memory run.
 
 On vLLM's CPU platform, OpenMP binds the threads of a worker to CPUs, also its main thread. A thread
 that the main thread starts inherits its one CPU, so a copy there would take time from the model.
-Copies therefore run on CPUs that the caller or `default_placement` names.
+Copies therefore run on CPUs that the caller names, or that `PlacementChoice` chooses.
 
-The default uses only CPUs that the process was started with. Linux does not keep that set once
-OpenMP has bound the main thread. The set of a worker is taken from its parent process, unless a
-command such as ``numactl`` was started between the two. The set of any other process is what its
-threads still have, or what the process had when this module was imported.
+On ARM hosts, vLLM-Ascend binds all threads of a worker to some CPUs after the KV caches are
+registered. The other CPUs are for other workers, for interrupts of the NPU, and for threads of its
+runtime. Copies must not run there. So the choice is made when the first copy begins, and again when
+the CPUs of the main thread have changed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import multiprocessing
-import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from vllm_ascend_kvext.native import native
-from vllm_ascend_kvext.transfer.cpus import CpuTopology, ModelCpus, is_main_thread_bound, model_cpus
+from vllm_ascend_kvext.transfer.cpus import CpuTopology, ModelCpus, model_cpus
 from vllm_ascend_kvext.transfer.errors import PlacementError
+from vllm_ascend_kvext.transfer.host_cpus import HostCpus
 
 logger = logging.getLogger("vllm.ascend_kvext.transfer")
 
-_IMPORTED_IN = os.getpid()
-_CPUS_AT_IMPORT = frozenset(os.sched_getaffinity(_IMPORTED_IN))
-
-# The CPUs that a CPU set of the C library can hold.
-_ANY_CPU = frozenset(range(1024))
 # Two threads already copy nearly as fast as the memory of one socket allows.
 _MAX_DEFAULT_THREADS = 4
 # The niceness of copies if the model uses every CPU. Beside a thread that never sleeps, they get a
@@ -64,18 +57,26 @@ class CopyPlacement(NamedTuple):
             PlacementError: The list is empty, the kernel does not grant one of the CPUs to this
                 process, or a number is out of range.
         """
-        ascending = tuple(sorted(set(cpus)))
-        if not ascending:
+        placement = cls.of(cpus, num_threads, niceness)
+        if not placement.cpus:
             raise PlacementError(
                 "cpus: expected at least one CPU for copies, found none. Name CPUs that the "
                 "process may use, or none at all."
             )
-        if num_threads is None:
-            num_threads = min(_MAX_DEFAULT_THREADS, len(ascending))
         try:
-            native().require_cpus(ascending, niceness)
+            HostCpus().require(placement.cpus, niceness)
         except (ValueError, TypeError) as error:
             raise PlacementError(str(error)) from error
+        return placement
+
+    @classmethod
+    def of(
+        cls, cpus: Iterable[int], num_threads: int | None = None, niceness: int = 0
+    ) -> CopyPlacement:
+        """The same as `on`, without asking the kernel."""
+        ascending = tuple(sorted(set(cpus)))
+        if num_threads is None:
+            num_threads = min(_MAX_DEFAULT_THREADS, len(ascending))
         return cls(ascending, num_threads, niceness)
 
 
@@ -83,84 +84,105 @@ CALLING_THREAD = CopyPlacement((), 1)
 """Copies in the calling thread, on the CPUs of that thread."""
 
 
-def default_placement(environ: Mapping[str, str]) -> CopyPlacement:
-    """Choose CPUs of the process on which the model does not run, and log the choice.
+Placer = Callable[[], CopyPlacement]
+"""Says where the next copy runs."""
 
-    If the model uses every CPU, copies run in one thread of low priority beside it.
+
+def in_calling_thread() -> CopyPlacement:
+    """A `Placer` of copies that run in the calling thread."""
+    return CALLING_THREAD
+
+
+class PlacementChoice:
+    """Chooses CPUs of the process on which the model does not run, and logs each choice.
+
+    Threads may share it. A call takes a few microseconds, unless the CPUs of the main thread have
+    changed since the last one.
+
+    Args:
+        environ: The variables of this process, which say to which CPUs OpenMP binds the model.
+            Empty for a model on a device.
+        host: The machine and the process; None for this one.
     """
-    process_cpus = given_cpus(_process_cpus(environ))
-    model = model_cpus(environ, process_cpus)
-    free_cpus = choose_cpus(process_cpus, model, CpuTopology.of_this_machine())
-    if free_cpus:
-        placement = CopyPlacement.on(free_cpus)
-        logger.info(
-            "Copies between pages and host memory run on CPUs %s; the model has %s.",
-            _in_words(free_cpus),
-            _in_words(model.cpus),
+
+    def __init__(self, environ: Mapping[str, str], host: HostCpus | None = None) -> None:
+        self._environ = environ
+        self._host = host or HostCpus()
+        self._lock = threading.Lock()  # Guards the rest.
+        self._cpus_of_main_thread: frozenset[int] | None = None
+        self._placement = CALLING_THREAD
+
+    def __call__(self) -> CopyPlacement:
+        """Where the next copy runs.
+
+        Raises:
+            PlacementError: The kernel has just taken a CPU from this process. A later call may
+                succeed.
+        """
+        cpus_of_main_thread = self._host.of_main_thread()
+        with self._lock:
+            if cpus_of_main_thread != self._cpus_of_main_thread:
+                self._choose()
+                self._cpus_of_main_thread = cpus_of_main_thread
+            return self._placement
+
+    def _choose(self) -> None:
+        """If the model uses every CPU, copies run in one thread of low priority beside it."""
+        process_cpus = self._host.given(self._host.of_process(self._environ))
+        model = model_cpus(self._environ, process_cpus)
+        free_cpus = choose_cpus(
+            process_cpus, model, self._host.topology(), self._host.main_thread_is_on()
         )
-        return placement
-    logger.warning(
-        "Every CPU of this process (%s) runs the model: copies between pages and host memory run "
-        "there too, in one thread of low priority. Leave a CPU free with "
-        "VLLM_CPU_NUM_OF_RESERVED_CPU or VLLM_CPU_OMP_THREADS_BIND.",
-        _in_words(process_cpus),
-    )
-    return CopyPlacement.on(process_cpus, num_threads=1, niceness=_NICENESS_BESIDE_MODEL)
+        # A process with one CPU computes there, whether it is bound or not.
+        is_beside_model = not free_cpus or len(process_cpus) == 1
+        if is_beside_model:
+            placement = CopyPlacement.of(process_cpus, 1, _NICENESS_BESIDE_MODEL)
+        else:
+            placement = CopyPlacement.of(free_cpus)
+        try:
+            self._host.require(placement.cpus, placement.niceness)
+        except ValueError as error:
+            raise PlacementError(str(error)) from error
+        if placement == self._placement:
+            return
+        self._placement = placement
+        if is_beside_model:
+            logger.warning(
+                "Every CPU of this process (%s) runs the model: copies between pages and host "
+                "memory run there too, in one thread of low priority. Leave a CPU free with "
+                "VLLM_CPU_NUM_OF_RESERVED_CPU or VLLM_CPU_OMP_THREADS_BIND, or name CPUs for "
+                "copies in copy_cpus.",
+                _in_words(process_cpus),
+            )
+        else:
+            logger.info(
+                "Copies between pages and host memory run on CPUs %s; the model has %s.",
+                _in_words(free_cpus),
+                _in_words(model.cpus),
+            )
 
 
 def choose_cpus(
-    process_cpus: frozenset[int], model: ModelCpus, topology: CpuTopology
+    process_cpus: frozenset[int],
+    model: ModelCpus,
+    topology: CpuTopology,
+    running_on: int | None = None,
 ) -> frozenset[int]:
     """The CPUs of a process that its model leaves free; empty if there are none.
 
     If only this worker's CPUs are known, the CPUs of other memory nodes are left to other workers.
     CPUs that share no core with the model are preferred to CPUs that share one.
+
+    Args:
+        running_on: The CPU on which the main thread runs. Its memory node is chosen where the
+            CPUs of the process do not tell that of the worker.
     """
     free = process_cpus - model.cpus
-    if model.cpus and not model.has_all_workers:
+    if not model.cpus:
+        return topology.on_one_node(free, running_on)
+    if not model.has_all_workers:
         free &= topology.same_node(model.cpus)
     return (free - topology.same_core(model.cpus)) or free
-
-
-def _process_cpus(environ: Mapping[str, str]) -> frozenset[int]:
-    """The CPUs that the process was started with, as far as they can be found out."""
-    if not is_main_thread_bound(environ):
-        return frozenset(os.sched_getaffinity(os.getpid()))
-    cpus = _cpus_of_threads()
-    if os.getpid() == _IMPORTED_IN:  # A fork has the value of its parent, which may be wrong.
-        cpus |= _CPUS_AT_IMPORT
-    # The CPUs of a shell say nothing about its command, because `taskset` may run between the two.
-    # Only a parent that started this process with multiprocessing counts. It must be alive: once it
-    # has ended, `getppid` names another process.
-    parent = multiprocessing.parent_process()
-    if parent is not None and parent.is_alive():
-        with contextlib.suppress(OSError):
-            cpus |= os.sched_getaffinity(os.getppid())
-    return cpus
-
-
-def _cpus_of_threads() -> frozenset[int]:
-    """The CPUs of all threads. OpenMP binds threads to CPUs that the process was started with."""
-    cpus = frozenset(os.sched_getaffinity(os.getpid()))
-    for thread_id in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):  # The thread may have ended.
-            cpus |= os.sched_getaffinity(int(thread_id))
-    return cpus
-
-
-def given_cpus(wanted: frozenset[int] = _ANY_CPU) -> frozenset[int]:
-    """The part of some CPUs that the kernel grants to a thread of this process."""
-    given = frozenset(os.sched_getaffinity(0))
-
-    def ask() -> None:
-        nonlocal given
-        os.sched_setaffinity(0, wanted)  # This changes the calling thread only.
-        given = frozenset(os.sched_getaffinity(0))
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    asking.join()
-    return given
 
 
 def _in_words(cpus: Iterable[int]) -> str:

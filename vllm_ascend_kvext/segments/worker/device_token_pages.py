@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Rows of tokens in pages that kernels write in the order of the tensors' shapes, as on NPUs.
 
 Such a page has one row per token, so its order need not be learnt. The transfer op moves the rows
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from vllm_ascend_kvext.layout.model import Plane
 from vllm_ascend_kvext.segments.token_rows import HostRows, Slots, TokenPlane
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
-from vllm_ascend_kvext.transfer.placement import CopyPlacement
+from vllm_ascend_kvext.transfer.placement import Placer, in_calling_thread
 from vllm_ascend_kvext.transfer.pools import Pools
 from vllm_ascend_kvext.transfer.schema import DTYPE, Direction, Table
 
@@ -44,7 +45,7 @@ class DeviceTokenPages:
         tokens_per_page: Mapping[int, int],
         num_pages: int,
         pools: Pools,
-        placement: CopyPlacement | None = None,
+        placer: Placer = in_calling_thread,
         wait: Callable[[], None] = lambda: None,
         move: Callable[..., None] = page_transfer,
     ) -> None:
@@ -53,7 +54,7 @@ class DeviceTokenPages:
         self.tokens_per_page = dict(tokens_per_page)
         self.num_pages = num_pages
         self._pools = pools
-        self._placement = placement
+        self._placer = placer
         self._wait = wait
         self._move_pages = move
 
@@ -111,7 +112,7 @@ class DeviceTokenPages:
                 np.array(planes, DTYPE),
                 np.concatenate(runs),
                 direction,
-                placement=self._placement,
+                placement=self._placer(),
             )
         finally:
             # The caller may overwrite or free the rows in host memory next. This is needed after an

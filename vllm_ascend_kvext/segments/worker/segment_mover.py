@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Moves the rows of segments between the pages of a worker and sections of host memory.
 
 A store copies rows as they are. A load rotates keys to their new positions on the way::
@@ -33,7 +34,7 @@ from vllm_ascend_kvext.segments.token_rows import (
     slots_of,
 )
 from vllm_ascend_kvext.transfer.key_rotation import rotated_page_transfer
-from vllm_ascend_kvext.transfer.placement import CopyPlacement
+from vllm_ascend_kvext.transfer.placement import Placer, in_calling_thread
 from vllm_ascend_kvext.transfer.pools import Pools
 from vllm_ascend_kvext.transfer.schema import DTYPE, HOST_ALIGNMENT_BYTES, Direction
 
@@ -83,12 +84,12 @@ class SegmentMover:
         host: torch.Tensor,
         layout: SegmentLayout,
         make_staging: Callable[[int], Staging],
-        placement: CopyPlacement | None = None,
+        placer: Placer = in_calling_thread,
     ) -> None:
         self.layout = layout
         self.pages: TokenPages | None = pages
         self._host = host
-        self._placement = placement
+        self._placer = placer
         self._token_bytes = sum(layout.row_bytes)
         self._max_tokens = max(1, MAX_STAGING_BYTES // self._token_bytes)
         self._staging: Staging | None = None
@@ -247,7 +248,7 @@ class SegmentMover:
             np.array(runs, DTYPE),
             Direction.HOST_TO_PAGES,
             key_rotation(key_planes, shifts),
-            placement=self._placement,
+            placement=self._placer(),
         )
         return HostRows(staging, [before + offset for offset in offsets[:-1]])
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The worker side of segments, as the connector's worker side calls it."""
 
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 from vllm_ascend_kvext.connector.worker.extension import RegisteredPages, WorkerExtension
@@ -15,7 +15,7 @@ from vllm_ascend_kvext.segments.worker.cpu_backend import CpuBackend
 from vllm_ascend_kvext.segments.worker.question_probe import QuestionProbe
 from vllm_ascend_kvext.segments.worker.segment_mover import SegmentMover
 from vllm_ascend_kvext.segments.worker.worker_segments import WorkerSegments
-from vllm_ascend_kvext.transfer.placement import default_placement
+from vllm_ascend_kvext.transfer.placement import PlacementChoice
 
 logger = logging.getLogger("vllm.ascend_kvext.segments")
 
@@ -64,7 +64,8 @@ class SegmentsWorker(WorkerExtension):
                 pages.kv_caches,
                 pages.pools,
                 # Keys are rotated in host memory, even if the pages are on a device.
-                pages.placement or default_placement(os.environ),
+                # The variables of OpenMP say nothing of a model on a device.
+                pages.placer or PlacementChoice({}),
                 self._cpu_backend,
                 pages.move,
             )

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Makes the parts of a worker that move and compare tokens of segments, or says why it cannot.
 
 This module imports only the forward context of vLLM, within a forward. It reads vLLM's
@@ -27,7 +28,7 @@ from vllm_ascend_kvext.segments.worker.question_probe import QuestionProbe, chec
 from vllm_ascend_kvext.segments.worker.segment_mover import SegmentMover
 from vllm_ascend_kvext.transfer.devices import transfers_on
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
-from vllm_ascend_kvext.transfer.placement import CopyPlacement
+from vllm_ascend_kvext.transfer.placement import Placer
 from vllm_ascend_kvext.transfer.pools import Pools
 from vllm_ascend_kvext.transfer.schema import HOST_ALIGNMENT_BYTES
 
@@ -46,7 +47,7 @@ class WorkerSegments:
         layout: The layout of the pages.
         kv_caches: The registered tensors, by layer name.
         pools: The storages of the layout, renewed by the caller.
-        placement: Where copies and rotations run.
+        placer: Says where copies and rotations run.
         backend: Writes the pages of a CPU, whose rows cannot be addressed by token.
         move: Moves rows of pages that are addressed by token, as `page_transfer` does.
 
@@ -61,12 +62,12 @@ class WorkerSegments:
         layout: KVLayout,
         kv_caches: Mapping[str, Any],
         pools: Pools,
-        placement: CopyPlacement | None,
+        placer: Placer,
         backend: CpuBackend | None,
         move: Callable[..., None] = page_transfer,
     ) -> None:
         self._pools = pools
-        self._placement = placement
+        self._placer = placer
         self._backend = backend
         self._move = move
         self._compilation = vllm_config.compilation_config
@@ -101,7 +102,7 @@ class WorkerSegments:
         windows += [keys.window_tokens for keys in self._keys.values()]
         row_bytes = tuple(plane.row_bytes for plane in self.pages.planes)
         layout = SegmentLayout(row_bytes, max(windows))
-        return SegmentMover(self.pages, host, layout, self._staging, self._placement)
+        return SegmentMover(self.pages, host, layout, self._staging, self._placer)
 
     def probe(self, check_layer: int | None, is_asked_for: bool) -> QuestionProbe:
         """Make the probe of questions; see `question_probe.check_layer_of`.
@@ -147,7 +148,7 @@ class WorkerSegments:
             },
             self._num_pages,
             self._pools,
-            self._placement,
+            self._placer,
             transfers_on(device.type).make_fence(device).wait,
             self._move,
         )

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Objects that are being brought from the shared tier into host memory, and patience with them.
 
 Each get fills one entry of the host tier, as a store does. A get ends well when all workers have
@@ -23,6 +24,7 @@ from vllm_ascend_kvext.shared_tier.scheduler.shared_parts import SharedParts
 from vllm_ascend_kvext.shared_tier.search import FoundObject, Question
 from vllm_ascend_kvext.store.counters import Refusal
 from vllm_ascend_kvext.store.entries import Entry
+from vllm_ascend_kvext.store.prefix import HashedPrefix
 
 
 class _Get(NamedTuple):
@@ -119,6 +121,9 @@ class Gets:
             self._awaited[entry] = end_tokens - piece.first_tokens or end_tokens - after_tokens
             self._under_way[entry] = _Get(self._clock(), name)
             self.join(waiting, entry)
+            if found.wanted is None:
+                assert isinstance(prefix, HashedPrefix), prefix
+                found = found._replace(prefix=self._events.fixed(prefix))
             number = self._shared.jobs.begin(partial(self._end, entry, contents, found, request))
             self._new.append(SharedObject(number, name, entry.offset_bytes, num_bytes))
         if waiting:
@@ -193,6 +198,7 @@ class Gets:
             if found.wanted is not None:
                 found.wanted.on_got()
             else:
+                assert isinstance(found.prefix, HashedPrefix), found.prefix
                 self._events.stored(entry, found.prefix, request)
 
     # Patience.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The scheduler side of the shared tier, as the connector calls it; see ``SecondaryTierScheduler``.
 
     a request arrives     has_to_wait ── asked ── found ── entries are got ──> as if stored here
@@ -37,6 +38,9 @@ from vllm_ascend_kvext.store.store_policy import StorePolicy
 class SharedSide(SecondaryTierScheduler):
     """The shared tier of one engine, as its scheduler uses it.
 
+    Args:
+        backend: The tier; None for the tier that the options name.
+
     Raises:
         SettingsError: If the tier of the options cannot be used.
     """
@@ -48,13 +52,14 @@ class SharedSide(SecondaryTierScheduler):
         identity: names.Identity,
         cost: TransferCost,
         events: TierEvents,
+        backend: SharedTier | None = None,
     ) -> None:
         assert options.shared_tier is not None
         self._counters = parts.counters
         self._num_workers = parts.jobs.num_workers
         self._puts_all = options.store_policy is StorePolicy.ALL
         namespace = names.namespace_of(identity)
-        self._backend = open_tier(options.shared_tier, options.shared_tier_bytes, rank=0)
+        self._backend = backend or open_tier(options.shared_tier, options.shared_tier_bytes, rank=0)
         _introduce(self._backend, options.shared_tier, namespace, identity)
         self._jobs = TierJobs(parts.jobs, parts.clock)
         shared = SharedParts(parts, self._backend, namespace, self._jobs)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Moves objects between the shared tier and the host memory of one worker.
 
 A request waits for gets, but no request waits for puts. So each kind has its own threads. A call
@@ -46,7 +47,7 @@ class SharedTransfers:
         num_equal: The number of ranks, from rank 0 on, that have the same KV. Each object is put by
             one of them, chosen by its name, and got by all.
         memory: The worker's host memory; dtype: uint8.
-        on_start: The first call of each thread.
+        before_move: Called in a thread each time before it moves an object.
 
     Raises:
         SettingsError: If the tier cannot be used.
@@ -58,17 +59,18 @@ class SharedTransfers:
         rank: int,
         num_equal: int,
         memory: memoryview,
-        on_start: Call,
+        before_move: Call,
     ) -> None:
         assert options.shared_tier is not None
+        self._before_move = before_move
         self._rank = rank
         self._num_equal = num_equal
         shared_rank = rank if num_equal == 1 else 0
         self._tier = open_tier(options.shared_tier, options.shared_tier_bytes, shared_rank)
         self._tier.register(memory)
         self._threads: dict[Direction, TierThread] = {
-            "get": TierThread("kvext-shared-gets", on_start, self._tier.num_get_threads),
-            "put": TierThread("kvext-shared-puts", on_start),
+            "get": TierThread("kvext-shared-gets", self._tier.num_get_threads),
+            "put": TierThread("kvext-shared-puts"),
         }
         self._stale_before_s: dict[Direction, float] = {"get": 0.0, "put": 0.0}
         self._changed = threading.Condition()  # Guards the rest.
@@ -149,6 +151,7 @@ class SharedTransfers:
         answer = Answer.UNREACHABLE
         began_s = time.monotonic()
         try:
+            self._before_move()
             if submitted_s >= self._stale_before_s[direction]:
                 if direction == "get":
                     answer = self._tier.get_into(what, self._note_bytes)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The worker side of the shared tier: moves objects, and tells the identity of the worker."""
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ class SharedWorker(SecondaryTierWorker):
         self._transfers: SharedTransfers | None = None
         self._weights: LoadedWeights | None = None
 
-    def register(self, pages: RegisteredPages, begin_thread: Callable[[], object]) -> None:
+    def register(self, pages: RegisteredPages, place_thread: Callable[[], object]) -> None:
         self._device = _device_name(pages.pools.tensors[0].device)
         self._transfers = SharedTransfers(
             self._options,
             self._vllm_config.parallel_config.rank,
             num_equal_ranks(self._vllm_config, pages.layout),
             memoryview(pages.host.numpy()),
-            begin_thread,
+            place_thread,
         )
 
     def describe(self) -> WorkerIdentity:

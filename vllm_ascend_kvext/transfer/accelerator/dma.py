@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The batched DMA backend: an operator of the platform, fed with our descriptors.
 
 vLLM and vLLM-Ascend each have an operator that takes three int64 tensors in host memory, with one
@@ -57,12 +58,16 @@ class BatchedDmaBackend(ABC):
             BackendError: The process does not have it.
         """
 
+    def is_pinned(self, host: torch.Tensor) -> bool:
+        """Whether the device may read and write a host buffer while the process goes on."""
+        return bool(host.is_pinned())
+
     def run(self, transfer: Transfer) -> None:
         import torch
 
         device = device_of(transfer, self.device_type, self.name)
         host = transfer.host_tensor
-        if host.device.type != "cpu" or not host.is_pinned():
+        if host.device.type != "cpu" or not self.is_pinned(host):
             raise BackendError(
                 f"{self.name}: expected a host buffer in pinned memory, found one on "
                 f"{host.device.type}, not pinned. Allocate it with pin_memory=True: the device "

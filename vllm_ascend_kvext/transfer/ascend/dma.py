@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """vLLM-Ascend's batched copy, ``torch.ops._C_ascend.swap_blocks_batch``.
 
 Its last argument is the direction of all copies. It enqueues them on the current stream of the
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.transfer.accelerator.dma import BatchedCopy, BatchedDmaBackend
+from vllm_ascend_kvext.transfer.ascend.host_registration import is_registered
 from vllm_ascend_kvext.transfer.errors import BackendError
 from vllm_ascend_kvext.transfer.schema import Direction
 
@@ -24,6 +26,10 @@ class AscendDmaBackend(BatchedDmaBackend):
 
     name = "ascend-dma"
     device_type = "npu"
+
+    def is_pinned(self, host: torch.Tensor) -> bool:
+        # torch_npu may know only what it has allocated itself.
+        return super().is_pinned(host) or is_registered(host)
 
     def operator(self) -> BatchedCopy:
         import torch

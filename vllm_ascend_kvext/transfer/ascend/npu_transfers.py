@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """What an NPU has for transfers: the DMA engines, an experimental kernel, and their fence."""
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.transfer.accelerator.fence import StreamFence
 from vllm_ascend_kvext.transfer.ascend.dma import AscendDmaBackend
+from vllm_ascend_kvext.transfer.ascend.host_registration import pin_host
 from vllm_ascend_kvext.transfer.ascend.kernel import AscendKernelBackend
 from vllm_ascend_kvext.transfer.backend import Backend, Transfer
 from vllm_ascend_kvext.transfer.compute_fence import ComputeFence
@@ -51,6 +53,9 @@ class NpuTransfers:
 
     def make_fence(self, device: torch.device) -> ComputeFence:
         return StreamFence(device)
+
+    def pin_host(self, host: torch.Tensor) -> Callable[[], None]:
+        return pin_host(host)
 
     def map_host(self, host: torch.Tensor) -> Callable[[], None]:
         kernel = AscendKernelBackend()
