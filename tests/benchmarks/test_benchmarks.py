@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The parts of each benchmark run once on their smallest input, and print their tables."""
 
 from __future__ import annotations
@@ -144,7 +145,10 @@ class TestHoles:
         bench = Bench("full", "questions", 0.1, "second_touch")
         # Beginnings of prompts are evicted first. Otherwise there would hardly be a hole.
         monkeypatch.setattr(EvictionOrder, "_is_blocked", lambda *_: False)
-        monkeypatch.setattr(EvictionOrder, "_priority_of", _priority_of_end)
+        monkeypatch.setattr(
+            EvictionOrder, "removable_to", lambda _, entry: entry.piece.first_tokens
+        )
+        monkeypatch.setattr(EvictionOrder, "priority", _priority_of_end)
         with installed(None):
             endless = bench.serve(HoleVariant.PREFIX, ENDLESS_BYTES)
             prefix, holes = (

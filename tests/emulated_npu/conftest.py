@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Models, which are written once."""
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     @cache
     def folder_of(model: str) -> Path:
         folder = tmp_path_factory.mktemp("model")
-        if model in draft_models.WRITERS:
-            draft_models.WRITERS[model](folder)
+        writers = draft_models.WRITERS | draft_models.STATE_WRITERS
+        if model in writers:
+            writers[model](folder)
         else:
             random_models.write(folder, random_models.CONFIGS[model]())
         return folder

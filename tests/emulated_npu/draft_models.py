@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Models with random weights, some of whose draft tokens are right.
 
 The vocabulary has 512 tokens, so a random draft would be right once in 512 tokens. Here embeddings
@@ -14,11 +15,17 @@ from pathlib import Path
 
 import random_models
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from support.states.state_models import (
+    DRAFT_FILE,
+    EMBEDDING_SCALE,
+    SLOW,
+    draft_layer,
+    mostly_embedding,
+    save,
+)
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
-EMBEDDING_SCALE = 100.0
-"""The factor of the embeddings, in addition to the scale of all weights."""
 NUM_DRAFT_TOKENS = 2
 """Draft tokens per step. The second follows the first, so the draft layer reads its own keys."""
 
@@ -39,11 +46,23 @@ def write_with_mtp(folder: Path) -> None:
     }
     hidden = config.hidden_size
     draft |= {f"{layer}{norm}.weight": torch.ones(hidden) for norm in ("enorm", "hnorm")}
-    draft[layer + "eh_proj.weight"] = _mostly_embedding(hidden) * 40  # the layer adds about 17
+    draft[layer + "eh_proj.weight"] = mostly_embedding(hidden) * 40  # the layer adds about 17
     draft[layer + "shared_head.norm.weight"] = weights["model.norm.weight"]
     draft[layer + "shared_head.head.weight"] = weights["lm_head.weight"]
     draft[layer + "embed_tokens.weight"] = weights["model.embed_tokens.weight"]
-    _save(draft, folder / "model-draft.safetensors")
+    save(draft, folder / DRAFT_FILE)
+
+
+def write_states_with_mtp(folder: Path) -> None:
+    """Qwen3-Next with its own draft layer, whose weights are in another file."""
+    config = random_models.states()
+    config.num_nextn_predict_layers = 1
+    weights = _write_with_large_embeddings(folder, config)
+    for name, tensor in weights.items():
+        if name.endswith("A_log"):
+            tensor.fill_(SLOW)
+    save(weights, folder / "model.safetensors")
+    save(draft_layer(weights, config), folder / DRAFT_FILE)
 
 
 def write_with_eagle(folder: Path) -> None:
@@ -66,17 +85,19 @@ def write_with_eagle(folder: Path) -> None:
         if "proj" in name
     }
     draft["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
-    draft["fc.weight"] = _mostly_embedding(hidden)
+    draft["fc.weight"] = mostly_embedding(hidden)
     draft["embed_tokens.weight"] = weights["model.embed_tokens.weight"]
     folder = folder / "draft"
     head.save_pretrained(folder)
-    _save(draft, folder / "model.safetensors")
+    save(draft, folder / "model.safetensors")
 
 
 WRITERS: dict[str, Callable[[Path], None]] = {
     "full attention, EAGLE": write_with_eagle,
     "latent attention, MTP": write_with_mtp,
 }
+STATE_WRITERS: dict[str, Callable[[Path], None]] = {"states, MTP": write_states_with_mtp}
+"""The writers of models with states, which have their own tests."""
 
 
 def drafts(folder: Path) -> dict[str, object]:
@@ -92,19 +113,3 @@ def _write_with_large_embeddings(folder: Path, config: PreTrainedConfig) -> dict
         model.get_input_embeddings().weight.mul_(EMBEDDING_SCALE)
     model.save_pretrained(folder)
     return load_file(folder / "model.safetensors")
-
-
-def _mostly_embedding(hidden_size: int) -> torch.Tensor:
-    """A projection of an embedding and a hidden state side by side: mostly the embedding.
-
-    Its shape is ``[hidden_size, 2 * hidden_size]``.
-    """
-    return torch.cat([torch.eye(hidden_size), torch.eye(hidden_size) * 0.05], 1)
-
-
-def _save(weights: dict[str, torch.Tensor], file: Path) -> None:
-    save_file(
-        {name: tensor.contiguous() for name, tensor in weights.items()},
-        file,
-        metadata={"format": "pt"},
-    )

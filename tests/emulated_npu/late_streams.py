@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Serve prompts on the emulated NPU in orders of kernels and copies that seeds choose.
 
 Each seed runs in a copy of one engine's process. Every answer is compared with the answer of a
@@ -33,12 +34,14 @@ from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import kimi_model
 import late_protections
 import transfer_gate
 from emulated_plans import SLEEPING, connector
 from support.scenarios import connector as scenarios
 from support.scenarios.answers import Answer, logprob_error
 from support.scenarios.engine import STORED, Prompt, answer_of, random_tokens, sampling_of
+from support.states import latents_by_block
 
 BLOCK_TOKENS = 128
 STAGED_TOKENS = (16, 64, 1024)
@@ -76,12 +79,16 @@ class Kind(NamedTuple):
         has_segments: Whether documents are stored, and reused elsewhere.
         sleeps: Whether the engine sleeps. vLLM-Ascend 0.23.0 does not wake up correctly with a
             model that has experts.
+        mixes_latents: Whether states share memory with latents, see `latents_by_block`.
+        has_drafts: Whether the model is a Kimi-K3 with its draft layer.
         engine: Arguments of ``LLM`` in addition to `ENGINE`.
     """
 
     pool_blocks: int
     has_segments: bool = False
     sleeps: bool = False
+    mixes_latents: bool = False
+    has_drafts: bool = False
     engine: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -93,6 +100,8 @@ KINDS = {
     "balanced states": Kind(
         26, engine=STATES | {"additional_config": {"enable_balance_scheduling": True}}
     ),
+    "states and latents": Kind(26, mixes_latents=True, engine=STATES),
+    "states and latents, drafts": Kind(44, mixes_latents=True, has_drafts=True, engine=STATES),
 }
 
 
@@ -125,6 +134,10 @@ class LateEngine(scenarios.Engine):
             host_memory_gib=HOST_MEMORY_GIB, segments={} if kind.has_segments else None
         )
         engine |= {"num_gpu_blocks_override": kind.pool_blocks, **kind.engine}
+        if kind.mixes_latents:
+            latents_by_block.install()
+        if kind.has_drafts:
+            engine |= kimi_model.drafts(Path(model))
         self.kind = kind
         super().__init__({"model": model, "engine": engine})
         self.engine = self.llm.llm_engine

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The device ``npu``: its memory, the calls that it refuses, and results equal to a CPU's."""
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +14,9 @@ import torch
 import torch_npu
 from torch_npu import emulation
 from torch_npu.kernels import kernel, like
+
+from vllm_ascend_kvext.transfer.ascend.host_registration import pin_host
+from vllm_ascend_kvext.transfer.errors import BackendError
 
 
 @pytest.fixture(params=[None, 0, 3], ids=["synchronous", "seed 0", "seed 3"], autouse=True)
@@ -78,6 +83,28 @@ def test_memory_is_counted_and_ends() -> None:
     assert torch.npu.max_memory_allocated() == before + (1 << 20)
     with pytest.raises(RuntimeError, match="NPU out of memory"):
         torch.empty(1 << 40, dtype=torch.int8, device="npu")
+
+
+def test_memory_that_the_process_has_mapped_is_pinned_while_it_is_registered() -> None:
+    memory = torch.frombuffer(mmap.mmap(-1, 8192), dtype=torch.uint8)
+    page = torch.arange(64, dtype=torch.uint8).to("npu")
+
+    def copy() -> None:
+        copies = [page.data_ptr()], [memory.data_ptr() + 4096], [64]
+        arrays = [torch.tensor(each) for each in copies]  # The device reads them later.
+        torch.ops._C_ascend.swap_blocks_batch(*arrays, 1)
+        torch.npu.synchronize()
+
+    with pytest.raises(RuntimeError, match="neither the device's nor pinned"):
+        copy()
+    unpin = pin_host(memory)
+    with pytest.raises(BackendError, match="error code 107000"):
+        pin_host(memory)
+    copy()
+    assert memory[4096:4160].tolist() == list(range(64))
+    unpin()
+    with pytest.raises(RuntimeError, match="neither the device's nor pinned"):
+        copy()
 
 
 def test_pinned_memory_is_known_by_its_address() -> None:

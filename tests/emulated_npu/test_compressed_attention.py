@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """DeepSeek-V4, served by vllm-ascend on the emulated NPU: alone, and with KvextConnector."""
 
 from __future__ import annotations
@@ -120,6 +121,11 @@ def test_what_comes_back_from_host_memory_is_what_was_computed(
         known_tokens = answer.prompt_tokens - (0 if label == "again" else 90)
         assert answer.hit_tokens == (known_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     served[setting].check_nothing_is_left()
+
+
+def test_two_devices_keep_latents_windows_and_states_once(served: LazyReports) -> None:
+    assert served["two devices"].report["own"]["host_sharing_workers"] == 2
+    assert served["connector"].report["own"]["host_sharing_workers"] == 1
 
 
 def test_loads_that_move_nothing_give_other_answers(served: LazyReports) -> None:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """KV from host memory on the emulated NPU gives the answers of an engine without the package.
 
 Each model is served by vLLM-Ascend twice: without package, prefix caching and drafts; and with
@@ -99,6 +100,13 @@ def check_holes(found: Served, model: str) -> None:
     assert found.counted_in_all("hole tokens", [f"hole: {name}" for name in HOLES_TOKENS]) > 0
 
 
+def check_two_devices(found: Served, model: str) -> None:
+    """Each device has its own heads, and all have the same latents."""
+    check_holes(found, model)
+    has_latents = model == "latent attention, experts"
+    assert found.report["own"]["host_sharing_workers"] == (2 if has_latents else 1)
+
+
 def check_sleep(found: Served, model: str) -> None:
     """Memory and weights were freed. Host memory was emptied and is used again."""
     facts = found.report["facts"]
@@ -150,7 +158,7 @@ CASES = {
         DENSE,
         ("turns", "document", "holes"),
         ADAPTIVE,
-        check_holes,
+        check_two_devices,
         connector() | TWO_DEVICES,
     ),
     "retention by interval": Case(

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Operators compute the same as an independent reference, where no served model shows it.
 
 `test_models` compares with transformers what a model of `random_models` reaches. The tests here
@@ -16,7 +17,9 @@ import pytest
 import torch
 from torch_npu.operators import (
     attention,
+    attention_residuals,
     gated_delta_rule,
+    kimi_delta_attention,
     latent_attention,
     matrices,
     norms,
@@ -238,9 +241,119 @@ def test_padding_is_not_decoded() -> None:
         (lambda: attend(*torch.ones(3, 2, 4, 8), input_layout="SBH"), "input_layout SBH"),
         (lambda: attend(*torch.ones(3, 2, 4, 8), pse_shift=torch.ones(1)), "'pse_shift'"),
         # Drafts would need these states.
-        (lambda: decode([0, 2], [1, 2], torch.ones(BLOCKS, HEADS, 8, 8)), "2 tokens of a sequence"),
+        (
+            lambda: decode([0, 2], [1, 2], torch.ones(BLOCKS, HEADS, 8, 8)),
+            "one token of a sequence",
+        ),
     ],
 )
 def test_what_is_not_emulated_is_refused_by_name(call: Any, message: str) -> None:
     with pytest.raises((TypeError, NotImplementedError, RuntimeError), match=message):
         call()
+
+
+def kda_inputs(num_tokens: int) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Queries, keys, values, gates and corrections; and the gates' parameters."""
+    q, k, v, g = torch.randn(4, 1, num_tokens, HEADS, SIZE)
+    beta = torch.rand(1, num_tokens, HEADS)
+    return [q, k, v, g, beta], {
+        "A_log": torch.randn(HEADS) * 0.3,
+        "dt_bias": torch.randn(HEADS * SIZE) - 3,
+        "scale": SIZE**-0.5,
+        "lower_bound": -5.0,
+    }
+
+
+def kda_by_definition(
+    inputs: list[torch.Tensor], state: torch.Tensor, parameters: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Kimi delta attention of one sequence and state ``[heads, value_size, key_size]``, by head.
+
+    A state is kept as a map from keys to values: first each channel of the key fades, and then the
+    value of the token's own key is moved towards the token's value.
+    """
+    q, k, v, g, beta = (one[0].double() for one in inputs)
+    state = state.double().clone()
+    answers = torch.zeros_like(v)
+    for token, head in itertools.product(range(len(v)), range(HEADS)):
+        bias = parameters["dt_bias"].double()[head * SIZE : (head + 1) * SIZE]
+        steepness = parameters["A_log"].double()[head].exp()
+        fading = torch.exp(-5 / (1 + torch.exp(-steepness * (g[token, head] + bias))))
+        key = k[token, head] / k[token, head].norm()
+        query = q[token, head] / q[token, head].norm() * parameters["scale"]
+        kept = state[head] @ torch.diag(fading)
+        wanted = beta[token, head] * v[token, head] + (1 - beta[token, head]) * (kept @ key)
+        state[head] = kept + torch.outer(wanted - kept @ key, key)
+        answers[token, head] = state[head] @ query
+    return answers.unsqueeze(0), state
+
+
+def test_prompts_of_kimi_delta_attention_follow_its_definition() -> None:
+    inputs, parameters = kda_inputs(7)
+    states = torch.randn(2, HEADS, SIZE, SIZE)
+    q, k = (kimi_delta_attention.unit_length(one) for one in inputs[:2])
+    found, last = kimi_delta_attention.prefill(
+        q, k, *inputs[2:], initial_state=states, cu_seqlens=(0, 3, 7), **parameters
+    )
+    for number, part in enumerate((slice(0, 3), slice(3, 7))):
+        own = [one[:, part] for one in inputs]
+        expected, state = kda_by_definition(own, states[number], parameters)
+        assert equal(found[:, part], expected.float())
+        assert equal(last[number], state.float())
+
+
+def test_drafts_of_kimi_delta_attention_begin_at_the_accepted_state() -> None:
+    inputs, parameters = kda_inputs(5)
+    states = torch.randn(BLOCKS, HEADS, SIZE, SIZE)
+    before = states.clone()
+    blocks = torch.tensor([[1, 2, 3], [4, 5, 6], [0, 0, 0]], dtype=torch.int32)
+    found = kimi_delta_attention.decode(
+        *inputs,
+        states,
+        cu_seqlens=torch.tensor([0, 3, 4, 5]),
+        ssm_state_indices=blocks,
+        num_accepted_tokens=torch.tensor([2, 1, 1]),
+        **parameters,
+    )
+    first = [one[:, :3] for one in inputs]
+    expected, last = kda_by_definition(first, before[2], parameters)
+    assert equal(found[:, :3], expected.float()) and equal(states[3], last.float())
+    second = [one[:, 3:4] for one in inputs]
+    expected, last = kda_by_definition(second, before[4], parameters)
+    assert equal(found[:, 3:4], expected.float()) and equal(states[4], last.float())
+    assert not found[:, 4].any(), "block 0 holds nothing"
+    for untouched in (0, 5, 6):
+        assert torch.equal(states[untouched], before[untouched])
+    with pytest.raises(RuntimeError, match="expected one token"):
+        kimi_delta_attention.decode(
+            *inputs,
+            states,
+            cu_seqlens=torch.tensor([0, 3, 4, 5]),
+            ssm_state_indices=blocks[:, 0],
+            **parameters,
+        )
+
+
+def test_residuals_are_mixed_by_what_earlier_layers_left() -> None:
+    prefix, addend = torch.randn(2, 5, SIZE)
+    bank, before = torch.randn(2, 5, 3, SIZE)
+    before.copy_(bank)
+    proj, norm = torch.randn(1, SIZE), torch.rand(SIZE) + 0.5
+    found, total, mixture = attention_residuals.attn_res_fwd(
+        prefix, addend, bank, proj, norm, 1e-6, 2, norm, 1e-6, 2, True
+    )
+    assert torch.equal(total, prefix + addend)
+    assert torch.equal(bank[:, 2], total) and torch.equal(bank[:, :2], before[:, :2])
+    for row in range(5):
+        sources = [before[row, 0], before[row, 1], total[row]]
+        scores = [
+            float((one / (one.square().mean() + 1e-6).sqrt() * norm) @ proj[0]) for one in sources
+        ]
+        weights = torch.tensor(scores).exp() / torch.tensor(scores).exp().sum()
+        expected = sum(weight * one for weight, one in zip(weights, sources, strict=True))
+        assert equal(mixture[row], expected, 1e-4)
+        assert equal(found[row], expected / expected.square().mean().sqrt() * norm, 1e-4)
+    alone, _, _ = attention_residuals.attn_res_fwd(
+        prefix, None, bank, proj, norm, 1e-6, 2, mix=False
+    )
+    assert torch.equal(alone, prefix)

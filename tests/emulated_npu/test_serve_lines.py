@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Every ``vllm serve`` line of the documentation starts vLLM-Ascend's engine, and it answers.
 
 Combinations of schedulers and recomputing that docs/tested_on_ascend.md excludes are refused.
@@ -18,7 +19,9 @@ from support.serve_lines import ServeLine, Started, serve_lines, start
 
 LINES = [line for line in serve_lines() if line.connector != "LMCacheMPConnector"]
 """The lines of the documentation, except lines for LMCache, which is not installed here."""
-WITH_CONNECTOR = next(line for line in LINES if line.connector)
+WITH_CONNECTOR = next(line for line in LINES if line.connector == "KvextConnector")
+CLASSES = {"": "NoneType", "MultiConnector": "AscendMultiConnector"}
+"""The classes of connectors that have other names than in a line."""
 MODELS = ("one window", "states")
 STARTS = [
     pytest.param(line, model, id=f"{line.place}, {model}")
@@ -85,7 +88,7 @@ def test_a_printed_line_starts(
     started = start_line(line, model, "engine")
     assert started.report, started.log[-4000:]
     assert started.report["platform"] == "NPUPlatform"
-    assert started.report["connector"] == (line.connector or "NoneType")
+    assert started.report["connector"] == CLASSES.get(line.connector, line.connector)
     assert started.report["recomputes"] is bool(line.connector)
     assert len(started.report["answer"]) == 4
 

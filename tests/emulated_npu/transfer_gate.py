@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Lets the transfer thread of a worker continue only when a seed says so.
 
 While the gate is closed, one thread runs at a time. The transfer thread stops before it takes a job
@@ -63,7 +64,7 @@ class TransferGate:
         self._rng = random.Random()
         self._pace = PACES[0]
         worker_side._thread.shutdown()
-        self._thread = TransferThread(worker_side._run, worker_side._move_to_copy_cpus)
+        self._thread = TransferThread(worker_side._run, worker_side._place_thread)
         self._thread._changed = _GatedCondition(self)
         worker_side._thread = self._thread
         self._is_stopped, self._may_go_on = threading.Semaphore(0), threading.Semaphore(0)

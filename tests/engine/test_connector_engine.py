@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """KvextConnector on the real engine: the KV that host memory returns is the KV computed before."""
 
 from __future__ import annotations
@@ -119,6 +120,12 @@ TWO_WORKERS_SETTINGS = {
     "two workers": Setting(
         ("turns", "document", "holes"), "full", STORE_ALL, {"tensor_parallel_size": 2}
     ),
+    # One KV head, which both workers have: host memory has it once.
+    "two workers, one head": Setting(
+        ("turns", "document", "holes"),
+        options=STORE_ALL,
+        engine={"tensor_parallel_size": 2},
+    ),
     "two workers, two handshakes": Setting(
         ("turns",), "full", engine=several(ADDRESSED, CONNECTOR) | {"tensor_parallel_size": 2}
     ),
@@ -231,6 +238,11 @@ def test_outputs_are_those_without_a_connector(
 def test_nothing_is_left_when_all_is_done(setting: Served) -> None:
     setting.check_nothing_is_left()
     assert setting.report["own"]["host_capacity_bytes"] > 0
+
+
+@pytest.mark.parametrize("setting", named("two workers, one head"), indirect=True)
+def test_workers_with_the_same_head_keep_it_once(setting: Served) -> None:
+    assert setting.report["own"]["host_sharing_workers"] == 2
 
 
 @pytest.mark.parametrize("setting", named(*GROUPS), indirect=True)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The log names the shortest prompt that hits, and one token less hits nothing."""
 
 from __future__ import annotations
@@ -101,6 +102,33 @@ def test_no_shorter_prompt_hits_with_a_match_unit(
     hits = [hit_of_second_request(engine, num_tokens) for num_tokens in range(1, min_tokens + 1)]
     assert [hits[:-1], hits[-1] > 0, printed_tokens] == [[0] * (min_tokens - 1), True, min_tokens]
     assert hits[-1] % printed_unit_tokens == 0
+    engine.shutdown()
+
+
+@pytest.mark.vllm(">=0.30")
+@pytest.mark.parametrize("unit_tokens", [16, 64])
+def test_where_only_attention_drops_a_block_states_are_hit_at_blocks(
+    unit_tokens: int, mocker: MockerFixture
+) -> None:
+    if family.IS_ASCEND:
+        pytest.skip("without a connector, vLLM-Ascend's lookups drop no tokens")
+    full, states = WIDE_STATES
+    engine = SchedulerEngine(
+        layouts.Layout("states", (replace(full, is_eagle=True), states)),
+        EngineOptions(
+            num_blocks=64,
+            max_num_batched_tokens=2048,
+            max_model_len=4096,
+            match_unit_tokens=unit_tokens,
+            drafter=Drafter.EAGLE,
+        ),
+    )
+    info = mocker.patch("vllm.logger.init_logger").return_value.info
+    log_least_prompt(engine.scheduler.kv_cache_manager.coordinator)
+    assert info.call_args.args[1:] == (1025, 512)
+    assert not hit_of_second_request(engine, 1024)
+    for num_tokens in range(1025, 1537, 31):
+        assert hit_of_second_request(engine, num_tokens) >= 512, num_tokens
     engine.shutdown()
 
 

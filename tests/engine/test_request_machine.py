@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Random lives of requests on vLLM's real scheduler and block manager, with holes and segments.
 
 Requests come, come back, are aborted and preempted in any order. Meanwhile the tier and the device
-lose entries, transfers are slow or fail, caches are reset and the scheduler is paused. If segments
-are reused, requests also store and reuse them in any order. The same prompts also come without
-segments.
+lose entries, transfers are slow or fail, requests crowd the pool, caches are reset and the
+scheduler is paused. If segments are reused, requests also store and reuse them in any order. The
+same prompts also come without segments.
 After each step, the machine checks the KV that attention has read, the KV that any request could
 find by a hash of tokens, and the reference counts of blocks. At the end, requests must have their
 own outputs, and nothing may be left.
@@ -16,6 +17,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -40,14 +42,14 @@ from support.connector.paged_layouts import (
     PagedLayout,
     paged,
 )
+from support.connector.router_index import RouterIndex, last_bytes
 from support.connector.scripted_transfers import TransferScript
 from support.sample import IS_LONG, sampled
 from support.scheduler import layouts
+from support.scheduler.layouts import Attention
 from support.scheduler.options import Drafter, EngineOptions
 from support.scheduler.token_stream import TokenStream
 from support.scheduler.workload import RequestPlan
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
@@ -58,7 +60,9 @@ from vllm_ascend_kvext.segments.prompt_segments import SEGMENTS_KEY, STORE_KEY
 from vllm_ascend_kvext.segments.scheduler import blended_requests, make_segments, segment_contexts
 from vllm_ascend_kvext.segments.scheduler.segment_store import StoredTokens
 from vllm_ascend_kvext.segments.scheduler.segments_side import segments_of
-from vllm_ascend_kvext.store.entries import EntryState, Kind
+from vllm_ascend_kvext.store import prefix
+from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
+from vllm_ascend_kvext.store.tier import HostTier
 from vllm_ascend_kvext.transfer.errors import BackendError
 
 ONE_GROUP = (FULL, paged(layouts.FULL, ROWS))
@@ -150,6 +154,7 @@ SCRIPTS = st.builds(
     failing_stores=st.sampled_from([0.0, 0.0, 0.2]),
     failing_loads=st.sampled_from([0.0, 0.3]),
     max_per_step=st.sampled_from([None, None, 1, 2]),
+    steps_per_transfer=st.sampled_from([None, None, 3, 20]),
 )
 LOST_SHARES = st.sampled_from([0.3, 0.15, 0.6, 0.0])
 """The shares of the tier's entries that are lost."""
@@ -198,16 +203,26 @@ class Watch:
         for worker in engine.workers:
             runner = worker.side._runner
             runner.run = partial(self._run_job, runner.run)
+        stores = engine.side._stores
+        stores.give_way = partial(self._give_way, stores.give_way)
 
     def _run_job(self, run: Any, job: Any, recorded: Any) -> Any:
         """Let a worker execute a job. The job fails where the script says so."""
+        clock = self._engine.clock
+        begun_s = clock()
         try:
-            return run(job, recorded)
+            moved = run(job, recorded)
+            return moved._replace(seconds=clock() - begun_s)
         except BackendError:
             raise
         except Exception as error:
             self.surprises.append(error)
             raise
+
+    def _give_way(self, give_way: Any, to_running: bool = False) -> bool:
+        has_given: bool = give_way(to_running)
+        counts["stores that gave way"] += has_given
+        return has_given
 
     def execute(self, scheduled: Any) -> Any:
         """Execute a step."""
@@ -326,35 +341,39 @@ class Router:
     def __init__(self, engine: BlendingEngine) -> None:
         self._engine = engine
         self._step = engine.step
-        self._stored: set[Any] = set()
+        self._index = RouterIndex()
         engine.step = self.step
 
     def step(self) -> Any:
         step = self._step()
-        self._follow(self._engine.last_events)
+        self._index.read(self._engine.last_events)
         return step
 
-    def _follow(self, events: Iterable[Any]) -> None:
-        for event in events:
-            if isinstance(event, AllBlocksCleared) or event.medium != "CPU":
-                continue
-            if isinstance(event, BlockRemoved):
-                assert self._stored.issuperset(event.block_hashes), f"is not there: {event}"
-                self._stored.difference_update(event.block_hashes)
-            else:
-                self._stored.update(event.block_hashes)
-
     def check(self) -> None:
-        self._follow(self._engine.scheduler.connector.take_events())
-        found = {
-            maybe_convert_block_hash(entry.key)
+        """Check that blocks are there, and that what is not known lacks the block before it."""
+        self._index.read(self._engine.scheduler.connector.take_events())
+        assert not self._index.refusals("CPU")
+        entries = [
+            entry
             for entry in self._engine.entries
             if entry.state is EntryState.STORED
             and entry.piece.kind is Kind.ROWS
             and not isinstance(entry.row_map, StoredTokens)
-        }
-        assert self._stored == (found if self._engine.options.events else set())
-        counts["followed entries"] += len(self._stored)
+        ]
+        stored = {last_bytes(key) for entry in entries for key in entry.keys}
+        unit_tokens = self._engine.tier.geometry.unit_tokens
+        for group, described in enumerate(self._engine.layout.groups):
+            known = self._index.hashes("CPU", group)
+            counts["followed blocks"] += len(known)
+            assert known <= stored
+            if described.attention not in (Attention.FULL, Attention.MLA):
+                assert not known
+            elif described.block_tokens == unit_tokens and self._engine.options.events:
+                for entry in entries:
+                    before = (entry.key_before, *entry.keys)
+                    for parent, key in pairwise(before):
+                        is_found = parent is None or last_bytes(parent) in known
+                        assert (last_bytes(key) in known) or not is_found, entry
 
 
 class RequestMachine(RuleBasedStateMachine):
@@ -397,6 +416,7 @@ class RequestMachine(RuleBasedStateMachine):
         connector["chunk_tokens"] *= layout.unit_tokens
         options = offloading(layout, **connector)
         self.engine = BlendingEngine(layout, EngineOptions(offloading=options, **engine), script)
+        self.steps_per_store = script.steps_per_transfer or 1
         assert self.engine.side.computes_holes
         assert (segments_of(self.engine.side) is not None) is self.is_blending
         if self.is_blending:
@@ -426,6 +446,7 @@ class RequestMachine(RuleBasedStateMachine):
         self.ask([5, 0, 1, 3], beginning=beginning)
         self.ask([1, 5, 0], named=False)
         self.go_on(40)
+        self.evict_ends(0.5, 0)
         self.ask([0, 5, 3], beginning=beginning)
 
     def _begin_with_chats(self, lost_share: float, seed: int) -> None:
@@ -482,6 +503,7 @@ class RequestMachine(RuleBasedStateMachine):
     ) -> None:
         """Chats continue. The tier has lost some of their KV, and the device all of it."""
         self.evict(lost_share, seed)
+        self.evict_ends(lost_share, seed)
         if is_lost_on_device:
             self._evict_on_device(1.0, random.Random(seed))
         plans = list(self.plans.values())
@@ -496,6 +518,14 @@ class RequestMachine(RuleBasedStateMachine):
             prompt = [*before.prompt, *self.watch.outputs.get(before.request_id, ())]
             prompt = [*prompt[: MAX_PROMPT_TOKENS - len(own)], *own]
             self._add(prompt, args, max_tokens, before.cache_salt)
+
+    @rule(num_requests=st.integers(2, 5), max_tokens=NEW_TOKENS)
+    def crowd(self, num_requests: int, max_tokens: int) -> None:
+        """Long prompts that share nothing. Some of them have to wait for blocks."""
+        for _ in range(num_requests):
+            rng = random.Random(f"crowd/{len(self.plans)}")
+            prompt = tokens(rng, rng.randrange(MAX_PROMPT_TOKENS // 2, MAX_PROMPT_TOKENS))
+            self._add(prompt, PLAIN, max_tokens)
 
     @precondition(lambda self: self.is_blending)
     @rule(
@@ -567,6 +597,16 @@ class RequestMachine(RuleBasedStateMachine):
         rng = random.Random(seed)
         self.engine.tier.evict(lambda entry: rng.random() < share)
 
+    @rule(share=st.sampled_from([0.3, 1.0]), seed=SEEDS)
+    def evict_ends(self, share: float, seed: int) -> None:
+        """Entries lose their last cuts, as if other KV needed the bytes."""
+        rng = random.Random(seed)
+        tier = self.engine.tier
+        for entry in self.engine.entries:
+            if entry.can_be_trimmed and tier._is_end(entry) and rng.random() < share:
+                own_priority = tier._order.priority(entry, tier._latest_use)
+                tier._evict_end(entry, num_bytes=1, next_priority=own_priority)
+
     @precondition(lambda self: self.engine.options.caching)
     @rule(share=st.sampled_from([0.2, 1.0]), seed=SEEDS)
     def evict_on_device(self, share: float, seed: int) -> None:
@@ -604,12 +644,9 @@ class RequestMachine(RuleBasedStateMachine):
 
     def _end(self) -> None:
         engine = self.engine
-        for _ in range(MAX_STEPS_TO_THE_END):
-            if not engine.has_work():
-                break
-            self._step()
+        num_steps = self._finish(lambda: bool(self._live())) + self._finish(engine.has_work)
         left = {r.request_id: r.status.name for r in engine.scheduler.requests.values()}
-        assert not engine.has_work(), f"after {MAX_STEPS_TO_THE_END} steps, left are {left}"
+        assert not engine.has_work(), f"after {num_steps} steps, left are {left} and {engine.held}"
         check_nothing_is_left(engine)
         assert not engine.runner._states, "workers remember requests or rows that have ended"
         assert self.watch.outputs.keys() <= self.plans.keys(), "nobody has asked for these answers"
@@ -625,6 +662,20 @@ class RequestMachine(RuleBasedStateMachine):
         if self.is_blending:
             counts["learned segments"] += engine.segments.counters.learned_segments
             counts["reused tokens"] += engine.segments.counters.reused_tokens
+
+    def _finish(self, is_unfinished: Callable[[], bool]) -> int:
+        """Step while something is unfinished. Returns the number of steps.
+
+        Workers make one store after the other, however slow each of them is.
+        """
+        held = self.engine.held
+        num_stores = held.num_stores + held.num_planned_stores
+        max_steps = MAX_STEPS_TO_THE_END + self.steps_per_store * num_stores
+        for num_steps in range(max_steps):
+            if not is_unfinished():
+                return num_steps
+            self._step()
+        return max_steps
 
     def _check_output(self, request_id: str) -> None:
         """A request without reuse gets the same answer, in whatever way it is served."""
@@ -759,11 +810,14 @@ def test_random_lives(is_blending: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(segment_contexts, "MIN_BEGINNING_TOKENS", 1)
     monkeypatch.setattr(make_segments, "MIN_REUSED_TOKENS", 1)
     monkeypatch.setattr(blended_requests, "_is_exact", counted_exact)
+    monkeypatch.setattr(prefix, "MIN_CUT_TOKENS", 1)  # Prompts are short, so cuts are, too.
+    monkeypatch.setattr(HostTier, "_trim", counted_trim)
     # Each example sets this number. This line makes monkeypatch restore it after the test.
     monkeypatch.setattr(loads, "MIN_RUN_TOKENS", loads.MIN_RUN_TOKENS)
     counts.clear()
     RequestMachine.is_blending = is_blending
-    met = ["hole tokens", "checked prefills", "cached blocks", "rows", "tails", "followed entries"]
+    met = ["hole tokens", "checked prefills", "cached blocks", "rows", "tails", "followed blocks"]
+    met += ["stores that gave way", "lost ends"]
     rare = ["aborts of requests with holes", "resets of running requests"]
     if is_blending:
         met += ["reused tokens", "marked answers", "learned segments", "segments"]
@@ -778,6 +832,14 @@ def test_random_lives(is_blending: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         if not missed:
             return
     raise AssertionError(f"{missed} have not occurred: {counts}")
+
+
+_trim = HostTier._trim
+
+
+def counted_trim(tier: HostTier, entry: Entry, *how: Any) -> None:
+    counts["lost ends"] += 1
+    _trim(tier, entry, *how)
 
 
 def counted_exact(*args: Any, is_exact: Callable[..., bool] = blended_requests._is_exact) -> bool:

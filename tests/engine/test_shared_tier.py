@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Engines that share a folder, on vLLM's real scheduler, with real pages, but no model.
 
 Every byte that attention would read is compared, so a wrong object shows where it is used.
@@ -216,7 +217,7 @@ def test_what_stands_behind_a_lost_object_is_got(
     prompt = prompt_of(FULL, 1, 12)
     chunk = 2 * FULL.unit_tokens
     store_in(tmp_path, FULL, prompt)
-    (lost,) = tmp_path.glob(f"kvext3/*/*/objects/*/R{2 * chunk}-{3 * chunk}-*")
+    (lost,) = tmp_path.glob(f"kvext4/*/*/objects/*/R{2 * chunk}-{3 * chunk}-*")
     lost.unlink()
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         assert hit_tokens(engine, plan_of("a", prompt)) == floor(engine, len(prompt) - 1) - chunk
@@ -1044,7 +1045,7 @@ def test_notes_of_another_tenant_are_not_believed(tmp_path: Path) -> None:
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         for salt in ("a", "b"):
             serve(engine, salted_plan("stored", salt))
-            notes = {*tmp_path.glob("kvext3/*/r0/notes/*/*")}
+            notes = {*tmp_path.glob("kvext4/*/r0/notes/*/*")}
             notes -= {path for each in links.values() for path in each.values()}
             target = {path: os.path.basename(os.readlink(path)) for path in notes}
             place = {path: name.rsplit("-", 1)[0] for path, name in target.items()}
@@ -1079,7 +1080,7 @@ def test_something_else_in_a_place_does_not_stop_other_requests(
 ) -> None:
     prompts = [prompt_of(FULL, seed) for seed in range(3)]
     store_in(tmp_path, FULL, prompts[0])
-    places = [*tmp_path.glob(f"kvext3/*/r0/{kind}/*/*")]
+    places = [*tmp_path.glob(f"kvext4/*/r0/{kind}/*/*")]
     store_in(tmp_path, FULL, *prompts[1:])
     for path in places:
         path.unlink()
@@ -1102,7 +1103,7 @@ def test_names_that_somebody_has_made_up_are_not_got(
     see_log(caplog, monkeypatch)
     prompt = prompt_of(FULL, 1)
     store_in(tmp_path, FULL, prompt)
-    for link in tmp_path.glob("kvext3/*/r0/notes/*/*"):
+    for link in tmp_path.glob("kvext4/*/r0/notes/*/*"):
         known = os.readlink(link).rpartition(".")[0]
         crooked = f"R3-7-{known.rpartition('-')[2]}"
         tier, note = FilesTier(f"file://{tmp_path}", None, 0), f"{link.parts[-5]}/{link.name}"
@@ -1362,7 +1363,7 @@ def test_random_requests(
             counts = run_offloading(workload).counts
             soaked["requests"] += counts["requests"]
             soaked["hit requests"] += counts["hit requests"]
-        taken = sum(taken for _, taken, _ in files.files_below(str(folder / "kvext3")))
+        taken = sum(taken for _, taken, _ in files.files_below(str(folder / "kvext4")))
         assert taken <= CAPACITY_BYTES
     soaked.update(faults.counts)
 
@@ -1381,7 +1382,7 @@ def test_without_the_option_nothing_of_it_is_imported(tmp_path: Path) -> None:
     code = """
 import sys, threading
 from vllm_ascend_kvext.connector import kvext_connector
-assert not [name for name in sys.modules if "shared_" in name and "kvext" in name], sys.modules
+assert not [name for name in sys.modules if "kvext" in name and "shared_tier" in name], sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Two engines at once serve 2,000 requests. Their small folder's files are damaged all the time.
 
 One engine is killed and started again. Every answer equals that of an engine without this package.
@@ -68,7 +69,7 @@ class Damage:
             pass  # The file is gone, or empty.
 
     def taken_bytes(self) -> int:
-        return sum(taken for _, taken, _ in files_below(str(self.folder / "kvext3")))
+        return sum(taken for _, taken, _ in files_below(str(self.folder / "kvext4")))
 
 
 class Engine:

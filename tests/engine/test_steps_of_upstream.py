@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Which steps vLLM's own ``schedule`` plans. Replacing it in all steps changes no step.
 
 The tests run vLLM's real scheduler with real pages, but no model. See ``test_connector_scheduler``.
@@ -21,6 +22,7 @@ from support.connector.offload_run import check_nothing_is_left, run_offloading,
 from support.connector.offload_workloads import EngineKind, random_offload, tokens
 from support.connector.paged_layouts import FULL, GEMMA, GPT_OSS, STATE_LAYOUTS, PagedLayout
 from support.connector.simulated_engine import SimulatedEngine
+from support.connector.step_clock import StepClock
 from support.upstream_version import IS_SINCE_0_30
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import PrefixCacheStats
@@ -279,7 +281,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     def begin(engine: SimulatedEngine) -> None:
         shake_hands(engine)
-        engine.clock = lambda: 0.0  # Waiting and computing take no time.
+        StepClock(engine)
         engine.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
 
     def note(engine: SimulatedEngine, output: Any, results: dict[int, Any]) -> Any:
@@ -320,7 +322,7 @@ def test_steps_and_counted_hits_are_those_of_an_engine_that_always_has_another_f
             num_hole_tokens += run_offloading(workload).counts["hole tokens"]
         runs.append(list(seen))
         seen.clear()
-    assert len(runs[0]) > 500 and num_hole_tokens > 100
+    assert len(runs[0]) > 500 and num_hole_tokens > 50
     for number, (found, expected) in enumerate(zip(*runs, strict=True)):
         assert found == expected, f"step {number}"
 

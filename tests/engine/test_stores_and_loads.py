@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Single cases of stores and loads, on vLLM's real scheduler, with real pages, but no model.
 
 The cases are rare or invisible in random requests: refusals, waits, counts and logs.
@@ -12,7 +13,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from support.connector.engines import engine_of, plan_of, step_without_admissions, zeroing
+from support.connector.engines import (
+    engine_of,
+    let_stores_begin,
+    plan_of,
+    step_without_admissions,
+    zeroing,
+)
 from support.connector.offload_run import check_nothing_is_left, serve
 from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import DEEPSEEK_V4_EAGLE, FULL, GPT_OSS, paged
@@ -147,6 +154,7 @@ def test_stores_leave_blocks_for_others() -> None:
     """
     rng = random.Random(1)
     with engine_of(FULL, NEVER, num_blocks=200) as engine:
+        let_stores_begin(engine)
         for number in range(12):
             plan = plan_of(str(number), tokens(rng, 160), max_tokens=1)
             engine.add_request(plan)
@@ -215,6 +223,7 @@ def test_a_preempted_request_goes_out_where_that_pays(pays: bool) -> None:
             engine.step()
         with mock.patch.object(TransferCost, "pays_out_and_back", return_value=pays):
             preempt(engine)
+        assert engine.side._stores.queue.lacks_blocks
         serve(engine)
         assert engine.side.counters.swapped_requests == pays
 
@@ -225,6 +234,7 @@ def test_what_nobody_asked_for_holds_less_and_goes_last() -> None:
     num_tokens, boundary_tokens = 257, 256
     stored: list[list[int]] = []
     with engine_of(GPT_OSS, NEVER, num_blocks=400, max_num_batched_tokens=512) as engine:
+        let_stores_begin(engine)
         jobs = watch_jobs(engine)
         while not stored or len(stored[-1]) != 1:
             jobs.clear()

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The wheel and the source distribution that ``make`` has built.
 
 The wheel is made from the other.
@@ -87,6 +88,12 @@ def test_the_compiled_module_needs_no_torch(python, wheel, tmp_path):
     described = run(python, "-I", "-c", code, cwd=tmp_path)
     assert described.returncode == 0, described.stderr
     assert f"-{described.stdout.strip()}-" in wheel.name
+
+
+def test_its_compiled_module_uses_the_cpu_and_moves_bytes(python, tmp_path):
+    """A wheel of a compiler that does not know the CPU's features would have slow paths only."""
+    checked = run(python, "-I", ROOT / "tools" / "check_wheel.py", cwd=tmp_path)
+    assert checked.returncode == 0, checked.stderr
 
 
 def test_requires_neither_torch_nor_vllm_and_has_one_entry_point(wheel):

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The names that the pages for readers use, and whether the code still has them.
 
 A name is what a page writes as code: `` `name` ``, or a line of a fenced block. Names of the
@@ -61,13 +62,14 @@ class Page:
         return [" ".join(each.split()) for each in re.findall(r"`([^`]+)`", outside)]
 
 
-def pages() -> list[Page]:
-    """All pages except for the changelog and the page of patches.
+NOT_READ = ("CHANGELOG.md", "official_lines.md", "patches.md")
+"""The changelog names removed things. The other two are made from data and declarations."""
 
-    The changelog names removed things. The page of patches is made from their declarations.
-    """
+
+def pages() -> list[Page]:
+    """All pages except for a few that have names of their own kind."""
     found = [*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/*.md"), *CHECKOUT.glob("examples/*.md")]
-    return [Page(path) for path in sorted(found) if path.name not in ("CHANGELOG.md", "patches.md")]
+    return [Page(path) for path in sorted(found) if path.name not in NOT_READ]
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Code:
     @cached_property
     def make_targets(self) -> frozenset[str]:
         text = (CHECKOUT / "Makefile").read_text(encoding="utf-8")
-        return frozenset(re.findall(r"^([a-z][a-z-]*):", text, re.MULTILINE))
+        return frozenset(re.findall(r"^([a-z][a-z0-9-]*):", text, re.MULTILINE))
 
     @cached_property
     def command_options(self) -> frozenset[str]:
@@ -219,7 +221,8 @@ def _unknown_options(block: str, code: Code) -> Iterator[str]:
     """Keys of KvextConnector's ``kv_connector_extra_config`` in a command line."""
     if '"KvextConnector"' not in block:
         return
-    for config in re.findall(r'"kv_connector_extra_config":\s*\{([^{}]*)', block):
+    options = r'"KvextConnector"[^{]*?"kv_connector_extra_config":\s*\{([^{}]*)'
+    for config in re.findall(options, block):
         for key in re.findall(r'"(\w+)":', config):
             if key not in code.options:
                 yield key
@@ -230,7 +233,7 @@ def _unknown_commands(text: str, code: Code) -> Iterator[str]:
     for name in re.findall(r"python -m vllm_ascend_kvext ([a-z][a-z-]*)", text):
         if name not in code.commands:
             yield f"python -m vllm_ascend_kvext {name}: no such command"
-    for name in re.findall(r"(?:^|[\s(])make ([a-z][a-z-]+)", text):
+    for name in re.findall(r"(?:^|[\s(])make ([a-z][a-z0-9-]+)", text):
         if name not in code.make_targets:
             yield f"make {name}: no such target"
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Starts of engines. Every documented variable and option is set in a start, and unset in one.
 
 `documented` reads the pages, and `started` reads the table of starts.
@@ -39,6 +40,9 @@ NUMBER = "N"
 
 OTHER = "not the default"
 """Means some other value of a name, if the pages do not list its values."""
+
+KEYS_OF_OTHERS = {"connectors", "decode", "dp_size", "prefill", "tp_size"}
+"""Keys of MultiConnector, and of connectors that send KV to other nodes."""
 
 MAX_TOKEN_ID = 499
 """The largest token id of the prompts. Separators have larger ids."""
@@ -211,7 +215,7 @@ def mentioned(pages: Iterable[str]) -> set[str]:
         found |= {*re.findall(r"\bVLLM_ASCEND_KVEXT_[A-Z_]*[A-Z]\b", text)}
         found |= {*re.findall(r"\bVLLM_[A-Z_]*RETENTION[A-Z_]*[A-Z]\b", text)}
         for options in re.findall(r'"kv_connector_extra_config": *\{([^}]*)\}', text):
-            found |= {*re.findall(r'"(\w+)" *:', options)}
+            found |= {*re.findall(r'"(\w+)" *:', options)} - KEYS_OF_OTHERS
     return found
 
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """``python -m vllm_ascend_kvext``: its output, and its exit status."""
 
 from __future__ import annotations
@@ -295,7 +296,7 @@ class TestCollectEnv:
 def test_help_lists_commands_and_every_command_explains_itself(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    commands = ("status", "collect-env", "fingerprint", "check-model")
+    commands = ("status", "collect-env", "fingerprint", "check-model", "replay")
     asked = {"": commands} | {name: (f"vllm_ascend_kvext {name}",) for name in commands}
     for command, texts in asked.items():
         with pytest.raises(SystemExit) as exited:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """`tools/run_tests.py` runs every test file, each in one process per version."""
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def test_every_test_file_runs_once_on_the_main_version(with_ascend: ModuleType) 
     assert runs == Counter({*TESTS.rglob("test_*.py")} - elsewhere)
 
 
-def test_make_test_starts_all_settings_on_the_emulated_npu_of_every_release(
+def test_make_test_starts_all_settings_and_some_lines_on_the_emulated_npu_of_every_release(
     run_tests: ModuleType,
 ) -> None:
     """For other releases than the main one, nothing else runs on the emulated NPU."""
@@ -61,9 +62,9 @@ def test_make_test_starts_all_settings_on_the_emulated_npu_of_every_release(
     for suite in run_tests.emulated_npu_suites(UPSTREAMS, is_sample=True):
         assert suite.paths and suite.variables == run_tests.SAMPLE
         files.setdefault(suite.environment, set()).update(suite.paths)
-    settings = "emulated_npu/test_settings_start.py"
-    assert files["emulated-npu-1.0rc1"] == {settings}
-    assert files["emulated-npu-2.0"] > {settings}
+    started = {"emulated_npu/test_settings_start.py", "emulated_npu/test_official_lines.py"}
+    assert files["emulated-npu-1.0rc1"] == started
+    assert files["emulated-npu-2.0"] > started
 
 
 def test_what_both_families_of_managers_have_runs_on_each(with_ascend: ModuleType) -> None:

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 #include "memory.h"
 
 #include "device.h"
@@ -256,6 +257,20 @@ void copy_memory(uintptr_t to, uintptr_t from, size_t num_bytes, bool is_to_host
   TORCH_CHECK(is_on_npu(of_device, num_bytes) && is_pinned(of_host, num_bytes),
               "memcpy: ", num_bytes, " bytes that are not the device's on one side and pinned on the other");
   std::memcpy(destination, source, num_bytes);
+}
+
+int register_host(uintptr_t address, size_t num_bytes) {
+  constexpr int kInvalidParameter = 107000;  // ACL_ERROR_RT_PARAM_INVALID
+  const auto* data = reinterpret_cast<const void*>(address);
+  if (address % 4096 || !num_bytes || is_pinned(data)) return kInvalidParameter;
+  pinned_ranges().add(data, num_bytes);
+  return 0;
+}
+
+int unregister_host(uintptr_t address) {
+  Scheduler::get().synchronize_device();
+  pinned_ranges().remove(reinterpret_cast<const void*>(address));
+  return 0;
 }
 
 bool is_pinned(const void* data, size_t num_bytes) { return data && pinned_ranges().contains(data, num_bytes); }

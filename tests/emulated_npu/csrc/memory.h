@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // Memory of the emulated NPU, which is host memory, and pinned memory of the host.
 //
 // A tensor that the host drops is gone for the host only: work in flight still has its bytes. What a
@@ -62,6 +63,10 @@ void unmap(uintptr_t address);
 void map(uintptr_t address);
 // Between the device and pinned memory, at once.
 void copy_memory(uintptr_t to, uintptr_t from, size_t num_bytes, bool is_to_host);
+
+// Pins memory that the process has mapped itself. Returns an error code of the runtime, 0 for success.
+int register_host(uintptr_t address, size_t num_bytes);
+int unregister_host(uintptr_t address);
 
 bool is_pinned(const void* data, size_t num_bytes = 1);
 bool is_on_npu(const void* data, size_t num_bytes);

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // What the Python package torch_npu uses of the emulated NPU.
 #include "device.h"
 #include "tensors.h"
@@ -141,4 +142,6 @@ PYBIND11_MODULE(_emulated_npu, m) {
   m.def("unmap", &unmap);
   m.def("map", &map);
   m.def("copy_memory", &copy_memory);
+  m.def("register_host", &register_host);
+  m.def("unregister_host", &unregister_host);
 }

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // Feeds valid and damaged descriptors to the compiled core; meant for AddressSanitizer and
 // UndefinedBehaviorSanitizer, which watch every access. An accepted case must move exactly the bytes
 // that the definition names, and rotate the bytes of keys. Usage: fuzz <seconds> [seed]. Prints "<accepted> <refused>".
@@ -16,6 +17,7 @@
 #include <vector>
 
 #include "cpu/copier.h"
+#include "cpu/rotator.h"
 #include "kvext/copies.h"
 #include "kvext/page_transfer.h"
 #include "kvext/rotation.h"
@@ -278,6 +280,77 @@ void check_copies() {
   }
 }
 
+int num_streamed = 0;
+
+void count_stream(uint8_t* destination, const uint8_t* source, size_t num_bytes) {
+  ++num_streamed;
+  std::memcpy(destination, source, num_bytes);
+}
+
+// A kernel that cannot write past the caches is not given bytes to stream: staged bytes would be
+// copied once more for nothing.
+void check_staging() {
+  constexpr int64_t kNumPairs = 32, kNumHeads = 40;
+  const std::vector<float> cosines(kNumPairs, 1.0f), sines(kNumPairs, 0.0f);
+  const kvext::HeadRotation head{kvext::RowDtype::kFloat32, kvext::PairStyle::kHalves,
+                                 8 * kNumPairs, 0, kNumPairs, cosines.data(), sines.data()};
+  const std::vector<float> source(2 * kNumPairs * kNumHeads, 3.0f);
+  const auto num_bytes = static_cast<int64_t>(source.size() * sizeof(float));
+  for (const bool writes_past_caches : {false, true}) {
+    const kvext::CopyKernel kernel{"counted", writes_past_caches, count_stream, nullptr, 0, 0, [] {}};
+    for (const bool is_rotating : {false, true}) {
+      std::vector<float> found(source.size());
+      const kvext::Copy copy{reinterpret_cast<int64_t>(source.data()),
+                             reinterpret_cast<int64_t>(found.data()), num_bytes};
+      num_streamed = 0;
+      if (is_rotating) {
+        kvext::Rotator rotate(true, kernel);
+        rotate(copy, head);
+      } else {
+        kvext::Copier copier(true, kernel);
+        copier(copy);
+      }
+      if (found != source) fail("a kernel copies other bytes");
+      if ((num_streamed > 0) != writes_past_caches) fail("bytes are staged for nothing");
+    }
+  }
+}
+
+bool is_finite(uint16_t half) { return (half & 0x7C00) != 0x7C00; }
+
+bool is_nan(uint16_t half) { return !is_finite(half) && (half & 0x3FF) != 0; }
+
+// A turn by nothing keeps every float16, whichever instructions convert it: also those below 2^-14,
+// and the largest. What is paired with an infinity or a NaN becomes a NaN.
+void check_halves() {
+  for (const int64_t num_pairs : {3, 37, 64}) {
+    const std::vector<float> cosines(num_pairs, 1.0f), sines(num_pairs, 0.0f);
+    for (int64_t style = 0; style < 2; ++style) {
+      const kvext::HeadRotation head{kvext::RowDtype::kFloat16,
+                                     static_cast<kvext::PairStyle>(style), 4 * num_pairs, 0,
+                                     num_pairs, cosines.data(), sines.data()};
+      const int64_t num_heads = (65536 + 2 * num_pairs - 1) / (2 * num_pairs);
+      std::vector<uint16_t> wanted(num_heads * 2 * num_pairs), found(wanted.size());
+      for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = static_cast<uint16_t>(i);
+      std::shuffle(wanted.begin(), wanted.end(), engine);
+      for (const kvext::RotationKernel& kernel : kvext::rotation_kernels()) {
+        kernel.rotate(reinterpret_cast<uint8_t*>(found.data()),
+                      reinterpret_cast<const uint8_t*>(wanted.data()), num_heads, head);
+        for (int64_t i = 0; i < static_cast<int64_t>(wanted.size()); ++i) {
+          const int64_t in_head = i % (2 * num_pairs);
+          const int64_t other =
+              style == 1 ? i ^ 1 : in_head < num_pairs ? i + num_pairs : i - num_pairs;
+          if (is_nan(wanted[i]) || !is_finite(wanted[other])) {
+            if (!is_nan(found[i])) fail("a float16 that is no number becomes one");
+          } else if (found[i] != wanted[i] && (wanted[i] & 0x7FFF) != 0) {
+            fail("a turn by nothing changes a float16");
+          }
+        }
+      }
+    }
+  }
+}
+
 // Compares every kernel with the last one, on numbers: they may differ in the last bit only.
 void check_rotations() {
   const int64_t num_pairs = between(1, 80), num_heads = between(1, 5);
@@ -321,6 +394,8 @@ int main(int argc, char** argv) {
   const auto end = std::chrono::steady_clock::now() +
                    std::chrono::milliseconds(static_cast<int64_t>(1000 * std::atof(argv[1])));
   int64_t num_accepted = 0, num_refused = 0;
+  check_staging();
+  check_halves();
   while (std::chrono::steady_clock::now() < end) {
     Case made = valid_case();
     for (const bool is_rotating : {false, true}) {

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Engines and requests for tests of single cases."""
 
 from __future__ import annotations
@@ -85,6 +86,11 @@ def step_without_admissions(engine: SimulatedEngine, num_steps: int = 1) -> None
     with mock.patch.object(manager, "allocate_slots", return_value=None):
         for _ in range(num_steps):
             engine.step()
+
+
+def let_stores_begin(engine: SimulatedEngine) -> None:
+    """Let the scheduler side believe that copies are fast, so that no store waits to begin."""
+    engine.side._cost.note_copies("store", 1 << 40, 1e-6)
 
 
 def fail_next(engine: Any, *numbers: int) -> None:

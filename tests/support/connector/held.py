@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Lists what a scheduler side holds for requests at one moment, to find leaks."""
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Held:
         loading_ids: Requests whose load is under way.
         hole_ids: Requests with holes that are not computed yet.
         loaded_hole_ids: Requests of ``hole_ids`` whose load has ended.
-        num_planned_stores: Stores of the step that is being planned.
+        num_planned_stores: Stores that have not begun.
         num_stores: Stores that workers make.
         num_referenced_blocks: Blocks that are protected from being reallocated. A block that is
             referenced twice counts twice.
@@ -71,7 +72,7 @@ def held_by(side: ConnectorScheduler) -> Held:
         loading_ids=frozenset(loading),
         hole_ids=frozenset(parked),
         loaded_hole_ids=frozenset(each for each, hole in parked.items() if hole.is_loaded),
-        num_planned_stores=side._stores.num_planned + len(side._swaps),
+        num_planned_stores=len(side._stores.queue) + len(side._swaps),
         num_stores=len(side._jobs._under_way),
         num_referenced_blocks=side.references.num_references,
         num_awaited_blocks=num_awaited_blocks,

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Writes to the pages of one worker like a model, and reads them like attention does.
 
 The bytes of a row depend on the digest of all tokens up to the row, on the tensor, on the rank, on
@@ -89,6 +90,11 @@ class PageContents:
             if tensor.group == group:
                 tensor.check(table, digests, first, end)
 
+    def copy(self, source: int, target: int) -> None:
+        """Copy a page, as vLLM >= 0.30 does with blocks of which a request hits a part."""
+        for tensor in self._tensors:
+            tensor.copy(source, target)
+
     def overwrite(self, pages: Sequence[int]) -> None:
         """Write wrong bytes to these pages."""
         for tensor in self._tensors:
@@ -163,6 +169,9 @@ class _TensorContents:
             f"entries before token {end} are not the request's own, those of tokens {wrong[0]} to "
             f"{wrong[-1]}, in blocks {sorted(set(pages[differs].tolist()))}"
         )
+
+    def copy(self, source: int, target: int) -> None:
+        self._bytes[target] = self._bytes[source]
 
     def overwrite(self, pages: Sequence[int]) -> None:
         self._bytes[pages] = _OF_SOMEBODY_ELSE

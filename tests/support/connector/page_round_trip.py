@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Both sides of KvextConnector on one worker's pages: store, corrupt every page, load, compare.
 
 Block tables are made by hand. They have the pages that the definition of the group's attention
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -59,6 +61,7 @@ def paged_request(request_id: str, num_tokens: int, hash_block_size: int) -> Any
         all_token_ids=range(num_tokens),
         block_hashes=[number.to_bytes(8, "big") for number in range(num_tokens // hash_block_size)],
         lora_request=None,
+        cache_salt=None,
         sampling_params=None,
         pooling_params=None,
         skip_reading_prefix_cache=False,
@@ -110,7 +113,7 @@ class PageRoundTrip:
             self._worker.register(pages.kv_caches)
         self.layout: KVLayout = self._worker.describe().layout
         self.hash_block_size = math.gcd(*(group.tokens_per_page for group in self.layout.groups))
-        self.unit_tokens = _Sides(self._worker, self.hash_block_size).unit_tokens
+        self.unit_tokens = Sides([self._worker], self.hash_block_size).unit_tokens
 
     def shutdown(self) -> None:
         self._worker.shutdown()
@@ -128,7 +131,7 @@ class PageRoundTrip:
         boundaries = [tokens - tokens % self.unit_tokens for tokens in turns]
         source_ids = self._block_ids(turns[-1], boundaries)
         _copy(self._original.storages, self._storages)
-        sides = _Sides(self._worker, self.hash_block_size)
+        sides = Sides([self._worker], self.hash_block_size)
         for number, num_tokens in enumerate(turns):
             request = paged_request(f"turn {number}", num_tokens, self.hash_block_size)
             sides.store(request, source_ids)
@@ -177,12 +180,14 @@ class PageRoundTrip:
         raise AssertionError(f"by group, first wrong page and row: {wrong or 'between tensors'}")
 
 
-class _Sides:
-    """A new scheduler side for a worker, and the steps of an engine that computes nothing."""
+class Sides:
+    """A new scheduler side for workers, and the steps of an engine that computes nothing."""
 
-    def __init__(self, worker: WorkerSide, hash_block_size: int) -> None:
-        self._worker = worker
-        layout = worker.describe().layout
+    def __init__(self, workers: Sequence[WorkerSide], hash_block_size: int) -> None:
+        self._workers = workers
+        self.may_fail = False
+        layouts = [worker.describe() for worker in workers]
+        layout = layouts[0].layout
         self._requests: dict[str, Any] = {}
         groups = range(layout.num_scheduler_groups)
         self._managers = [SimpleNamespace(req_to_blocks={}) for _ in groups]
@@ -197,7 +202,7 @@ class _Sides:
             OffloadBoundaries,
             enable_caching=False,
         )
-        self._side = ConnectorScheduler(engine, [worker.describe()], options, mock.Mock())
+        self.scheduler = self._side = ConnectorScheduler(engine, layouts, options, mock.Mock())
         self.unit_tokens = self._side.tier.geometry.unit_tokens
 
     def store(self, request: Any, block_ids: BlockIds) -> None:
@@ -241,18 +246,22 @@ class _Sides:
 
     def _step(self, num_scheduled_tokens: dict[str, int]) -> ConnectorMetadata:
         jobs = self._side.build_connector_meta(num_scheduled_tokens, ())
-        self._worker.run_before_step(jobs)
-        self._worker.begin_step(jobs)
-        self._worker.end_of_forward()
-        left = len(jobs.stores) + len(jobs.loads)
-        while left:
-            self._worker.wait_for_end(_DEADLINE_S)
-            ended = self._worker.end_step()
-            results = ended.results
-            assert ended.loads or results.jobs_ended, "a transfer has not ended"
-            assert not results.failed_jobs and not results.failed_loads
-            left -= len(results.jobs_ended) + len(ended.loads)
-            self._side.update_connector_output(results, ended.loads)
+        loaded: Counter[str] = Counter()
+        for worker in self._workers:
+            worker.run_before_step(jobs)
+            worker.begin_step(jobs)
+            worker.end_of_forward()
+            left = len(jobs.stores) + len(jobs.loads)
+            while left:
+                worker.wait_for_end(_DEADLINE_S)
+                ended = worker.end_step()
+                results = ended.results
+                assert ended.loads or results.jobs_ended, "a transfer has not ended"
+                assert self.may_fail or not (results.failed_jobs or results.failed_loads)
+                left -= len(results.jobs_ended) + len(ended.loads)
+                loaded.update(ended.loads)
+                on_all = {each for each in ended.loads if loaded[each] == len(self._workers)}
+                self._side.update_connector_output(results, on_all)
         return jobs
 
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Layouts whose pages are real tensors, both for vLLM's scheduler and for connector workers.
 
 They are small, and made of the groups of `support.scheduler.layouts`. The groups share storages
@@ -188,6 +189,22 @@ LAYOUTS: tuple[PagedLayout, ...] = (
     DEEPSEEK_V4_EAGLE,
 )
 STATE_LAYOUTS = (MAMBA, MAMBA_WINDOW)
+
+_WIDE = 4 * 8
+WIDE_STATES = paged(
+    Layout("wide-states", (Group(Attention.FULL, _WIDE), Group(Attention.MAMBA, _WIDE))), ROWS
+)
+WIDE_STATES_WINDOW = paged(
+    Layout("wide-states-window", (*WIDE_STATES.groups, Group(Attention.WINDOW, _WIDE, 40))), ROWS
+)
+SMALL_ROW_BLOCKS = paged(
+    Layout(
+        "small-row-blocks",
+        (Group(Attention.FULL, 8), Group(Attention.MAMBA, _WIDE), Group(Attention.MAMBA, _WIDE)),
+    )
+)
+WIDE_STATE_LAYOUTS = (WIDE_STATES, WIDE_STATES_WINDOW, SMALL_ROW_BLOCKS)
+"""Layouts whose states have blocks of several units. Set the unit by `fine_units`."""
 
 UPSTREAM_LAYOUTS = (_deepseek_v4_layout(),)
 """Layouts that vLLM itself plans. They are slower than the others."""

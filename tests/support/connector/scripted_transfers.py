@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Transfers that wait until a test releases them, and that fail if the test says so.
 
 With a script, the speed of threads does not decide in which step a transfer ends. Between two
@@ -36,6 +37,8 @@ class TransferScript:
         repeated
             part by part, each part has its own number.
         max_per_step: The most begun transfers that end in a step. None means all.
+        steps_per_transfer: The number of steps that each transfer takes, one after the other. None
+            means that ``max_per_step`` decides.
     """
 
     seed: int = 0
@@ -43,6 +46,7 @@ class TransferScript:
     failing_loads: float = 0.0
     failing_load_numbers: frozenset[int] = frozenset()
     max_per_step: int | None = None
+    steps_per_transfer: int | None = None
 
 
 class ScriptedTransfers:
@@ -56,6 +60,7 @@ class ScriptedTransfers:
         self._changed = threading.Condition()
         self._num_waiting = 0
         self._num_passes = 0
+        self._num_steps = 0  # Since the transfer that waits has begun.
 
     def move(
         self, pools: Any, host: Any, planes: Any, runs: Any, direction: Direction, **how: Any
@@ -82,6 +87,9 @@ class ScriptedTransfers:
 
     def end_some(self, side: WorkerSide) -> None:
         """Let some begun transfers end. Return when the thread stands still again."""
+        if self._script.steps_per_transfer is not None:
+            self._end_slowly(side, self._script.steps_per_transfer)
+            return
         most = self._script.max_per_step
         if most is None:
             while self._stands(side):
@@ -92,6 +100,16 @@ class ScriptedTransfers:
                 break
             self._let_one_pass()
         self._stands(side)
+
+    def _end_slowly(self, side: WorkerSide, steps_per_transfer: int) -> None:
+        """Let the transfer that waits end if it has waited for its number of steps."""
+        if not self._stands(side):
+            return
+        self._num_steps += 1
+        if self._num_steps >= steps_per_transfer:
+            self._num_steps = 0
+            self._let_one_pass()
+            self._stands(side)
 
     def open(self) -> None:
         """Release all transfers, including those that come later."""

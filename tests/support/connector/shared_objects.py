@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Reads and damages the objects of a shared tier in a folder."""
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from vllm_ascend_kvext.shared_tier.files import FilesTier
 
 
 def objects(folder: Path) -> list[Path]:
-    return sorted(folder.glob("kvext3/*/r*/objects/*/*"))
+    return sorted(folder.glob("kvext4/*/r*/objects/*/*"))
 
 
 def forge(folder: Path, path: Path, content: bytes) -> None:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Both sides of KvextConnector on vLLM's real scheduler, with real pages, but no model.
 
 The scheduler, its patches, and the connector's sides, threads and copies are those of an engine.
@@ -33,8 +34,8 @@ from support.connector.simulated_segments import SimulatedSegments
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.model_runner import ModelRunner, ReadCheck, _Row
 from support.scheduler.options import EngineOptions
+from support.scheduler.releases import block_copies
 from vllm_ascend_kvext import loaded_models
-from vllm_ascend_kvext.connector import kvext_connector
 from vllm_ascend_kvext.connector.kvext_connector import KvextConnector
 from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
 from vllm_ascend_kvext.connector.worker import worker_side
@@ -155,6 +156,9 @@ class PagedModelRunner(ModelRunner):
         for request_id in scheduler_output.finished_req_ids:
             self._states.pop(request_id, None)
         self._update_states(scheduler_output)
+        for source, target in block_copies(scheduler_output):
+            for worker in self._workers:
+                worker.contents.copy(source, target)
         rows = list(self._make_rows(scheduler_output))
         contents = [_content_of(row) for row in rows]
         for worker in self._workers:
@@ -232,10 +236,9 @@ class SimulatedEngine(SchedulerEngine):
         self._script = script
         self.workers: list[SimulatedWorker] = []
         self.clock: Callable[[], float] = time.monotonic
-        side = partial(ConnectorScheduler, clock=lambda: self.clock())
-        with mock.patch.object(kvext_connector, "ConnectorScheduler", side):
-            super().__init__(layout, options)
-            self._shake_hands()
+        super().__init__(layout, options)
+        self.scheduler.connector.clock = lambda: self.clock()
+        self._shake_hands()
 
     def _shake_hands(self) -> None:
         connector = self.scheduler.connector

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Workers with a few small pages on the CPU. The pages are like those of different models.
 
 On a CPU, a page is one row. The expected bytes come from the registered tensors by torch indexing,
@@ -65,6 +66,12 @@ def _fixture(*groups: tuple[str, Any, tuple[int, ...], Reach]) -> LayoutFixture:
 def single_group() -> LayoutFixture:
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
     return _fixture(("attn", spec, (2, 16, 2, 8), Reach(GroupKind.FULL, 16, 16)))
+
+
+def one_head() -> LayoutFixture:
+    """Full attention whose worker has one KV head, which other workers may have, too."""
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+    return _fixture(("attn", spec, (2, 16, 1, 8), Reach(GroupKind.FULL, 16, 16)))
 
 
 def deepseek_v4_like() -> LayoutFixture:

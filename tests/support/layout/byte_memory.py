@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Pages and host memory as plain arrays. A request has different bytes in every row."""
 
 from __future__ import annotations
@@ -39,9 +40,13 @@ def make_group(
     holds_states: bool = False,
     compress_ratio: int = 1,
     first_storage: int = 0,
+    blocks_per_page: int = 1,
 ) -> LayoutGroup:
-    """A group in which each plane has its own storage, with padding before and after every page."""
-    rows = tokens_per_page // tokens_per_row
+    """A group in which each plane has its own storage.
+
+    There is padding before and after every page, or every kernel block.
+    """
+    rows = tokens_per_page // tokens_per_row // blocks_per_page
     planes = tuple(
         Plane(
             layer_name=f"{kv_cache_group_id}.{index}",
@@ -65,14 +70,17 @@ def make_group(
         planes,
         holds_states,
         compress_ratio,
+        blocks_per_page,
     )
 
 
 def make_layout(groups: Sequence[LayoutGroup], num_pages: int) -> KVLayout:
     """A layout of groups with consecutive storages."""
     storages = tuple(
-        RegisteredStorage(4096 << index, 16 + num_pages * plane.page_stride_bytes)
-        for index, plane in enumerate(plane for group in groups for plane in group.planes)
+        RegisteredStorage(4096 << index, 16 + num_blocks * plane.page_stride_bytes)
+        for index, (num_blocks, plane) in enumerate(
+            (num_pages * group.blocks_per_page, plane) for group in groups for plane in group.planes
+        )
     )
     num_lists = 1 + max(group.kv_cache_group_id for group in groups)
     return KVLayout(storages, tuple(groups), num_pages, num_lists)
@@ -102,9 +110,13 @@ class PageMemory:
     def __init__(self, layout: KVLayout) -> None:
         self.layout = layout
         self.storages = [np.full(one.num_bytes, UNTOUCHED, np.uint8) for one in layout.storages]
+        self._groups = {plane: group for group in layout.groups for plane in group.planes}
 
     def row(self, plane: Plane, page: int, row: int) -> Bytes:
         """A view of the bytes of one row."""
+        group = self._groups[plane]
+        block, row = divmod(row, group.rows_per_block)
+        page = page * group.blocks_per_page + block
         start = plane.base_bytes + page * plane.page_stride_bytes + plane.region_offset_bytes
         start += row * plane.row_bytes
         return self.storages[plane.storage][start : start + plane.row_bytes]

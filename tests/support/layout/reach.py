@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Counts token by token which tokens the token behind a boundary reads. Chunks must keep them.
 
 The code is slow, but plainly follows the definition of each attention. It does not know how the
@@ -42,8 +43,10 @@ class Reach:
     def rows_read(self, first: int, end: int) -> list[int]:
         """The rows that a store keeps: whole rows of a chunk, in pages that are read.
 
-        The boundary is the end of the last whole row.
+        The boundary is the end of the last whole row. A state is kept at any boundary.
         """
+        if self.kind is GroupKind.STATE:
+            return self.rows_needed(first, end)
         end -= end % self.tokens_per_row
         pages = {token // self.tokens_per_page for token in range(end) if self.reads(token, end)}
         rows_per_page = self.tokens_per_page // self.tokens_per_row

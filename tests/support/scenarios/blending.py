@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Blended prompts of documents, and prompts for a reference.
 
 Options of a plan: ``heads`` has the lengths of heads that scenarios try. With ``has_context``,
@@ -94,6 +95,8 @@ class Engine(scenarios_engine.Engine):
             # If no request waits, the engine learns in steps beside other requests.
             self.llm.generate([Prompt(random_tokens(rng, 5)).inputs], sampling_of(4))
             self.finish()
+        # What the last prompt has learned may be on its way to host memory.
+        self.finish()
 
     def note_sinks(self) -> None:
         sinks = self.segments.store.contexts.sinks(None, ())

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Requests while the folder of a shared tier fails in several ways.
 
 ``folder`` of a plan is the tier's. Requests come one by one, while another decodes all the time.
@@ -201,7 +202,7 @@ def stuck(engine: Engine) -> None:
         time.sleep(1000)
         return exist(tier, names)
 
-    assert objects_of(folder / "kvext3")
+    assert objects_of(folder / "kvext4")
     if engine.plan["call"] == "get":
         FilesTier._read = read_and_hang  # type: ignore[method-assign]
     else:
@@ -311,7 +312,7 @@ def faults(engine: Engine) -> None:
     from vllm_ascend_kvext.shared_tier.scheduler import limits
 
     patience_s = {name: getattr(limits, name) for name in PATIENCE_S}
-    root = Path(engine.plan["folder"]) / "kvext3"
+    root = Path(engine.plan["folder"]) / "kvext4"
     kept = root.with_name("kept")
     shutil.copytree(root, kept, symlinks=True)
     stream = _Stream(engine)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The ``vllm serve`` lines of the documentation, and how to start them with tiny models.
 
 Lines are found in all code blocks, so a new line is tested without being listed.
@@ -12,7 +13,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from support.scenarios import processes
 
@@ -33,6 +34,9 @@ TINY = (
     "1024",
 )
 """More arguments, for a tiny model on a small machine."""
+
+MOONCAKE = "support.connector.ascend_mooncake"
+"""The module with Mooncake's connectors in place of vLLM-Ascend's. Their engine is left out."""
 
 PLATFORM = processes.Platform(16, (), processes.ENGINE_ENVIRON)
 """A platform that finds the packages of ``PYTHONPATH``."""
@@ -68,19 +72,34 @@ class ServeLine:
         Of the model, only the weights are shared.
         """
         arguments = [str(model), *self.arguments[1:], *TINY]
+        if self.connector == "MultiConnector":
+            # vLLM's logger cannot read in this process what the connectors below it report.
+            arguments.append("--disable-log-stats")
         for number, name in enumerate(arguments):
             if name == "--tensor-parallel-size":
                 arguments[number + 1] = "1"
             elif name == "--kv-transfer-config":
                 config = json.loads(arguments[number + 1])
-                extra = config["kv_connector_extra_config"]
-                small = {"host_memory_gib": 0.25, "copy_cpus": "0"}
-                extra |= {key: value for key, value in small.items() if key in extra}
-                if "shared_tier" in extra:
-                    extra["shared_tier"] = f"file://{model.absolute()}/shared"
-                    arguments[arguments.index("dummy")] = "auto"
+                for connector in (config, *_children(config)):
+                    extra = connector["kv_connector_extra_config"]
+                    small: dict[str, Any] = {"host_memory_gib": 0.25, "copy_cpus": "0"}
+                    small |= {key: {"dp_size": 1, "tp_size": 1} for key in ("prefill", "decode")}
+                    extra |= {key: value for key, value in small.items() if key in extra}
+                    if "shared_tier" in extra:
+                        extra["shared_tier"] = f"file://{model.absolute()}/shared"
+                        arguments[arguments.index("dummy")] = "auto"
+                    if connector["kv_connector"].startswith("Mooncake"):
+                        connector["kv_connector_module_path"] = MOONCAKE
                 arguments[number + 1] = json.dumps(config)
         return tuple(arguments)
+
+
+def _children(transfer_config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The configurations of the connectors below a MultiConnector."""
+    children: list[dict[str, Any]] = transfer_config["kv_connector_extra_config"].get(
+        "connectors", []
+    )
+    return children
 
 
 def serve_lines() -> list[ServeLine]:
@@ -141,7 +160,12 @@ def start(
     ended = processes.run(
         Path(__file__).with_name("start.py"),
         [stage, str(report), *line.for_model(model)],
-        {"VLLM_CACHE_ROOT": str(folder), **line.environ, **environ},
+        {
+            "VLLM_CACHE_ROOT": str(folder),
+            "PYTHONPATH": str(ROOT / "tests"),
+            **line.environ,
+            **environ,
+        },
         PLATFORM,
         folder,
     )

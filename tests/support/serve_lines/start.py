@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Start in this process what ``vllm serve`` would start, and report what it is.
 
     python start.py STAGE REPORT ARGUMENTS...
@@ -27,7 +28,8 @@ def main() -> None:
     elif stage == "engine":
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        engine = LLMEngine.from_vllm_config(config)
+        has_no_stats = "--disable-log-stats" in arguments
+        engine = LLMEngine.from_vllm_config(config, disable_log_stats=has_no_stats)
         found |= describe(engine.engine_core.engine_core.scheduler)
         found["answer"] = answer(engine)
     from vllm.platforms import current_platform

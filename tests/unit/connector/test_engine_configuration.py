@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """What is refused when vLLM makes its configuration, and before workers take host memory."""
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from vllm_ascend_kvext.connector.common.host_memory import (
 from vllm_ascend_kvext.connector.extension import read_configuration
 from vllm_ascend_kvext.engine_configuration import (
     HostReport,
+    check_arguments,
     check_configuration,
     check_hosts,
     check_transfer_config,
@@ -158,6 +160,12 @@ def test_what_does_not_suit_the_engine_is_refused(limit: Any) -> None:
     tiled.cache_config.cache_dtype = "mxfp8"
     with pytest.raises(LayoutError, match="cache dtype"):
         check_configuration(tiled)
+    dense = config(transfer())
+    dense.cache_config.mamba_cache_mode = "all"
+    with pytest.raises(LayoutError, match="mamba_cache_mode: found all, expected align"):
+        check_configuration(dense)
+    dense.cache_config.mamba_cache_mode = "align"
+    check_configuration(dense)
     with pytest.raises(SettingsError, match="expected memory for 2 workers"):
         check_configuration(config(transfer(host_memory_gib=1e-8), tp=2))
 
@@ -269,3 +277,23 @@ def test_pages_in_host_memory_are_counted() -> None:
         check_hosts(engine, [report("a", need.total_bytes)] * 2, GIB)
         with pytest.raises(HostMemoryError):
             check_hosts(engine, [report("a", need.total_bytes - 1)] * 2, GIB)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["alone", "below a MultiConnector"])
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("pipeline_parallel_size", "leave KvextConnector out of --kv-transfer-config"),
+        ("decode_context_parallel_size", "; set both sizes to 1, or leave KvextConnector out"),
+        ("prefill_context_parallel_size", "; set both sizes to 1, or leave KvextConnector out"),
+    ],
+)
+def test_sizes_of_parallelism_are_refused_before_a_configuration_is_made(
+    which: int, size: str, message: str
+) -> None:
+    """vLLM-Ascend asserts about some of them when it makes the configuration."""
+    arguments = {"kv_transfer_config": both_kinds()[which], "pipeline_parallel_size": 1}
+    check_arguments(SimpleNamespace(**arguments))
+    with pytest.raises(LayoutError, match=message):
+        check_arguments(SimpleNamespace(**arguments | {size: 2}))
+    check_arguments(SimpleNamespace(**arguments | {size: 2, "kv_transfer_config": None}))

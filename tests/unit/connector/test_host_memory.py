@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """What is left on a host, read from files as the kernel writes them, and what workers take."""
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from vllm_ascend_kvext.connector.common.host_memory import (
     HostMemoryError,
     MemoryBound,
     MemoryNeed,
+    commit_bound,
     require_left,
     smallest_limit,
     taken_bytes,
@@ -109,6 +111,20 @@ def test_a_host_that_says_nothing_has_no_bound(tmp_path: Path) -> None:
     assert smallest_limit(tmp_path) is None
     Host(tmp_path).write("proc/meminfo", "MemTotal: 67108864 kB\n")
     assert tightest_bound(tmp_path) is None
+
+
+@pytest.mark.parametrize(("overcommit", "left_gib"), [("0", None), ("1", None), ("2", 20)])
+def test_what_the_kernel_promises_is_a_bound_if_it_is_strict(
+    tmp_path: Path, overcommit: str, left_gib: int | None
+) -> None:
+    host = Host(tmp_path)
+    assert commit_bound(tmp_path) is None
+    host.write("proc/sys/vm/overcommit_memory", f"{overcommit}\n")
+    assert commit_bound(tmp_path) is None
+    promised = f"CommitLimit: {32 << 20} kB\nCommitted_AS:   {12 << 20} kB\n"
+    host.write("proc/meminfo", promised)
+    bound = commit_bound(tmp_path)
+    assert (bound and bound.left_bytes) == (left_gib and left_gib * GIB)
 
 
 def test_this_host_says_something() -> None:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """When a load may begin: parked requests alone must never fill the pool."""
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def room_of(
         max_num_batched_tokens=16,
         num_steps_in_flight=num_steps_in_flight,
         num_running=lambda: num_running,
-        block_pool=SimpleNamespace(get_num_free_blocks=lambda: num_free),
     )
-    return PoolRoom(groups, view)
+    references: Any = SimpleNamespace(make_free=lambda num_blocks: num_blocks <= num_free)
+    return PoolRoom(groups, view, references)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The seam to a tier behind host memory: how a tier is found, and how a worker side uses it."""
 
 from __future__ import annotations
@@ -78,10 +79,10 @@ class Recording(SecondaryTierWorker):
         self.pages: RegisteredPages | None = None
         self.waits = True
 
-    def register(self, pages: RegisteredPages, begin_thread: Callable[[], object]) -> None:
+    def register(self, pages: RegisteredPages, place_thread: Callable[[], object]) -> None:
         self.calls.append("register")
         self.pages = pages
-        begin_thread()
+        place_thread()
 
     def describe(self) -> str:
         return "what it says"

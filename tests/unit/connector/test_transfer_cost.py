@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Whether loading costs less than computing."""
 
 from __future__ import annotations
+
+import pytest
 
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import MIN_PREFILL_TOKENS, TransferCost
 
@@ -43,6 +46,15 @@ def test_kv_goes_out_and_back_once_that_is_known_to_be_faster_than_computing() -
     assert cost.pays_out_and_back(100_000, 161)  # 50 ms out, 100 ms and 10 ms back
     assert not cost.pays_out_and_back(100_000, 159)
     assert TransferCost(is_ignored=True).pays_out_and_back(1 << 40, 1)
+
+
+def test_a_worker_that_shares_memory_copies_a_part_of_a_piece() -> None:
+    cost = measured()
+    cost.note_copies("store", 1_000_000, 1.0)
+    cost.shares = {"store": 0.25, "load": 0.5}
+    assert cost.store_s(400_000) == pytest.approx(0.1)
+    assert not cost.is_slower_than_computing(160_000, 100)  # 90 ms against 100 ms
+    assert cost.is_slower_than_computing(200_000, 100)  # 110 ms
 
 
 def test_steps_of_few_tokens_say_nothing() -> None:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The queue of a worker's jobs and its thread. The jobs of these tests move nothing."""
 
 from __future__ import annotations
@@ -166,21 +167,22 @@ def test_after_shutdown_jobs_fail(jobs: Jobs) -> None:
     assert not jobs.order
 
 
-def test_the_thread_is_set_up_once_and_a_failure_of_that_is_no_jobs(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("error", [OSError("no such CPU"), SystemExit("no such CPU")])
+def test_the_thread_is_prepared_for_each_job_and_a_failure_of_that_is_no_jobs(
+    caplog: pytest.LogCaptureFixture, error: BaseException
 ) -> None:
     calls: list[str] = []
 
-    def on_start() -> None:
+    def prepare() -> None:
         calls.append(threading.current_thread().name)
-        raise OSError("no such CPU")
+        raise error
 
-    thread = TransferThread(lambda job, recorded: Moved(0, 0.0), on_start)
+    thread = TransferThread(lambda job, recorded: Moved(0, 0.0), prepare)
     with caplog.at_level(logging.ERROR, logger="vllm.ascend_kvext.connector"):
         thread.submit([store(1), store(2)], None)
         ended: list[tuple[Job, Moved | None]] = []
         until(lambda: ended.extend(thread.take_ended()) or len(ended) == 2)
     thread.shutdown()
-    assert calls == ["kvext-transfer"]
+    assert calls == ["kvext-transfer"] * 2
     assert all(moved is not None for _, moved in ended)
-    assert "no such CPU" in caplog.text
+    assert caplog.text.count("no such CPU") == 1

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """A worker's jobs on real pages: what they bring, what they leave untouched, and their reports.
 
 torch is imported when a test runs, so the tests can be collected without torch.
@@ -6,9 +7,11 @@ torch is imported when a test runs, so the tests can be collected without torch.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +23,7 @@ from support.connector.worker_configs import (
     vllm_config,
     worker_options,
 )
+from support.transfer.host_model import HostModel
 
 from vllm_ascend_kvext.connector.common.messages import (
     ConnectorMetadata,
@@ -29,6 +33,7 @@ from vllm_ascend_kvext.connector.common.messages import (
 )
 from vllm_ascend_kvext.connector.worker import worker_side
 from vllm_ascend_kvext.connector.worker.extension import WorkerExtension
+from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.connector.worker.job_runner import MAX_FAILED_IN_A_ROW
 from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide
 from vllm_ascend_kvext.errors import ConnectorError, LayoutError, SettingsError
@@ -203,6 +208,126 @@ def test_copies_run_beside_the_model(make: Make, move: Move) -> None:
     worker.run(worker.job)
     assert move.threads[0].name == "kvext-transfer"
     assert move.placements == [({cpu}, CopyPlacement((cpu,), 1))]
+
+
+def bind_all_threads(cpus: Iterable[int]) -> None:
+    """Do what ``taskset --all-tasks`` does."""
+    for thread_id in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread_id), cpus)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_named_cpus_hold_when_all_threads_are_bound_later(make: Make, move: Move) -> None:
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    before = os.sched_getaffinity(0)
+    worker = make(options=worker_options(copy_cpus=(second,)))
+    worker.run(worker.job)
+    try:
+        bind_all_threads({first})
+        worker.run(worker.store(2, TOKENS, worker.tables))
+        worker.run(worker.load())
+    finally:
+        bind_all_threads(before)
+    assert move.placements == [({second}, CopyPlacement((second,), 1))] * 3
+    assert not worker.results.failed_jobs and not worker.results.failed_loads
+
+
+def test_copies_follow_the_cpus_of_the_worker(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is chosen before the first copy. Nothing is logged while nothing changes."""
+    bound: list[set[int]] = []
+    placements: list[CopyPlacement] = []
+    monkeypatch.setattr(worker_side, "bind_thread", bound.append)
+    monkeypatch.setattr(os, "environ", {})
+    host = HostModel()
+    caplog.set_level(logging.INFO, logger="vllm.ascend_kvext.transfer")
+
+    def note(*_: Any, placement: CopyPlacement) -> None:
+        placements.append(placement)
+
+    worker = make(move=note, host_cpus=host)
+    host.bind_all(range(50, 94))
+    worker.run(worker.job)
+    worker.run(worker.load())
+    host.bind_all(range(100, 142))
+    worker.run(worker.store(2, TOKENS, worker.tables))
+    expected = [range(50, 94), range(50, 94), range(100, 142)]
+    assert placements == [CopyPlacement(tuple(cpus), 4) for cpus in expected]
+    assert bound == [set(cpus) for cpus in expected]
+    assert caplog.text.count("Copies between pages and host memory run on CPUs") == 2
+
+
+def test_a_thread_that_cannot_be_bound_copies_where_it_is(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(cpus: frozenset[int]) -> None:
+        raise OSError("the cpuset has none of them")
+
+    monkeypatch.setattr(worker_side, "bind_thread", refuse)
+    worker = make()
+    worker.run(worker.job)
+    worker.run(worker.load())
+    assert not worker.results.failed_jobs and not worker.results.failed_loads
+    assert caplog.text.count("Copies run where their threads are: the cpuset has none") == 1
+
+
+@pytest.mark.parametrize(
+    ("bound", "copy_cpus", "node", "logged"),
+    [
+        (range(48, 96), None, 1, "taken from memory node 1"),
+        # The model counts, not its copies.
+        (range(145, 150), (0,), 3, "taken from memory node 3"),
+        # vLLM-Ascend binds threads later. Until then, only named CPUs tell the node.
+        (range(192), (0,), 0, "taken from memory node 0"),
+        (range(192), None, None, "whichever of 4 memory nodes"),
+    ],
+)
+def test_host_memory_is_on_the_node_of_the_worker(
+    bound: range,
+    copy_cpus: tuple[int, ...] | None,
+    node: int | None,
+    logged: str,
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if copy_cpus is not None and 0 not in os.sched_getaffinity(0):
+        pytest.skip("needs CPU 0")
+    nodes: list[int | None] = []
+    allocate = HostBuffer.allocate
+
+    def note(num_bytes: int, device: Any, of_node: int | None) -> HostBuffer:
+        nodes.append(of_node)
+        return allocate(num_bytes, device)
+
+    monkeypatch.setattr(worker_side.HostBuffer, "allocate", note)
+    monkeypatch.setattr(os, "environ", {})
+    host = HostModel()
+    host.bind_all(bound)
+    caplog.set_level(logging.INFO, logger="vllm.ascend_kvext.connector")
+    make(options=worker_options(copy_cpus=copy_cpus), host_cpus=host)
+    assert nodes == [node]
+    assert logged in caplog.text
+
+
+@pytest.mark.parametrize(("device", "node"), [("npu:5", 2), ("cuda:5", None)])
+def test_the_node_of_an_npu_is_that_to_which_its_worker_will_be_bound(
+    device: str, node: int | None
+) -> None:
+    torch = pytest.importorskip("torch")
+    planned = {5: frozenset(range(100, 120))}
+    side = WorkerSide(
+        None, None, worker_options(), host_cpus=HostModel(), planned_cpus=planned.__getitem__
+    )
+    kind, _, index = device.partition(":")
+    assert side._memory_node(SimpleNamespace(type=kind, index=int(index))) == node
+    bound = HostModel()
+    bound.bind_all([3])
+    side = WorkerSide(
+        None, None, worker_options(), host_cpus=bound, planned_cpus=planned.__getitem__
+    )
+    assert side._memory_node(torch.device("cpu")) == 0
 
 
 @pytest.mark.parametrize("digit", ["0", "1"])
@@ -424,13 +549,22 @@ def test_a_registration_of_other_pages_is_refused(worker: SmallWorker, make: Mak
     assert not worker.results.failed_jobs
 
 
+def open_when_nothing_is_queued(worker: SmallWorker, gate: Gate) -> None:
+    """Let the running job end once the call waits for it. `register` takes its time before that."""
+    deadline_s = time.monotonic() + 20
+    while worker.side._thread._stores and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    gate.open()
+
+
 @pytest.mark.parametrize("end", ["shutdown", "end_transfers", "register"])
 def test_what_runs_ends_and_what_is_queued_fails(end: str, worker: SmallWorker, move: Move) -> None:
     """The memory of pages may disappear then, and `register` is not called again."""
     move.gate.close()
     worker.begin(worker.job, worker.store(2, TOKENS, worker.tables))
     move.gate.wait_for_arrival()
-    threading.Timer(0.5, move.gate.open).start()
+    threading.Thread(target=open_when_nothing_is_queued, args=(worker, move.gate)).start()
     getattr(worker.side, end)(*([worker.pages.kv_caches] if end == "register" else []))
     assert worker.take().results.jobs_ended.keys() >= {1}, (
         "the call did not wait for the running job"

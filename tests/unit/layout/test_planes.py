@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Planes of registered tensors. The layouts are made by hand, and real models do not have them.
 
 Tensors do not show everything. So tiled pages, private formats and ratios within a group are tested
@@ -14,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from support.layout.fakes import (
+    BFLOAT16,
     FLOAT16,
     INT8,
     UINT8,
@@ -23,6 +25,7 @@ from support.layout.fakes import (
     FakeStorage,
     FakeTensor,
     FullAttentionSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     config,
@@ -33,7 +36,10 @@ from vllm_ascend_kvext.errors import GroupError, LayoutError
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.layout.model import LayoutGroup, RowAddressing
+from vllm_ascend_kvext.layout.planner import TransferPlanner
+from vllm_ascend_kvext.layout.row_map import RowMap, StoredChunk, StoredRows
 from vllm_ascend_kvext.layout.worker_config import read_nz_layers
+from vllm_ascend_kvext.token_range import TokenRange
 
 build = partial(build_layout, nz_layers=())
 
@@ -72,6 +78,40 @@ def test_a_page_is_one_row_whatever_the_order_of_its_bytes() -> None:
     entries = [tensor(PAGES, 2, 32, 4, 8), heads_first, tensor(2 * PAGES, 2, 16, 4, 8)]
     planes = [build_one(spec, entry, RowAddressing.PAGES).planes[0] for entry in entries]
     assert {plane.row_bytes for plane in planes} == {4096}
+
+
+def test_beside_states_rows_are_addressed_in_kernel_blocks_with_gaps() -> None:
+    """V of a kernel block lies behind its K. Without states, such a page is one row."""
+    storage = FakeStorage(PAGES * 2 * 2 * PAGE)
+    spec = FullAttentionSpec(block_size=2 * TOKENS, num_kv_heads=HEADS, head_size=HEAD)
+    strides = (2 * PAGE // 2, HEADS * HEAD, HEAD, 1)
+    entry = [
+        FakeTensor(storage, (2 * PAGES, TOKENS, HEADS, HEAD), strides, offset)
+        for offset in (0, PAGE // 2)
+    ]
+    states = MambaSpec(block_size=2 * TOKENS, shapes=((4 * PAGE // 2,),), dtypes=(BFLOAT16,))
+    state = FakeTensor(storage, (PAGES, 4 * PAGE // 2), (4 * PAGE // 2, 1))
+    alone = build_one(spec, entry, RowAddressing.TOKENS)
+    assert (alone.tokens_per_row, alone.blocks_per_page) == (2 * TOKENS, 1)
+    layout = build(
+        config(PAGES, (spec, "a"), (states, "b")),
+        {"a": entry, "b": [state]},
+        addressing=RowAddressing.TOKENS,
+    )
+    full, _ = layout.groups
+    assert (full.tokens_per_row, full.blocks_per_page) == (1, 2)
+    assert full.rows_per_page == 2 * full.rows_per_block == 2 * TOKENS
+    assert [each[:3] for each in placed(full)] == [(0, 2 * PAGE, ROW), (PAGE, 2 * PAGE, ROW)]
+    # Tokens of the second kernel block of page 3 are rows of kernel block 7.
+    tables = [[1, 3], [1, 3]]
+    plan = TransferPlanner(layout).plan_load(
+        [StoredChunk(RowMap.of([StoredRows(0, 8, 16, 8, 8, 0, 0)]))],
+        TokenRange(8, 15),
+        tables,
+        groups=(0,),
+    )
+    runs = [tuple(run[1:4]) for run in plan.runs.tolist()]
+    assert runs == [(6, 0, 4), (7, 0, 3)]
 
 
 def test_rows_with_gaps_make_a_page_one_row() -> None:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The form of plans, and refused arguments. `test_store_and_load` tests the bytes."""
 
 from __future__ import annotations
@@ -68,6 +69,30 @@ def test_as_many_runs_as_pages(tokens_per_row: int) -> None:
     tokens = TokenRange(0, 160 * tokens_per_row)
     planner = TransferPlanner(make_layout([group], NUM_PAGES))
     assert len(planner.plan_store([PlacedChunk(tokens)], [list(range(1, 11))]).runs) == 10
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cut_tokens", "groups", "rows"),
+    [
+        (TokenRange(0, 1024), 128, (0, 1), [(0, 0, 256), (1, 0, 8)]),
+        (TokenRange(8, 92), 16, (0,), [(0, 2, 4), (0, 4, 20), (0, 20, 23)]),
+        (TokenRange(8, 16), 16, (0,), [(0, 2, 4)]),
+    ],
+)
+def test_cuts_of_equal_size_are_one_span(
+    tokens: TokenRange, cut_tokens: int, groups: tuple[int, ...], rows: list[tuple[int, int, int]]
+) -> None:
+    """The time of a plan grows with the spans of row maps, and so do messages to workers."""
+    planner = TransferPlanner(DEEPSEEK)
+    ids = [[1] * 1024 for _ in DEEPSEEK.groups]
+    plan = planner.plan_store([PlacedChunk(tokens, 0, groups, cut_tokens)], ids)
+    assert [each[:3] for each in plan.row_maps[0]] == rows
+    num_cuts = -(-tokens.end_tokens // cut_tokens) - tokens.first_tokens // cut_tokens
+    num_planes = sum(len(DEEPSEEK.groups[index].planes) for index in groups)
+    assert len(plan.planes) == num_cuts * num_planes
+    load = planner.plan_load([StoredChunk(plan.row_maps[0])], tokens, ids, groups)
+    assert not load.missing
+    assert load.host_bytes == plan.host_bytes
 
 
 @pytest.mark.parametrize("bounds", [(3, 3), (4, 3), (-1, 3)])

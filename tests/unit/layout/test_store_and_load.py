@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Loads of any parts bring the stored bytes. They are compared with a model of tokens and rows.
 
 Chunks are stored in one call or one by one. Between these calls, other pages become null. A load
 takes all groups or some of them. States are kept or left out.
+
+Some chunks are arranged cut by cut, and have lost their last cuts before the load. Other bytes lie
+in the place of these cuts then.
 """
 
 from __future__ import annotations
@@ -61,6 +65,7 @@ def layouts(draw: st.DrawFn) -> KVLayout:
         for tokens_per_row in sorted(draw(st.sets(st.sampled_from([1, 2, 4]), min_size=1))):
             tokens_per_row = tokens_per_page if kind is GroupKind.STATE else tokens_per_row
             row_bytes = draw(st.lists(st.sampled_from([1, 3, 16, 70]), min_size=1, max_size=2))
+            rows = tokens_per_page // tokens_per_row
             ratio = draw(st.sampled_from([1, 2])) if kind is GroupKind.FULL else 1
             groups.append(
                 make_group(
@@ -74,6 +79,7 @@ def layouts(draw: st.DrawFn) -> KVLayout:
                     holds_states=kind is GroupKind.STATE,
                     compress_ratio=math.gcd(ratio, tokens_per_row),
                     first_storage=num_storages,
+                    blocks_per_page=math.gcd(rows, draw(st.sampled_from([1, 1, 2, 4]))),
                 )
             )
             num_storages += len(row_bytes)
@@ -100,10 +106,14 @@ class Prompt:
 
     Chunks are stored in one call or at different times. Between these times, other pages become
     null.
+
+    Attributes:
+        ends: The token at which each chunk ends after it has lost its last cuts.
     """
 
     layout: KVLayout
     chunks: tuple[PlacedChunk, ...]
+    ends: tuple[int, ...]
     is_one_call: bool
     states: StatePolicy
     seed: int
@@ -155,10 +165,12 @@ def prompts(draw: st.DrawFn) -> Prompt:
         first = draw(st.integers(0, ends[-1] - 1))
         tokens = TokenRange(first, draw(st.integers(first + 1, ends[-1])))
         chunks.append(PlacedChunk(tokens, groups=draw(st.none() | group_sets)))
+    chunks = [_with_cuts(draw, layout, chunk) for chunk in draw(st.permutations(chunks))]
     first = draw(st.integers(0, ends[-1] - 1))
     return Prompt(
         layout,
-        tuple(draw(st.permutations(chunks))),
+        tuple(chunks),
+        tuple(_end_of(draw, chunk) for chunk in chunks),
         draw(st.booleans()),
         draw(st.sampled_from([StatePolicy.EXACT, StatePolicy.EXACT, StatePolicy.SKIP])),
         draw(st.integers(0, 1 << 16)),
@@ -167,6 +179,22 @@ def prompts(draw: st.DrawFn) -> Prompt:
         draw(st.none() | group_sets.map(frozenset)),
         draw(st.sampled_from([0.0, 0.0, 0.3])),
     )
+
+
+def _with_cuts(draw: st.DrawFn, layout: KVLayout, chunk: PlacedChunk) -> PlacedChunk:
+    """The chunk, in some cases arranged cut by cut."""
+    groups = layout.groups if chunk.groups is None else [layout.groups[i] for i in chunk.groups]
+    cut_tokens = draw(st.integers(0, 2)) * math.lcm(*(each.tokens_per_row for each in groups))
+    return chunk._replace(cut_tokens=cut_tokens)
+
+
+def _end_of(draw: st.DrawFn, chunk: PlacedChunk) -> int:
+    """The end of a chunk that has lost some cuts, or none."""
+    first, end = chunk.tokens.first_tokens, chunk.tokens.end_tokens
+    ends = [end]
+    if chunk.cut_tokens:
+        ends += range(-(-(first + 1) // chunk.cut_tokens) * chunk.cut_tokens, end, chunk.cut_tokens)
+    return draw(st.sampled_from(ends))
 
 
 class HostMemory:
@@ -191,6 +219,30 @@ class HostMemory:
             [placed] if prompt.is_one_call else [[one] for one in placed]
         ):
             self._store(batch, prompt.seed + number)
+        self.rows = set()
+        for number, (_, size) in enumerate(placed):
+            self._trim(number, size)
+
+    def _trim(self, number: int, size: int) -> None:
+        """Let a stored chunk lose its last cuts, and overwrite their bytes."""
+        chunk, end_tokens = self._prompt.chunks[number], self._prompt.ends[number]
+        row_map, place = self.stored[number]
+        if end_tokens < chunk.tokens.end_tokens:
+            per_row = [group.tokens_per_row for group in self._prompt.layout.groups]
+            row_map = RowMap.of(
+                rows._replace(end_row=min(rows.end_row, end_tokens // per_row[rows.group]))
+                for rows in row_map
+                if rows.first_row < end_tokens // per_row[rows.group]
+            )
+            self.stored[number] = StoredChunk(row_map, place)
+            shorter = chunk._replace(tokens=TokenRange(chunk.tokens.first_tokens, end_tokens))
+            layout = self._prompt.layout
+            groups = range(len(layout.groups)) if chunk.groups is None else chunk.groups
+            left = size
+            if all(layout.groups[index].kind is GroupKind.FULL for index in groups):
+                left = chunk_bytes(layout, shorter, self._prompt.states)
+            self.bytes[place + left : place + size] = UNTOUCHED
+        self.rows |= mapped_rows(row_map)
 
     def _store(self, batch: list[tuple[PlacedChunk, int]], seed: int) -> None:
         layout = self._prompt.layout
@@ -214,7 +266,7 @@ class HostMemory:
             kept = self._prompt.kept(chunk, ids)
             assert mapped_rows(row_map) == kept
             needed = self._prompt.needed(chunk.tokens, chunk.groups)
-            wanted += Counter(needed - usable(layout, kept, chunk.tokens.end_tokens))
+            wanted += Counter(needed - kept)
             self.rows |= kept
         assert plan.host_bytes == end_bytes
         assert missing_rows(layout, plan.missing) == wanted
@@ -236,16 +288,6 @@ def missing_rows(layout: KVLayout, missing: Iterable[MissingRows]) -> Counter[tu
             (index, row) for row in range(tokens.first_tokens // group.tokens_per_row, end_row)
         )
     return rows
-
-
-def usable(layout: KVLayout, rows: Rows, end: int) -> Rows:
-    """The rows that a resume can use. Of states, it can use only that of the last token."""
-    return {
-        (index, row)
-        for index, row in rows
-        if layout.groups[index].kind is not GroupKind.STATE
-        or end % layout.groups[index].tokens_per_page == 0
-    }
 
 
 def assert_loaded(
@@ -287,6 +329,6 @@ def test_a_load_brings_the_stored_rows_and_says_which_are_missing(prompt: Prompt
     ids = random_block_ids(prompt.layout, end, prompt.load_null_share, prompt.seed + 1000)
     plan = host.planner.plan_load(host.stored, prompt.load, ids, prompt.groups)
     asked = prompt.needed(prompt.load, prompt.groups)
-    loaded = assert_loaded(prompt, host, plan, ids, usable(prompt.layout, host.rows, end) & asked)
+    loaded = assert_loaded(prompt, host, plan, ids, host.rows & asked)
     assert missing_rows(prompt.layout, plan.missing) == Counter(asked - loaded)
     assert all(rows.tokens.end_tokens <= end for rows in plan.missing)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Where tails are stored, and which suggestions are no longer made."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,6 +122,18 @@ def rungs_of(planner: OffloadBoundaries, number: int) -> dict[Reason, int]:
     request.request_id = f"request-{number}"
     plan = planner.plan(request, 0, 0)
     return {reason: tokens for tokens, reason in plan.items() if reason.origin is Origin.LADDER}
+
+
+def test_a_state_costs_the_ladder_as_much_as_all_units_of_its_page() -> None:
+    """A page of many units has room for fewer rungs than a page of one unit."""
+    wide = [
+        STATE_GROUPS[0],
+        replace(STATE_GROUPS[1], tokens_per_page=128 * UNIT_TOKENS),
+    ]
+    num_rungs = [
+        len(rungs_of(OffloadBoundaries(groups, UNIT_TOKENS), 1)) for groups in (STATE_GROUPS, wide)
+    ]
+    assert num_rungs[0] > num_rungs[1] > 0
 
 
 def test_state_at_the_end_of_a_step_is_stored_wherever_that_is() -> None:

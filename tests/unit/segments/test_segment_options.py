@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The values of the object ``segments``, and the options that are made from them."""
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +16,6 @@ from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.extension import parse_configuration
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.segments.options import (
-    FORMER_KEYS,
     SEGMENT_OPTIONS,
     SegmentOptions,
     Selector,
@@ -114,24 +113,6 @@ def test_an_unknown_key_is_refused_with_the_nearest() -> None:
     assert message.startswith("kv_connector_extra_config: segments: unknown key 'separators'")
     assert "Did you mean separator?" in message and all(key in message for key in KEYS)
     assert "segments" in refusal({"segment": {}})
-
-
-@pytest.mark.parametrize("key", FORMER_KEYS)
-@pytest.mark.parametrize("value", [True, False, None])
-def test_a_key_of_an_earlier_release_is_refused_with_what_stands_in_its_place(
-    key: str, value: Any
-) -> None:
-    message = refusal({key: value})
-    assert f"unknown key {key!r}: expected {FORMER_KEYS[key]} in its place" in message
-    assert "docs/settings.md" in message
-
-
-def test_each_key_stands_in_place_of_one_of_an_earlier_release() -> None:
-    news = [new.replace("...", "0") for new in FORMER_KEYS.values()]
-    # With `false`, segments were off. So the message must not tell users to turn them on.
-    assert news[0].endswith(", or nothing where it was false,")
-    given = [json.loads("{" + new.partition(", or")[0] + "}") for new in news]
-    assert [key for each in given for key in each["segments"]] == KEYS
 
 
 def test_holes_are_needed() -> None:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Behaviour of every backend of a shared tier: files, and Mooncake's own servers."""
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ def any_backend(
         yield Backend(f"file://{folder}", overwrite_file, lead_by_link, "r{rank}/{name}")
         return
     servers = Servers(folder)
-    full_name = "kvext3/r{rank}/{name}"
+    full_name = "kvext4/r{rank}/{name}"
     backend = Backend(servers.url, overwrite_in_mooncake, lead_in_mooncake, full_name)
     try:
         yield backend

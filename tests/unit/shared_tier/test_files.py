@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The shared tier in a folder: objects are whole or absent, whatever happens to the files."""
 
 from __future__ import annotations
@@ -88,15 +89,15 @@ def engine(tmp_path: Path) -> Engine:
 
 
 def object_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("kvext3/*/*/objects/*/*"))
+    return sorted(folder.glob("kvext4/*/*/objects/*/*"))
 
 
 def taken_bytes(folder: Path) -> int:
-    return sum(taken for _, taken, _ in files_below(str(folder / "kvext3")))
+    return sum(taken for _, taken, _ in files_below(str(folder / "kvext4")))
 
 
 def note_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("kvext3/*/*/notes/*/*"))
+    return sorted(folder.glob("kvext4/*/*/notes/*/*"))
 
 
 def test_only_the_owner_can_read(tmp_path: Path) -> None:
@@ -332,7 +333,7 @@ def test_an_engine_file_that_says_nothing_stops_nobody(
     good = {"dtype": "bf16"}
     for identity in (IDENTITY, good):
         engine.tier.introduce(namespace_of(identity), identity)
-    path = tmp_path / "kvext3" / namespace_of(IDENTITY) / "engine.json"
+    path = tmp_path / "kvext4" / namespace_of(IDENTITY) / "engine.json"
     path.unlink()
     content = BAD_IDENTITIES[kind]
     if content is None:
@@ -356,7 +357,7 @@ def test_an_engine_file_that_says_nothing_stops_nobody(
 
 def test_a_folder_that_is_removed_is_made_again(engine: Engine, tmp_path: Path) -> None:
     engine.put(CONTENT, notes=NOTES)
-    shutil.rmtree(tmp_path / "kvext3")
+    shutil.rmtree(tmp_path / "kvext4")
     assert engine.get()[0] is Answer.ABSENT
     assert engine.exist(NAME, *NOTES) == [""] * 4
     assert engine.put(CONTENT, notes=NOTES) is Answer.WHOLE
@@ -415,11 +416,11 @@ def test_what_is_not_a_folder_of_ones_own_is_refused(tmp_path: Path) -> None:
         with pytest.raises(SettingsError, match="leave shared_tier out"):
             Engine(path)
     shared = tmp_path / "shared"
-    (shared / "kvext3").mkdir(parents=True)
-    (shared / "kvext3").chmod(0o777)
+    (shared / "kvext4").mkdir(parents=True)
+    (shared / "kvext4").chmod(0o777)
     with pytest.raises(SettingsError, match="found mode 777"):
         Engine(shared)
-    (shared / "kvext3").chmod(0o700)
+    (shared / "kvext4").chmod(0o700)
     shared.chmod(0o777)
     with pytest.raises(SettingsError, match="in a folder of mode 0777"):
         Engine(shared)  # Other users could replace the folder.
@@ -448,7 +449,7 @@ def test_a_look_at_its_status_removes_nothing(tmp_path: Path) -> None:
 def test_a_slash_at_the_end_does_not_matter(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="No such file"):
         FilesTier(f"file://{tmp_path}/a/b/", None, 0)
-    assert FilesTier(f"file://{tmp_path}/a/", None, 0).root == f"{tmp_path}/a/kvext3"
+    assert FilesTier(f"file://{tmp_path}/a/", None, 0).root == f"{tmp_path}/a/kvext4"
 
 
 @pytest.mark.parametrize("url", ["", "/tmp", "file:", "file://host/path", "http://a/b", "file://"])
@@ -466,10 +467,10 @@ def test_what_was_used_longest_ago_gives_way(tmp_path: Path) -> None:
     names = [f"R0-64-{number:032x}" for number in range(60)]
     for number, name in enumerate(names):
         assert engine.put(content_of(number, size), name, (f"N{number:032x}",)) is Answer.WHOLE
-        (path,) = tmp_path.glob(f"kvext3/*/*/objects/*/{name}")
+        (path,) = tmp_path.glob(f"kvext4/*/*/objects/*/{name}")
         os.utime(path, (number, number))
         if number >= 3:  # Object 3 is used again after each put.
-            (path,) = tmp_path.glob(f"kvext3/*/*/objects/*/{names[3]}")
+            (path,) = tmp_path.glob(f"kvext4/*/*/objects/*/{names[3]}")
             os.utime(path, (number, number))
         assert taken_bytes(tmp_path) <= 32 * size
     there = [name for name in names if engine.exist(name) != [""]]
@@ -655,7 +656,7 @@ class FilesAgainstDict(RuleBasedStateMachine):
     def damage(self, name: str, at: int, by: int) -> None:
         if self.objects.get(name) is None:
             return
-        (path,) = self.folder.glob(f"kvext3/*/*/objects/*/{name}")
+        (path,) = self.folder.glob(f"kvext4/*/*/objects/*/{name}")
         data = bytearray(path.read_bytes())
         data[at] ^= by
         path.write_bytes(data)

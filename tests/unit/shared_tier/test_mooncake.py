@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The shared tier in Mooncake Store. Its servers stop, are killed, are full or do not exist."""
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ def test_an_identity_that_is_damaged_is_not_shown(rank: Rank, content: bytes | N
     """The content is damaged by accident, or is wrong with a right seal."""
     identity = {"dtype": "bf16"}
     rank.tier.introduce(namespace_of(identity), identity)
-    (key,) = rank.tier._there([f"kvext3/engine-{number}" for number in range(1024)])
+    (key,) = rank.tier._there([f"kvext4/engine-{number}" for number in range(1024)])
     if content is None:
         rank.raw.upsert(key, b"something else")
     else:

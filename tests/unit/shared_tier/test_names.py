@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Name spaces of identities, messages about their differences, and the output of ``status``."""
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ def test_status_shows_a_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     before = sorted(folder.rglob("*-*"))
     assert main(["status", "--shared-tier", f"file://{folder}"]) == 0
     text = capsys.readouterr().out
-    assert "format 3: works" in text and "holds 0.001 GB" in text
+    assert "format 4: works" in text and "holds 0.001 GB" in text
     assert f"name space {namespace_of(IDENTITY)}: 1 objects, 0.001 GB" in text
     assert 'do not meet: dtype ("bf16" here, "fp16" there)' in text
-    assert sorted(folder.rglob("*-*")) == [*before, folder / "kvext3" / "status-check"]
+    assert sorted(folder.rglob("*-*")) == [*before, folder / "kvext4" / "status-check"]
     assert len(tier.engines()) == 2
 
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """What a worker gets and puts, and what it reports about it."""
 
 from __future__ import annotations
@@ -34,10 +35,14 @@ class Worker:
     def __init__(self, folder: Path, rank: int = 0, num_equal_ranks: int = 1) -> None:
         self.memory = np.arange(8 << 20, dtype=np.uint32).view(np.uint8)
         options = parse_options({"shared_tier": f"file://{folder}"}, 1)
+        self.placed: list[str] = []
         self.transfers = SharedTransfers(
-            options, rank, num_equal_ranks, memoryview(self.memory), lambda: None
+            options, rank, num_equal_ranks, memoryview(self.memory), self._place
         )
         self.results = WorkerOutput()
+
+    def _place(self) -> None:
+        self.placed.append(threading.current_thread().name)
 
     def submit(
         self,
@@ -95,14 +100,24 @@ def test_what_moves_is_counted(make: Callable[..., Worker]) -> None:
     assert not other.transfers.wait_for_end(10)
 
 
+def test_a_thread_is_placed_before_each_move(make: Callable[..., Worker]) -> None:
+    """All threads may be bound elsewhere between two moves."""
+    worker = make()
+    assert not worker.placed
+    worker.run(puts=[WHAT])
+    worker.run(gets=[WHAT._replace(number=2)])
+    worker.run(puts=[WHAT._replace(number=3)])
+    assert worker.placed == ["kvext-shared-puts", "kvext-shared-gets", "kvext-shared-puts"]
+
+
 def test_ranks_with_the_same_kv_put_it_once(make: Callable[..., Worker], tmp_path: Path) -> None:
     workers = [make(rank, 2) for rank in range(2)]
     whats = [SharedObject(n, f"engine/R0-64-{n:032x}", 64, 4096) for n in range(16)]
     for worker in workers:
         worker.run(puts=whats)
         assert 0 < worker.results.traffic["put"].transfers < len(whats)
-    assert len(list(tmp_path.glob("kvext3/*/r0/objects/*/*"))) == len(whats)
-    assert not list(tmp_path.glob("kvext3/*/r1"))
+    assert len(list(tmp_path.glob("kvext4/*/r0/objects/*/*"))) == len(whats)
+    assert not list(tmp_path.glob("kvext4/*/r1"))
     assert sum(worker.results.traffic["put"].num_bytes for worker in workers) == 16 * 4096
     for worker in workers:
         worker.run(gets=[each._replace(number=100 + each.number) for each in whats])

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The cost of lookups, refused calls, and cases that the tier machine does not reach."""
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
 from vllm_ascend_kvext.store.eviction import MAX_TRIED, NUM_SAMPLED, EvictionOrder, Priority
 from vllm_ascend_kvext.store.lookup import MAX_PIECES, Shortfall
 from vllm_ascend_kvext.store.prefix import HashedPrefix, TierGeometry
+from vllm_ascend_kvext.store.tier import HostTier
 
 # The cost of lookups, and prefixes.
 
@@ -54,6 +56,38 @@ def test_a_chunk_in_too_many_pieces_is_stored_as_one_and_they_go() -> None:
     assert [entry.piece.end_tokens for entry, _ in tier.removed] == [2, 4, 6, 8]
     assert tier.counters.entries_held == 1
     assert tier.find(text[:6] + "another").run.entries == (whole,)
+
+
+def test_a_chunk_that_is_stored_as_a_whole_is_not_stored_in_pieces_too() -> None:
+    """The second gap has too many pieces before it, so the first gap needs no piece of its own."""
+    tier = SmallTier()
+    text = "abcdefghijkl"
+    for first, end in ((0, 2), (2, 4), (6, 8)):
+        tier.store(text, Piece.rows(first, end))
+    assert tier.lookup(TextPrefix(text)).missing_pieces(0, 8) == [Piece.rows(4, 6)]
+    assert tier.lookup(TextPrefix(text)).missing_pieces(0, 12) == [Piece.rows(0, 12)]
+
+
+def test_a_piece_ends_where_a_cut_is_stored_again() -> None:
+    tier = HostTier(100 * PLACE_BYTES, TierGeometry(24, 2, cut_tokens=12))
+    prefix = TextPrefix("abcdefghijklmnopqrstuvwx")
+    for first, end in ((14, 16), (16, 18), (18, 20), (20, 22)):
+        entry = tier.begin_store(prefix, Piece.rows(first, end), PLACE_BYTES, 0)
+        assert isinstance(entry, Entry)
+        tier.finish_store(entry)
+    assert tier.lookup(prefix).missing_pieces(0, 22) == [Piece.rows(0, 14)]
+    assert tier.lookup(prefix).missing_pieces(0, 24) == [Piece.rows(0, 12), Piece.rows(12, 24)]
+
+
+def test_gaps_behind_rows_that_are_stored_again_are_stored_apart() -> None:
+    tier = HostTier(100 * PLACE_BYTES, TierGeometry(24, 2))
+    prefix = TextPrefix("abcdefghijklmnopqrstuvwx")
+    for first in (0, 2, 4, 8, 12):
+        entry = tier.begin_store(prefix, Piece.rows(first, first + 2), PLACE_BYTES, 0)
+        assert isinstance(entry, Entry)
+        tier.finish_store(entry)
+    found = tier.lookup(prefix).missing_pieces(0, 16)
+    assert found == [Piece.rows(0, 12), Piece.rows(14, 16)]
 
 
 def test_an_old_eviction_is_forgotten_and_a_reset_forgets_all() -> None:
@@ -178,14 +212,14 @@ def test_few_of_many_entries_are_compared(monkeypatch: pytest.MonkeyPatch) -> No
     num_places = 2000
     num_looks = 0
     tier = SmallTier(num_places)
-    priority_of = EvictionOrder._priority_of
+    priority_of = EvictionOrder.priority
 
     def watched(*arguments: Any) -> Priority:
         nonlocal num_looks
         num_looks += 1
         return priority_of(*arguments)
 
-    monkeypatch.setattr(EvictionOrder, "_priority_of", watched)
+    monkeypatch.setattr(EvictionOrder, "priority", watched)
     entries = [store_chunk(tier, number) for number in range(2 * num_places)]
     assert num_looks <= (NUM_SAMPLED + 1) * num_places
     # Candidates are chosen at random. Still, nearly all evicted entries are among the oldest.

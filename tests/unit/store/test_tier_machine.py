@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The host tier under random calls, compared with a model that looks at all entries."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -18,7 +20,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from unit.store.small_tier import pin
-from unit.store.tier_model import ALIGNMENT_BYTES, ModelEntry, ModelTier, TextPrefix
+from unit.store.tier_model import (
+    ALIGNMENT_BYTES,
+    USELESS,
+    Eviction,
+    ModelEntry,
+    ModelTier,
+    TextPrefix,
+)
 
 from vllm_ascend_kvext.errors import TierError
 from vllm_ascend_kvext.holes.load_plan import plan_of_hit
@@ -26,6 +35,7 @@ from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Load, Piece
 from vllm_ascend_kvext.store.lookup import Shortfall
 from vllm_ascend_kvext.store.prefix import TierGeometry
+from vllm_ascend_kvext.store.resumes import Resumes
 from vllm_ascend_kvext.store.reuse import Reuse
 from vllm_ascend_kvext.store.tier import HostTier
 
@@ -51,35 +61,56 @@ class KnownReuse(Reuse):
         return key[-1] % 2 + len(key) % 5
 
 
+class KnownResumes(Resumes):
+    """Fixed densities: some tails have higher ones than others, and than rows."""
+
+    def density(self, key: bytes, use: int, now: int) -> float:
+        return key[0] % 2 + len(key) % 3 + 0.5
+
+
 class TierMachine(RuleBasedStateMachine):
     """Stores, looks up and loads prompts that share prefixes. Transfers fail, and resets occur."""
 
     geometry: TierGeometry
     has_one_size = False
     has_learned = False
-    ends_first = True
     spare_bytes = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.removed: list[tuple[Entry, Removal]] = []
+        self.evictions: list[Eviction] = []
+        self.loads: list[Load] = []
+        self.use = 0
+        self._make_tier()
+
+    def _make_tier(self, **options: Any) -> None:
         self.tier = HostTier(
             CAPACITY_BYTES,
             self.geometry,
-            on_removed=lambda entry, removal: self.removed.append((entry, removal)),
-            evicts_ends_first=self.ends_first,
+            on_removed=self._on_removed,
             spare_bytes=self.spare_bytes,
+            **options,
         )
         reuse = KnownReuse(0) if self.has_learned else Reuse(0)
+        resumes = KnownResumes(0) if self.has_learned else Resumes(0)
         self.tier._order._reuse = reuse
+        self.tier._order._resumes = resumes
         self.model = ModelTier(
             self.geometry,
             CAPACITY_BYTES,
             lambda key: reuse.density(key, self.use, self.use),
-            self.ends_first,
+            lambda key: resumes.density(key, self.use, self.use),
+            place_bytes=lambda piece: self._place_bytes(piece),
         )
-        self.loads: list[Load] = []
-        self.use = 0
+
+    def _place_bytes(self, piece: Piece) -> int:
+        raise AssertionError("this tier has no layout, and evicts entries as a whole")
+
+    def _on_removed(self, entry: Entry, removal: Removal) -> None:
+        self.removed.append((entry, removal))
+        is_replaced = removal is Removal.REPLACED
+        self.evictions.append(Eviction(entry, None, is_replaced, self.tier._num_entries))
 
     # Actions of a request.
 
@@ -133,7 +164,8 @@ class TierMachine(RuleBasedStateMachine):
         for entry in load.entries:
             known = self.model.of(entry)
             known.num_pins += 1
-            known.use = max(known.use, self.use)
+            if known.piece.kind is Kind.TAILS:
+                known.renew(known.piece.end_tokens, self.use)
         self.loads.append(load)
 
     @precondition(lambda self: self.loads)
@@ -181,6 +213,16 @@ class TierMachine(RuleBasedStateMachine):
         if ends_at_once:
             self.end_all_stores()
 
+    @rule(text=texts, size=st.integers(1, 3), ends_at_once=st.booleans())
+    def store_unasked_tails(self, text: str, size: int, ends_at_once: bool) -> None:
+        """Store tails that no request asked for, as if they had never been used."""
+        use = self.use
+        self.use = 0
+        self._begin_store(TextPrefix(text), Piece.tails(len(text)), size)
+        self.use = use
+        if ends_at_once:
+            self.end_all_stores()
+
     @rule(text=texts, grown_units=st.integers(1, 3), reads=st.sampled_from([True] * 3 + [False]))
     def take_a_turn(self, text: str, grown_units: int, reads: bool) -> None:
         """Let a request load the stored part of its text, and store the new part."""
@@ -193,6 +235,8 @@ class TierMachine(RuleBasedStateMachine):
     @rule(text=texts, first_units=st.integers(0, 11), size=st.sampled_from([1, 2, 5, 24]))
     def store_any_rows(self, text: str, first_units: int, size: int) -> None:
         first = first_units * UNIT_TOKENS
+        if not self.geometry.needs_rows:
+            return
         if (len(text) - 1) // CHUNK_TOKENS * CHUNK_TOKENS <= first < len(text):
             self._begin_store(TextPrefix(text), Piece.rows(first, len(text)), size)
 
@@ -243,18 +287,19 @@ class TierMachine(RuleBasedStateMachine):
         self.model.lost.clear()
         assert {removal for _, removal in self.removed} <= {Removal.CLEARED}
         self.removed.clear()
+        self.evictions.clear()
 
     # The same actions in the model.
 
     def _check_missing(self, text: str, first: int, pieces: list[Piece]) -> None:
-        """Each unit is stored or in one piece, or both if its chunk has to be stored again."""
+        """Each unit is stored or in one piece, or both if its cut has to be stored again."""
         states = (EntryState.STORED, EntryState.STORING)
         for boundary in range(
             first - first % CHUNK_TOKENS + UNIT_TOKENS, len(text) + 1, UNIT_TOKENS
         ):
             around = [each for each in pieces if each.first_tokens < boundary <= each.end_tokens]
             if self.model.holding(Kind.ROWS, text[:boundary], states):
-                assert not any(each.first_tokens % CHUNK_TOKENS for each in around)
+                assert not any(each.first_tokens % self.geometry.cut_tokens for each in around)
             else:
                 assert len(around) == 1
 
@@ -284,58 +329,133 @@ class TierMachine(RuleBasedStateMachine):
                 assert found.issuperset(chunk)
 
     def _begin_store(self, prefix: TextPrefix, piece: Piece, size: int) -> None:
+        self._begin_in_one_gap(prefix, piece, size)
+
+    def _begin_in_one_gap(self, prefix: TextPrefix, piece: Piece, size: int) -> Entry | Refusal:
+        """Store a piece that needs one gap."""
         num_places = 4 if self.has_one_size else max(size, 1 + self.spare_bytes // ALIGNMENT_BYTES)
         size_bytes = num_places * ALIGNMENT_BYTES
         text = prefix.text[: piece.end_tokens]
         num_bytes = size_bytes - 1 - self.spare_bytes
-        entry = self.tier.begin_store(prefix, piece, num_bytes, self.use)
-        if entry in (Refusal.ALREADY_STORED, Refusal.BEING_STORED):
-            wanted = {
-                Refusal.ALREADY_STORED: EntryState.STORED,
-                Refusal.BEING_STORED: EntryState.STORING,
-            }[entry]  # type: ignore[index]
-            holding = self.model.holding(piece.kind, text, [wanted])
-            assert any(each.piece.first_tokens <= piece.first_tokens for each in holding)
-            assert not self.removed
-            return
-        for state in (EntryState.STORED, EntryState.STORING):
-            for each in self.model.holding(piece.kind, text, [state]):
-                assert each.piece.first_tokens > piece.first_tokens, "the piece is stored already"
-        self.model.renew(text, self.use)
         model = self.model
-        wanted = entry
-        if isinstance(entry, Refusal):
-            number = self.tier._num_entries
-            wanted = Entry(number, piece, (), -1, size_bytes, self.use, b"", None)
-        new = ModelEntry(wanted, piece, text, size_bytes, self.use)
-        present = [*model.entries, new]
-        ends = [each for each in model.entries if each.is_evictable and model.is_end(each, present)]
-        model.want(new)
-        priority = {id(each): model.priority(each, model.recent_use()) for each in present}
-        may_go = [each for each in model.entries if each.is_evictable]
-        lesser = [each for each in may_go if priority[id(each)] < priority[id(new)]]
-        if isinstance(entry, Refusal):
-            assert not self.removed
-            may_go = [each for each in ends if each in lesser and each.use < self.use]
-            assert model.largest_run_bytes(may_go) < size_bytes
-            assert entry is (Refusal.WORTH_LESS if ends else Refusal.NO_ROOM)
+        states = [
+            each.state
+            for each in model.holding(piece.kind, text, [EntryState.STORED, EntryState.STORING])
+            if each.piece.first_tokens <= piece.first_tokens
+        ]
+        sample = Entry(self.tier._num_entries, piece, (), -1, size_bytes, self.use, b"", None)
+        new = ModelEntry(sample, piece, text, size_bytes, self.use)
+        if not states:
+            model.renew(text, self.use)
+            model.want(new)
+        before = model.copied()
+        entry = self.tier.begin_store(prefix, piece, num_bytes, self.use)
+        if states:
+            wanted = {
+                EntryState.STORED: Refusal.ALREADY_STORED,
+                EntryState.STORING: Refusal.BEING_STORED,
+            }
+            assert entry in [wanted[state] for state in states]
+            assert not self.evictions
+            return entry
+        self._check_gap(before, new, entry)
+        self._follow_removals({Removal.EVICTED, Removal.REPLACED})
+        if isinstance(entry, Entry):
+            new.entry = entry
+            model.entries.append(new)
+            assert (entry.num_bytes, entry.state) == (size_bytes, EntryState.STORING)
+        return entry
+
+    def _check_gap(self, model: ModelTier, new: ModelEntry, found: Entry | Refusal) -> None:
+        """Check what was evicted for an entry that needs one gap.
+
+        First come useless ends, one after the other, if the entry is tails. Then come entries that
+        were chosen at once, each of them as a whole.
+
+        Args:
+            model: The model before the first eviction.
+        """
+        evictions = self.evictions
+        size_bytes = new.size_bytes
+        recent_use = model.recent_use()
+        limit = model.priority(new, recent_use)
+        may_be_trimmed = new.piece.kind is Kind.TAILS and self.geometry.needs_rows
+        chosen_from: list[ModelEntry] | None = None
+        for eviction in evictions:
+            each = model.of(eviction.entry)
+            if eviction.is_replaced:  # Other entries have the rows that were left of it.
+                model.follow(eviction)
+                continue
+            if chosen_from is None:
+                assert model.largest_run_bytes([]) < size_bytes, (
+                    "an entry was evicted although there was room"
+                )
+                useless = self._useless(model, new, recent_use)
+                if may_be_trimmed and useless:
+                    assert each in useless, "an entry was evicted although others are useless"
+                    if eviction is evictions[0]:
+                        assert each is min(useless, key=lambda end: model.priority(end, recent_use))
+                    self._check_is_end(model, new, eviction)
+                    for end in model.lost_ends(eviction):
+                        priority = model.priority(each, recent_use, end)
+                        assert priority[1] == USELESS and priority < limit
+                    model.follow(eviction)
+                    continue
+                chosen_from = self._may_be_chosen(model, new, recent_use)
+                least = min(chosen_from, key=lambda end: model.priority(end, recent_use))
+                left = evictions[evictions.index(eviction) :]
+                assert least.entry in [chosen.entry for chosen in left]
+            assert each in chosen_from and eviction.left_tokens is None
+            model.follow(eviction)
+        if self.has_one_size:
+            assert len(evictions) <= 1
+        if isinstance(found, Entry):
+            assert model.largest_run_bytes([]) >= size_bytes
             return
-        victims = [model.of(victim) for victim, _ in self.removed]
-        assert all(victim in lesser for victim in victims)
-        assert all(victim in ends or victim.use < self.use for victim in victims)
-        if victims:
-            assert model.largest_run_bytes([]) < size_bytes, (
-                "an entry was evicted although there was room"
+        assert chosen_from is None, "a refusal has evicted what a request can use"
+        if may_be_trimmed:
+            assert not self._useless(model, new, recent_use)
+        may_go = self._may_be_chosen(model, new, recent_use)
+        may_go = [each for each in may_go if each.use < self.use]
+        assert model.largest_run_bytes(may_go) < size_bytes
+        assert found is (Refusal.WORTH_LESS if model.ends(new) else Refusal.NO_ROOM)
+
+    def _useless(self, model: ModelTier, new: ModelEntry, recent_use: int) -> list[ModelEntry]:
+        """The ends that no request can use, and that have a lower priority than a new entry."""
+        limit = model.priority(new, recent_use)
+        priorities = [(model.priority(each, recent_use), each) for each in model.ends(new)]
+        return [each for found, each in priorities if found[1] == USELESS and found < limit]
+
+    def _may_be_chosen(
+        self, model: ModelTier, new: ModelEntry, recent_use: int
+    ) -> list[ModelEntry]:
+        """The entries that may be evicted as a whole for a new entry."""
+        limit = model.priority(new, recent_use)
+        others = [*model.entries, new]
+        return [
+            each
+            for each in model.ends(new)
+            if model.priority(each, recent_use) < limit
+            and (
+                not self.geometry.needs_rows
+                or model.kept_tokens(each, others) == each.piece.first_tokens
             )
-            least = min(ends, key=lambda each: priority[id(each)])
-            assert victims == [least] if self.has_one_size else least in victims
-        self._follow_removals({Removal.EVICTED})
-        model.entries.append(new)
-        assert (entry.num_bytes, entry.state) == (size_bytes, EntryState.STORING)
+        ]
+
+    def _check_is_end(self, model: ModelTier, new: ModelEntry, eviction: Eviction) -> None:
+        """Check that nothing begins behind what is evicted."""
+        each = model.of(eviction.entry)
+        assert each.is_evictable
+        if each.piece.kind is Kind.ROWS:
+            left_tokens = eviction.left_tokens or each.piece.first_tokens
+            assert model.kept_tokens(each, [*model.entries, new]) <= left_tokens
+
+    def _row_map(self, entry: Entry) -> Any:
+        return object()
 
     def _end_store(self, known: ModelEntry, ends_well: bool) -> None:
         is_wanted = known.state is EntryState.STORING
-        row_map = object()
+        row_map = self._row_map(known.entry)
         if not ends_well:
             self.tier.fail_store(known.entry)
             known.is_being_written = False
@@ -374,6 +494,7 @@ class TierMachine(RuleBasedStateMachine):
             assert removal in allowed
             self.model.lose(self.model.of(entry), REASONS.get(removal))
         self.removed.clear()
+        self.evictions.clear()
 
     # Conditions that hold after every call.
 
@@ -381,9 +502,17 @@ class TierMachine(RuleBasedStateMachine):
     def the_tier_has_what_the_model_has(self) -> None:
         found: dict[int, Any] = {}
         for offset, entry in self.tier._entries.items():
-            found[offset] = (entry.state, entry.num_pins, entry.is_being_written, entry.use)
+            ends = range(entry.piece.first_tokens + 1, entry.piece.end_tokens + 1)
+            uses = [entry.use_at(end) for end in ends] or [entry.use]
+            pins = entry.num_pins, entry.is_being_written
+            found[offset] = (entry.state, pins, entry.chance, uses)
         assert found == {
-            each.entry.offset_bytes: (each.state, each.num_pins, each.is_being_written, each.use)
+            each.entry.offset_bytes: (
+                each.state,
+                (each.num_pins, each.is_being_written),
+                each.chance,
+                each.uses,
+            )
             for each in self.model.entries
         }
 
@@ -409,6 +538,22 @@ class TierMachine(RuleBasedStateMachine):
             counters.removed_bytes.values()
         )
 
+    @invariant()
+    def each_entry_waits_where_it_is_found(self) -> None:
+        """What may be evicted is among the ends, or waits for what begins behind it."""
+        order = self.tier._order
+        entries = list(self.tier._entries.values())
+        wanted = [each for each in entries if each.state in (EntryState.STORING, EntryState.STORED)]
+        assert order._behind == Counter(each.key_before for each in wanted if each.key_before)
+        waiting = {each: key for key, blocked in order._blocked.items() for each in blocked}
+        assert waiting == order._waits_at
+        for each, key in waiting.items():
+            assert key in order._behind and key in each.keys
+        assert order._places == {each: place for place, each in enumerate(order._ends)}
+        found = [*waiting, *order._ends]
+        assert len(set(found)) == len(found) and set(entries).issuperset(found)
+        assert set(found).issuperset(each for each in entries if each.is_evictable)
+
     def teardown(self) -> None:
         """After all transfers have ended, nothing is pinned, and only stored entries take room."""
         for load in self.loads:
@@ -431,20 +576,16 @@ GEOMETRIES = {
 }
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [(False, True), (True, True), (True, False)],
-    ids=["latest use", "reuse", "reuse, holes are computed"],
-)
+@pytest.mark.parametrize("has_learned", [False, True], ids=["latest use", "reuse"])
 @pytest.mark.parametrize("has_one_size", [False, True], ids=["sizes differ", "one size"])
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_the_tier_does_what_the_model_does(
-    geometry: TierGeometry, has_one_size: bool, rule: tuple[bool, bool]
+    geometry: TierGeometry, has_one_size: bool, has_learned: bool
 ) -> None:
     # If sizes differ, places have spare bytes, too.
     parts: dict[str, object] = {"geometry": geometry, "has_one_size": has_one_size}
     parts["spare_bytes"] = 0 if has_one_size else 70
-    parts |= zip(("has_learned", "ends_first"), rule, strict=True)
+    parts["has_learned"] = has_learned
     machine = type("Machine", (TierMachine,), parts)
     run_state_machine_as_test(
         machine,

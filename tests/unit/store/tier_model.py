@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Prefixes that are their own keys, and a model of the host tier that uses a list."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import ClassVar
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import InitVar, dataclass, field, replace
+from typing import ClassVar, NamedTuple
 
 from vllm_ascend_kvext.holes.load_plan import LoadPlan
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
@@ -36,17 +38,41 @@ class TextPrefix:
 
 @dataclass
 class ModelEntry:
-    """The model's data of one entry."""
+    """The model's data of one entry.
+
+    Attributes:
+        uses: The latest use of each of its tokens.
+        chance: The probability that its tokens come back at all.
+    """
 
     entry: Entry
     piece: Piece
     text: str
     size_bytes: int
-    use: int
+    first_use: InitVar[int]
     state: EntryState = EntryState.STORING
     num_pins: int = 0
     is_being_written: bool = True
     settled: int = 0
+    chance: float = 1.0
+    uses: list[int] = field(init=False)
+
+    def __post_init__(self, first_use: int) -> None:
+        self.uses = [first_use] * max(1, self.piece.end_tokens - self.piece.first_tokens)
+
+    @property
+    def use(self) -> int:
+        """The latest use of the last token."""
+        return self.uses[-1]
+
+    def use_at(self, end_tokens: int) -> int:
+        """The latest use of the token before a boundary."""
+        return self.uses[max(0, end_tokens - self.piece.first_tokens - 1)]
+
+    def renew(self, end_tokens: int, use: int) -> None:
+        """Note a use of the tokens before a boundary."""
+        num_used = max(1, end_tokens - self.piece.first_tokens)
+        self.uses = [max(use, each) for each in self.uses[:num_used]] + self.uses[num_used:]
 
     @property
     def is_evictable(self) -> bool:
@@ -57,23 +83,44 @@ class ModelEntry:
         return self.entry.offset_bytes, self.entry.offset_bytes + self.size_bytes
 
 
+USELESS = -1.0
+"""The density of what no request can use."""
+
+
+class Eviction(NamedTuple):
+    """An entry has lost its tokens behind ``left_tokens``, or was removed.
+
+    Attributes:
+        left_tokens: None if the entry was removed.
+        num_begun: The number of entries that had a place before.
+    """
+
+    entry: Entry
+    left_tokens: int | None
+    is_replaced: bool
+    num_begun: int
+
+
 @dataclass
 class ModelTier:
     """A model that answers by looking at all entries.
 
     Attributes:
-        density: The expected density of the chunk whose first unit ends a text.
-        ends_first: Whether rows are evicted only after the rows that follow them.
+        density: The expected density of the cut whose first unit ends a text.
+        tail_density: The expected density of the tails at the end of a text.
+        place_bytes: The size of a place for rows that may lose their end.
+        small_tails_bytes: Tails of this size or less may be evicted late if they were used last.
     """
 
     geometry: TierGeometry
     capacity_bytes: int
     density: Callable[[bytes], float]
-    ends_first: bool = True
+    tail_density: Callable[[bytes], float]
+    place_bytes: Callable[[Piece], int] | None = None
+    small_tails_bytes: int = 0
     entries: list[ModelEntry] = field(default_factory=list)
     lost: dict[tuple[Kind, str], Shortfall] = field(default_factory=dict)
     wanted: list[list[int]] = field(default_factory=lambda: [[0, 0]])
-
     num_settled: int = 0
 
     def of(self, entry: Entry) -> ModelEntry:
@@ -138,27 +185,39 @@ class ModelTier:
 
         Rows may be in a store.
         """
+        for boundary, leading in self.walk_back(text):
+            if leading.use_at(boundary) >= use:
+                return
+            leading.renew(self.geometry.cut_end(boundary), use)
+
+    def walk_back(self, text: str, first_tokens: int = 0) -> Iterator[tuple[int, ModelEntry]]:
+        """The rows from the end of a text back, each from the entry that its key leads to.
+
+        Rows may be in a store.
+        """
         boundary = len(text) - len(text) % self.geometry.unit_tokens
-        while boundary > 0 and self.geometry.needs_rows:
-            states = (EntryState.STORED, EntryState.STORING)
+        states = (EntryState.STORED, EntryState.STORING)
+        while boundary > first_tokens and self.geometry.needs_rows:
             holding = self.holding(Kind.ROWS, text[:boundary], states)
             if not holding:
                 boundary -= self.geometry.unit_tokens
                 continue
-            leading = min(
-                holding,
-                key=lambda each: (
-                    each.piece.first_tokens,
-                    -each.piece.end_tokens,
-                    each.state is EntryState.STORING,
-                    each.settled,
-                    each.entry.number,
-                ),
-            )
-            if leading.use >= use:
-                return
-            leading.use = use
+            leading = self.leading(holding)
+            yield boundary, leading
             boundary = leading.piece.first_tokens
+
+    def leading(self, holding: list[ModelEntry]) -> ModelEntry:
+        """The entry to which a key leads, if all of these hold the rows before it."""
+        return min(
+            holding,
+            key=lambda each: (
+                each.piece.first_tokens,
+                -each.piece.end_tokens,
+                each.state is EntryState.STORING,
+                each.settled,
+                each.entry.number,
+            ),
+        )
 
     def _known(self, kind: Kind, text: str, boundaries: list[int]) -> Shortfall | None:
         for tokens in reversed(boundaries):
@@ -224,30 +283,98 @@ class ModelTier:
             recent_use = use
         return recent_use
 
-    def priority(self, each: ModelEntry, recent_use: int) -> tuple[float, ...]:
+    def trim(self, each: ModelEntry, end_tokens: int, reason: Shortfall | None) -> None:
+        """Let an entry lose its tokens behind a boundary."""
+        assert self.place_bytes is not None
+        texts = self.texts_of(each)
+        num_kept = end_tokens - each.piece.first_tokens
+        each.piece = each.piece._replace(end_tokens=end_tokens)
+        each.text = each.text[:end_tokens]
+        each.uses = each.uses[:num_kept]
+        each.size_bytes = self.place_bytes(each.piece)
+        # Keys lead to the entry that was made longest ago, if several are equal.
+        self.num_settled += 1
+        each.settled = self.num_settled
+        for text in texts[num_kept // self.geometry.unit_tokens :]:
+            if reason is not None and not self.holding(Kind.ROWS, text):
+                self.lost[Kind.ROWS, text] = reason
+
+    def kept_tokens(self, each: ModelEntry, others: Iterable[ModelEntry]) -> int:
+        """The token down to which an entry may lose its end."""
+        first_tokens, end_tokens = each.piece[1:]
+        kept = first_tokens
+        for text in self.texts_of(each):
+            begun = [other for other in others if other.text[: other.piece.first_tokens] == text]
+            if any(other.state in (EntryState.STORED, EntryState.STORING) for other in begun):
+                kept = len(text)
+        if kept == first_tokens:
+            return first_tokens
+        return min(end_tokens, self.geometry.cut_end(kept))
+
+    def priority(self, each: ModelEntry, recent_use: int, end_tokens: int = 0) -> tuple[float, ...]:
         """Entries with the lowest priority are evicted first.
 
-        Recently used entries are evicted last.
+        Rows that were used last are evicted after all others, and what no request can use before
+        all others. Small tails are worth what the rows before them are. Without the rows behind
+        ``end_tokens``, an entry has another priority.
         """
         piece = each.piece
-        first_unit = self.geometry.chunk_start(piece.end_tokens) + self.geometry.unit_tokens
-        density = self.density(each.text[:first_unit].encode())
-        is_orphan = self.is_orphan(piece, each.text)
-        if is_orphan:
-            density = -1
-        is_recent = each.use >= recent_use and not is_orphan
-        return is_recent, density, each.use, -piece.end_tokens, piece.kind, each.entry.number
+        end_tokens = end_tokens or piece.end_tokens
+        use = each.use_at(end_tokens)
+        first_unit = self.geometry.cut_start(end_tokens - 1) + self.geometry.unit_tokens
+        rows = each
+        if piece.kind is Kind.TAILS:
+            states = (EntryState.STORED, EntryState.STORING)
+            holding = self.holding(Kind.ROWS, each.text, states)
+            is_small = each.size_bytes <= self.small_tails_bytes
+            if not (holding and is_small and each.use):
+                is_orphan = self.is_orphan(piece, each.text)
+                density = USELESS if is_orphan else self.tail_density(each.text.encode())
+                return False, density, use, -end_tokens, piece.kind, each.entry.number
+            rows = self.leading(holding)
+            use = max(use, rows.use_at(end_tokens))
+        density = rows.chance * self.density(each.text[:first_unit].encode())
+        is_recent = use >= recent_use and rows.chance >= 0.5
+        is_tails = piece.kind is Kind.TAILS
+        is_useful = is_tails or is_recent or self.may_be_resumed(each, end_tokens)
+        if not is_useful:
+            density = USELESS
+        return is_recent, density, use, -end_tokens, piece.kind, each.entry.number
 
-    def is_end(self, each: ModelEntry, others: Iterable[ModelEntry]) -> bool:
-        """Whether none of the others begins right behind the rows of this entry."""
-        if not self.ends_first or each.piece.kind is Kind.TAILS or not self.geometry.needs_rows:
+    def may_be_resumed(self, each: ModelEntry, end_tokens: int) -> bool:
+        """Whether a request can resume at the last cut of some rows, or behind it.
+
+        New rows are stored for tails that follow.
+        """
+        if not self.geometry.needs_tails or each.state is EntryState.STORING:
             return True
-        texts = self.texts_of(each)
-        return not any(
-            other.text[: other.piece.first_tokens] in texts
-            for other in others
-            if other.state in (EntryState.STORED, EntryState.STORING)
+        cut_start = max(each.piece.first_tokens, self.geometry.cut_start(end_tokens - 1))
+        return self._has_tails_behind(
+            [text for text in self.texts_of(each) if cut_start < len(text) <= end_tokens]
         )
+
+    def _has_tails_behind(self, texts: list[str]) -> bool:
+        """Whether there are tails at one of these boundaries, or where rows from there lead to."""
+        return any(
+            other.piece.kind is Kind.TAILS or self._has_tails_behind(self.texts_of(other))
+            for other in self.entries
+            if other.state in (EntryState.STORED, EntryState.STORING)
+            and other.text[: other.piece.first_tokens] in texts
+        )
+
+    def ends(self, new: ModelEntry) -> list[ModelEntry]:
+        """The entries that may be evicted, or that may lose their end, while a new one is begun."""
+        others = [*self.entries, new]
+        return [
+            each
+            for each in self.entries
+            if each.is_evictable
+            and (
+                each.piece.kind is Kind.TAILS
+                or not self.geometry.needs_rows
+                or self.kept_tokens(each, others) < each.piece.end_tokens
+            )
+        ]
 
     def is_orphan(self, piece: Piece, text: str) -> bool:
         """Whether a piece is tails whose rows are gone."""
@@ -267,3 +394,27 @@ class ModelTier:
                 largest = max(largest, each.span[0] - position)
                 position = each.span[1]
         return max(largest, self.capacity_bytes - position)
+
+    # What was evicted, one after the other.
+
+    def copied(self) -> ModelTier:
+        """A model in which entries can be evicted without a trace."""
+        return replace(self, entries=[copy.copy(each) for each in self.entries], lost={})
+
+    def follow(self, eviction: Eviction) -> None:
+        """Evict as the tier did."""
+        each = self.of(eviction.entry)
+        if eviction.left_tokens is None:
+            self.lose(each, None)
+        else:
+            self.trim(each, eviction.left_tokens, None)
+
+    def lost_ends(self, eviction: Eviction) -> list[int]:
+        """The ends of the cuts that an eviction takes, the last one first."""
+        each = self.of(eviction.entry)
+        if each.piece.kind is Kind.TAILS:
+            return [each.piece.end_tokens]
+        ends = self.geometry.cut_ends(*each.piece[1:])
+        left_tokens = eviction.left_tokens or each.piece.first_tokens
+        assert left_tokens in (each.piece.first_tokens, *ends[:-1])
+        return [end for end in reversed(ends) if end > left_tokens]

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The CPUs that copies get by default, next to a worker's threads of vLLM's CPU platform."""
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.transfer import host_model
+from support.transfer.host_model import HostModel
 
 from vllm_ascend_kvext.transfer.cpus import CpuTopology, ModelCpus, model_cpus
-from vllm_ascend_kvext.transfer.placement import choose_cpus
+from vllm_ascend_kvext.transfer.errors import PlacementError
+from vllm_ascend_kvext.transfer.host_cpus import HostCpus
+from vllm_ascend_kvext.transfer.placement import CopyPlacement, PlacementChoice, choose_cpus
 
 # Two sockets of two cores with two threads each: CPU n and n + 4 share a core.
 TWO_SOCKETS = CpuTopology(
     cores=tuple(frozenset({core, core + 4}) for core in range(4)),
-    nodes=(frozenset({0, 1, 4, 5}), frozenset({2, 3, 6, 7})),
+    nodes={0: frozenset({0, 1, 4, 5}), 1: frozenset({2, 3, 6, 7})},
 )
 ALL = frozenset(range(8))
 BINDING = {"OMP_PROC_BIND": "true"}
@@ -53,7 +58,10 @@ def test_the_models_cpus_are_read_from_openmps_variables(
 @pytest.mark.parametrize(
     ("process", "model", "has_all_workers", "expected"),
     [
-        (ALL, set(), False, ALL),
+        # Nothing binds the worker. It runs on CPU 6.
+        (ALL, set(), False, {2, 3, 6, 7}),
+        # Most of its CPUs are on the first node.
+        ({1, 4, 5, 6}, set(), False, {1, 4, 5}),
         # The model has a CPU on one core of the first socket. Both threads of the socket's other
         # core come first.
         (ALL, {4}, False, {1, 5}),
@@ -68,9 +76,67 @@ def test_the_models_cpus_are_read_from_openmps_variables(
 )
 def test_copies_get_what_the_model_leaves_free(process, model, has_all_workers, expected) -> None:
     model_cpus = ModelCpus(frozenset(model), has_all_workers)
-    assert choose_cpus(frozenset(process), model_cpus, TWO_SOCKETS) == frozenset(expected)
+    assert choose_cpus(frozenset(process), model_cpus, TWO_SOCKETS, 6) == frozenset(expected)
     # If memory nodes are not known, all CPUs count as one node.
-    assert choose_cpus(frozenset(process), model_cpus, CpuTopology()) == process - model
+    assert choose_cpus(frozenset(process), model_cpus, CpuTopology(), 6) == process - model
+
+
+def test_a_choice_follows_the_main_thread(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="vllm.ascend_kvext.transfer")
+    host = HostModel(runs_on=100)
+    choose = PlacementChoice({}, host)
+    # Nothing has bound the worker. It is on the third node, and other workers are elsewhere.
+    assert choose() == CopyPlacement(tuple(range(96, 144)), 4)
+    host.runs_on = 0  # A thread that nothing binds moves between CPUs.
+    assert choose() == CopyPlacement(tuple(range(96, 144)), 4)
+    host.bind_all(range(2, 22))
+    assert choose() == CopyPlacement(tuple(range(2, 22)), 4)
+    # The node of most CPUs is the worker's.
+    host.bind_all(range(40, 70))
+    assert choose() == CopyPlacement(tuple(range(48, 70)), 4)
+    host.bind_all([0, *range(48, 70)])
+    assert choose() == CopyPlacement(tuple(range(48, 70)), 4)
+    assert caplog.text.count("Copies between pages and host memory run on CPUs") == 3
+    host.bind_all([7])
+    assert choose() == CopyPlacement((7,), 1, 10)
+    assert "Every CPU of this process (7) runs the model" in caplog.text
+
+
+def test_a_cpu_that_was_just_taken_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = HostModel()
+    host.bind_all(range(4))
+    choose = PlacementChoice({}, host)
+    monkeypatch.setattr(host_model, "ALL_CPUS", frozenset(range(3)))
+    monkeypatch.setattr(host, "given", lambda wanted: wanted)
+    with pytest.raises(PlacementError, match="found"):
+        choose()
+    monkeypatch.undo()
+    assert choose() == CopyPlacement((0, 1, 2, 3), 4)
+
+
+def has_own_stat() -> bool:
+    """Whether the kernel answers for this process. An emulator of programs fills in few fields."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    num_threads = fields[17]
+    return num_threads != "0"
+
+
+not_emulated = pytest.mark.skipif(
+    not has_own_stat(), reason="an emulator hides the CPU of a thread, and has a thread of its own"
+)
+
+
+@not_emulated
+def test_the_cpu_of_the_main_thread_is_read() -> None:
+    host = HostCpus()
+    before = os.sched_getaffinity(0)
+    try:
+        for cpu in sorted(before):
+            os.sched_setaffinity(0, {cpu})
+            assert host.main_thread_is_on() == cpu
+            assert host.of_main_thread() == {cpu}
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def test_the_topology_is_read_from_sys(tmp_path: Path) -> None:
@@ -88,6 +154,7 @@ def test_the_topology_is_read_from_sys(tmp_path: Path) -> None:
     topology = CpuTopology.of_this_machine(tmp_path)
     assert topology.same_core(frozenset({0})) == {0, 2}
     assert topology.same_node(frozenset({1})) == {0, 1, 2, 3}
+    assert topology.nodes == {0: {0, 1, 2, 3}}
 
 
 DECIDE = """
@@ -96,9 +163,9 @@ bound_cpu = int(sys.argv[1])
 
 def decide():
     os.sched_setaffinity(0, {bound_cpu})
-    from vllm_ascend_kvext.transfer.placement import default_placement
+    from vllm_ascend_kvext.transfer.placement import PlacementChoice
     logging.basicConfig(format="%(levelname)s %(message)s", level="INFO", stream=sys.stdout)
-    placement = default_placement(os.environ)
+    placement = PlacementChoice(os.environ)()
     print(*placement.cpus, "|", placement.num_threads, placement.niceness, flush=True)
     assert os.sched_getaffinity(0) == {bound_cpu}
 """
@@ -195,8 +262,8 @@ ALL_CPUS = ",".join(map(str, CPUS))
         ),
         # If the first mask is not known, it may come from ``taskset``. The shell's mask does not
         # show this.
-        (IN_THE_USERS_PROCESS, BINDING, FIRST),
-        (IN_AN_ORPHAN, BINDING, FIRST),
+        pytest.param(IN_THE_USERS_PROCESS, BINDING, FIRST, marks=not_emulated),
+        pytest.param(IN_AN_ORPHAN, BINDING, FIRST, marks=not_emulated),
     ],
     ids=["bound", "places", "Intel", "all named", "user", "orphan"],
 )
@@ -206,3 +273,9 @@ def test_beside_a_model_that_has_every_cpu_one_thread_gives_way(
     logged, placed = default_in_bound_process(script, **variables)
     assert placed == f"{cpus} | 1 10"
     assert logged.startswith(f"WARNING Every CPU of this process ({', '.join(cpus.split())}) ")
+
+
+def test_cpus_that_are_on_no_known_node_are_all_taken() -> None:
+    cpus = frozenset({1000, 1001})
+    assert TWO_SOCKETS.on_one_node(cpus) == cpus
+    assert choose_cpus(cpus, ModelCpus(frozenset(), False), TWO_SOCKETS) == cpus

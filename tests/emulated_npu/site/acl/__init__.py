@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device's runtime. Only one of its functions is emulated."""
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
+"""The device's runtime. Few of its functions are emulated."""
 
 from acl import rt as rt

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Torch code that replaces Triton kernels, which need a compiler for the device.
 
 Each module of this folder has a table ``STAND_INS``. A key is module and name of a kernel, and the
@@ -15,20 +16,29 @@ import importlib.abc
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 
 class Launched:
-    """A function that is launched like a Triton kernel: ``kernel[grid](...)``."""
+    """A function that is launched like a Triton kernel: ``kernel[grid](...)``.
+
+    A launch returns what Triton has compiled, which can be launched again. Here it is the same.
+    """
+
+    pre_run_hooks: Sequence[Callable[..., None]] = ()
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
 
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return self._function
+    def __getitem__(self, grid: Any) -> Callable[..., Launched]:
+        def launch(*args: Any, **named: Any) -> Launched:
+            self._function(*args, **named)
+            return self
+
+        return launch
 
 
 class _Finder(importlib.abc.MetaPathFinder):

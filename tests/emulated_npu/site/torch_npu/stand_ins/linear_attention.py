@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Linear attention by the gated delta rule, apart from operators of the device.
 
 Prompts are computed token by token. The device computes chunks of 64 tokens in bfloat16, which
@@ -15,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from torch_npu.kernels import kernel
-from torch_npu.operators import gated_delta_rule
-from torch_npu.operators.gated_delta_rule import run_gated_delta_rule
+from torch_npu.operators import gated_delta_rule, kimi_delta_attention
+from torch_npu.operators.gated_delta_rule import run_sequences
 from torch_npu.operators.norms import npu_rms_norm
 from torch_npu.stand_ins import Launched
 
@@ -91,15 +92,13 @@ def prefill(
         The output, of the shape and type of ``v``, and the last states, shaped as
         ``initial_state``.
     """
-    answers = torch.zeros_like(v)
-    states = torch.empty_like(initial_state)
-    starts = cu_seqlens.tolist()
-    for number, state in enumerate(initial_state):
-        part = slice(starts[number], starts[number + 1])
-        inputs = [one[0, part] for one in (q, k, v, g, beta)]
-        found, last = run_gated_delta_rule(*inputs, state.transpose(-1, -2), scale)
-        answers[0, part], states[number] = found, last.transpose(-1, -2)
-    return answers, states
+    answers, states = run_sequences(
+        (q[0], k[0], v[0], g[0], beta[0]),
+        initial_state.transpose(-1, -2),
+        cu_seqlens.tolist(),
+        scale,
+    )
+    return answers.unsqueeze(0), states.transpose(-1, -2)
 
 
 _prefill = kernel(
@@ -161,13 +160,47 @@ def gated_norm(
     return (found * functional.silu(z.float())).to(x.dtype), None, inverse.flatten()
 
 
-def copy_memory(src_ptrs: Tensor, dst_ptrs: Tensor, sizes: Tensor, *, BLOCK_SIZE: int) -> None:  # noqa: N803
+def sigmoid_gated_norm(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str = "swish",
+    residual: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    eps: float = 1e-6,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Root mean square norm multiplied by a gate ``sigmoid(g)``.
+
+    Args:
+        x: shape ``[..., size]``.
+        g: as many elements as ``x``.
+        weight: shape ``[size]``.
+        out: written, if given. It may be ``x``.
+    """
+    if (bias, activation, residual, prenorm) != (None, "sigmoid", None, False):
+        raise NotImplementedError("rms_norm_gated: anything but a norm with a sigmoid")
+    normed, _ = npu_rms_norm(x.float(), weight, eps)
+    found = (normed * g.float().sigmoid().view(x.shape)).to(x.dtype)
+    return found if out is None else out.copy_(found)
+
+
+def copy_memory(
+    src_ptrs: Tensor,
+    dst_ptrs: Tensor,
+    sizes: Tensor,
+    *,
+    BLOCK_SIZE: int = 0,  # noqa: N803
+) -> None:
     """Copy within the device. Addresses and sizes are on the device, too.
 
     Args:
         src_ptrs: addresses, shape ``[copies]``.
         dst_ptrs: as ``src_ptrs``.
         sizes: bytes, as ``src_ptrs``.
+        BLOCK_SIZE: the size of the kernel's tiles. A second launch of compiled code has none.
     """
     for source, target, num_bytes in zip(
         src_ptrs.tolist(), dst_ptrs.tolist(), sizes.tolist(), strict=True
@@ -186,6 +219,7 @@ STAND_INS = {
     (f"{_FLA}.utils", "clear_ssm_states"): clear_states,
     (f"{_FLA}.chunk", "chunk_gated_delta_rule"): chunk_gated_delta_rule,
     ("vllm_ascend.ops.triton.layernorm_gated", "layer_norm_fwd_npu"): gated_norm,
+    ("vllm_ascend.ops.triton.kda.kda", "rms_norm_gated"): sigmoid_gated_norm,
     ("vllm_ascend.ops.triton.batch_memcpy", "batch_memcpy_kernel"): Launched(
         kernel("batch_memcpy_kernel", copy_memory)
     ),
@@ -195,13 +229,13 @@ _FLA_NPU = {
     "causal_conv1d_fn": gated_delta_rule.causal_conv1d_fn,
     "causal_conv1d_update": gated_delta_rule.causal_conv1d_update,
     "recurrent_gated_delta_rule": gated_delta_rule.recurrent_gated_delta_rule,
-    # This function belongs to another model.
-    "chunk_kda_fwd": None,
-    "recurrent_kda": None,
+    "chunk_kda_fwd": kimi_delta_attention.chunk_kda_fwd,
+    "recurrent_kda": kimi_delta_attention.recurrent_kda,
 }
 WHOLE_MODULES: dict[str, dict[str, Any]] = {
     "fla_npu": {},
     "fla_npu.ops": {},
     "fla_npu.ops.ascendc": _FLA_NPU,
 }
-"""A library for devices. Without its kernel for prompts, vLLM-Ascend takes its own kernel."""
+"""A library for devices. Without its kernel for prompts of the gated delta rule, vLLM-Ascend takes
+its own kernel."""
