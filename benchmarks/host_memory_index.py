@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Measures the bytes of the scheduler's Python objects per GiB of host memory.
 
     [KVEXT_ASCEND_SOURCES=FOLDER] python benchmarks/host_memory_index.py [--quick] [--out FOLDER]
@@ -35,6 +36,7 @@ from retention.layouts import ASCEND_BLOCK_SIZES, FULL_16
 from vllm_ascend_kvext.connector.common.host_layout import HostLayout
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.layout.model import KVLayout, StatePolicy
+from vllm_ascend_kvext.store.answers import Answers
 from vllm_ascend_kvext.store.counters import Refusal
 from vllm_ascend_kvext.store.entries import Piece
 from vllm_ascend_kvext.store.prefix import HashedPrefix, TierGeometry
@@ -105,16 +107,20 @@ def measure(model: Model, prompt_tokens: int, capacity_bytes: int) -> Row | None
     gc.collect()
     tracemalloc.start()
     try:
-        before_bytes, _ = tracemalloc.get_traced_memory()
         tier = HostTier(capacity_bytes, host.geometry)
         rng = random.Random(0)
         while _has_room_for(tier, host, prompt_tokens):
             _store_prompt(tier, host, model.hash_tokens, prompt_tokens, rng)
+        held_gib = tier.counters.bytes_held / GIB
+        entries_held = tier.counters.entries_held
         gc.collect()
-        index_bytes = tracemalloc.get_traced_memory()[0] - before_bytes
+        index_bytes, _ = tracemalloc.get_traced_memory()
+        # What the tier has learned does not grow with host memory, and stays.
+        tier.clear()
+        gc.collect()
+        index_bytes -= tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    held_gib = tier.counters.bytes_held / GIB
     if not held_gib:
         return None
     return Row(
@@ -122,7 +128,7 @@ def measure(model: Model, prompt_tokens: int, capacity_bytes: int) -> Row | None
         host.unit_tokens,
         prompt_tokens,
         held_gib,
-        tier.counters.entries_held / held_gib,
+        entries_held / held_gib,
         index_bytes / held_gib,
     )
 
@@ -157,7 +163,8 @@ def _store_prompt(
 def remembered_bytes() -> dict[str, int]:
     """The bytes for keys that are not stored, when the maximum number of them is known."""
     return {
-        "keys that were stored, and chunks that were asked for": _traced(_forgotten_tier),
+        "keys that were stored, chunks that were asked for, and tails": _traced(_forgotten_tier),
+        "answers, and whether they come back": _traced(_full_answers),
         "keys that were seen once (store_policy=second_touch)": _traced(_full_chooser),
     }
 
@@ -185,6 +192,20 @@ def _forgotten_tier() -> HostTier:
             assert not isinstance(entry, Refusal)
             tier.fail_store(entry)
     return tier
+
+
+def _full_answers() -> Answers:
+    """Answers of the maximum number of requests, each with a ``cache_salt`` of its own."""
+    answers = Answers(16)
+    rng = random.Random(0)
+    for number in range(20_000):
+        prefix = HashedPrefix([rng.randbytes(KEY_BYTES) for _ in range(3)], 16)
+        salt = f"{number:032x}"
+        conversation, _ = answers.note_prompt(prefix, 16, salt)
+        answers.note_ended(prefix, 16, 32, conversation, salt)
+        answers.note_prompt(prefix, 48, salt)
+        answers.note_ended(prefix, 16, 32, conversation, salt)
+    return answers
 
 
 def _full_chooser() -> StoreChooser:

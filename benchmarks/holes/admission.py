@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Measures the scheduler's lookup of a prompt in host memory, beside vLLM's own prefix lookup.
 
     python benchmarks/holes/admission.py [--quick] [--rounds R] [--tokens N ...] [--out FOLDER]
@@ -169,7 +170,7 @@ class HostLookup:
 
 
 def _engine(num_tokens: int, host_bytes: int | None) -> Any:
-    from host_tier.engine import Engine, HostMemory
+    from host_tier.engine import Engine, host_memory
     from host_tier.pages import pages_of
     from retention.layouts import get_layout
 
@@ -177,7 +178,7 @@ def _engine(num_tokens: int, host_bytes: int | None) -> Any:
     num_blocks = 1 + layout.blocks_without_hits(num_tokens + layout.max_num_batched_tokens)
     host = None
     if host_bytes is not None:
-        host = HostMemory(pages_of(LAYOUT, num_blocks), host_bytes, "all", hole_reuse=True)
+        host = host_memory(pages_of(LAYOUT, num_blocks), host_bytes, "all", hole_reuse=True)
     return Engine(layout, num_blocks, host)
 
 

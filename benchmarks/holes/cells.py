@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """One row of the table: a trace in every variant, behind a small pool.
 
 Each variant has the same pool. Host memory is a share of what the trace leaves in an endless tier.
@@ -8,15 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 from collections.abc import Iterator, Sequence
 from unittest import mock
 
-from host_tier.engine import Engine, HostMemory
+from host_tier.engine import Engine, host_memory
 from host_tier.pages import pages_of
+from host_tier.pools import small_pool
 from host_tier.serving import Serving
-from retention.layouts import BenchLayout, get_layout
-from retention.traces import Trace
+from retention.layouts import get_layout
 from support.connector.held import held_by
 
 from holes.results import Result, Row, Variant
@@ -29,12 +29,6 @@ ENDLESS_BYTES = 1 << 50
 
 MAX_ENTRIES = 1 << 30
 """More entries than a tier has."""
-
-POOL_SHARE = 0.04
-"""The share of a trace's tokens, each counted once, that the device pool holds."""
-
-MIN_REQUESTS = 1.5
-"""The device pool holds at least this many of the trace's longest requests, with answers."""
 
 
 class Bench:
@@ -50,7 +44,7 @@ class Bench:
     def __init__(self, layout_name: str, trace_name: str, scale: float, store_policy: str) -> None:
         self.layout = get_layout(layout_name)
         self.trace = trace_named(trace_name, scale * self.layout.thinning, self.layout.stretch)
-        self.num_blocks = _num_blocks(self.layout, self.trace)
+        self.num_blocks = small_pool(self.layout, self.trace)
         self._scale = scale
         self._store_policy = store_policy
 
@@ -81,7 +75,7 @@ class Bench:
         host = None
         if variant is not Variant.ALONE:
             pages = pages_of(self.layout.name, self.num_blocks)
-            host = HostMemory(
+            host = host_memory(
                 pages,
                 host_bytes,
                 "all" if variant is Variant.LRU else self._store_policy,
@@ -117,15 +111,3 @@ def _latest_use() -> Iterator[None]:
         mock.patch.object(eviction, "NUM_SAMPLED", MAX_ENTRIES),
     ):
         yield
-
-
-def _num_blocks(layout: BenchLayout, trace: Trace) -> int:
-    """The number of blocks of the pool."""
-    max_tokens = max(len(request.answered) for request in trace.requests)
-    used: dict[int, int] = {}
-    for request in trace.requests:
-        for part in request.answered.backwards():
-            index = part.passage.index
-            used[index] = max(part.used_tokens, used.get(index, 0))
-    num_tokens = max(POOL_SHARE * sum(used.values()), MIN_REQUESTS * max_tokens)
-    return 1 + layout.blocks_without_hits(math.ceil(num_tokens))

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """One row of the table: a trace on a layout, on the device alone and with a host tier behind it."""
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from retention.traces import Trace, write_trace
 from retention.variants import installed
 from support.connector.held import held_by
 
-from host_tier.engine import Engine, HostMemory
+from host_tier.engine import Engine, host_memory
 from host_tier.pages import pages_of
 from host_tier.results import CEILING_UNIT_TOKENS, HostUse, Result, Row, Variant
-from host_tier.serving import Outcome, Serving
+from host_tier.serving import Serving
 from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
+from vllm_ascend_kvext.replay.serving import Outcome
 from vllm_ascend_kvext.store.entries import Kind
 
 HOST_BYTES = 1 << 40
@@ -54,7 +56,7 @@ def run_row(
 def _serve(layout: BenchLayout, trace: Trace, variant: Variant, num_blocks: int) -> Result:
     host = None
     if variant.has_host:
-        host = HostMemory(pages_of(layout.name, num_blocks), HOST_BYTES, "second_touch")
+        host = host_memory(pages_of(layout.name, num_blocks), HOST_BYTES, "second_touch")
     gc.collect()
     with installed(variant.policy):
         engine = Engine(layout, num_blocks, host)

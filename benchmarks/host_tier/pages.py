@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The pages that a worker would register for each layout of the benchmark, without memory.
 
 The planning and shaping code of vLLM or vllm-ascend makes the pages of DeepSeek-V4. The pages of
@@ -41,8 +42,14 @@ MODELS = {
     "gptoss": ModelSizes(18, 2 * 8 * 64 * 2),
     # gemma-3-27b: 62 layers, one in six without a window; 16 heads of 128.
     "gemma": ModelSizes(10, 2 * 16 * 128 * 2),
+    "gemma128": ModelSizes(10, 2 * 16 * 128 * 2),
+    "gptoss128": ModelSizes(18, 2 * 8 * 64 * 2),
     # Qwen3-Next-80B: 48 layers, one in four with attention, 2 heads of 256.
     "mamba": ModelSizes(12, 2 * 2 * 256 * 2, 32 * 128 * 128 * 4 // 2 + 3 * 8192 * 2),
+    # Qwen3.5-397B-A17B: 60 layers, one in four with attention, 2 heads of 256.
+    "qwen3.5": ModelSizes(15, 2 * 2 * 256 * 2, 64 * 128 * 128 * 4 + 3 * 12288 * 2),
+    # Kimi-Linear-48B-A3B: 27 layers, one in four with latents of 576.
+    "kimi": ModelSizes(7, 576 * 2, 32 * 128 * 128 * 4 + 3 * 12288 * 2),
 }
 
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """One cell of the table: a variant serves a trace on a layout with a pool."""
 
 from __future__ import annotations
@@ -12,13 +13,21 @@ from dataclasses import asdict
 
 from retention.engine import Engine
 from retention.layouts import BenchLayout, get_layout
+from retention.production import RECORDINGS, read_trace
 from retention.serving import DoesNotFitError, Serving
 from retention.suite import INFINITE, Batch, Cell, Finished
 from retention.traces import Trace, write_trace
 from retention.variants import Variant, entered
 
 layout_named = functools.cache(get_layout)
-_trace = functools.lru_cache(maxsize=2)(write_trace)
+
+
+@functools.lru_cache(maxsize=2)
+def _trace(name: str, scale: float, thinning: float, stretch: float, seed: int) -> Trace:
+    """A trace by its name. A seed is another part of a recorded trace, of the same length."""
+    if name in RECORDINGS:
+        return read_trace(name, scale, seed)
+    return write_trace(name, scale * thinning, stretch, seed)
 
 
 def run_batch(batch: Batch) -> list[Finished]:
@@ -65,7 +74,7 @@ def run_cell(cell: Cell, num_blocks: int | None) -> dict[str, object]:
     """
     layout = layout_named(cell.layout)
     variant = Variant.parse(cell.variant)
-    trace = _trace(cell.trace, cell.scale * layout.thinning, layout.stretch, cell.seed)
+    trace = _trace(cell.trace, cell.scale, layout.thinning, layout.stretch, cell.seed)
     if num_blocks is None:
         num_blocks = _blocks_without_evictions(layout, trace)
     gc.collect()

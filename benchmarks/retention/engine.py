@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Runs vLLM's block manager, and records its cache. The module knows no trace and no policy."""
 
 from __future__ import annotations
@@ -150,8 +151,8 @@ class Engine:
             retention = CoordinatorState.of(self.manager.coordinator).retention
             if retention is not None:
                 # Retention changes the method of a scheduler when vLLM makes the scheduler.
-                shorten = RetainingScheduler(retention)._mamba_block_aligned_split
-                self._split = partial(shorten, self._split)
+                methods = RetainingScheduler(host, retention)
+                self._split = partial(methods._mamba_block_aligned_split, self._split)
 
     @property
     def scheduler_s(self) -> float:

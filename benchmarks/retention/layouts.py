@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The cache layouts of the benchmarks, by name, as vLLM's KV cache configuration."""
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ FULL_16 = Group(Attention.FULL, 16)
 # vLLM-Ascend's block size for models that are all full attention.
 FULL = Layout("full", (Group(Attention.FULL, 128),))
 
+GEMMA128 = Layout(
+    "gemma128", (Group(Attention.FULL, 128), *[Group(Attention.WINDOW, 128, 1024)] * 5)
+)
+GPTOSS128 = Layout("gptoss128", (Group(Attention.FULL, 128), Group(Attention.WINDOW, 128, 128)))
 GPTOSS = Layout("gptoss", (FULL_16, Group(Attention.WINDOW, 16, 128)))
 GEMMA = Layout("gemma", (FULL_16, *[Group(Attention.WINDOW, 16, 1024)] * 5))
 DSV4 = Layout(
@@ -34,7 +39,17 @@ DSV4 = Layout(
 # is saved per such block. So all groups have the same block size of several hundred tokens.
 MAMBA = Layout("mamba", (Group(Attention.FULL, 512), *[Group(Attention.MAMBA, 512)] * 3))
 
-PLAIN_LAYOUTS = {layout.name: layout for layout in (FULL, GPTOSS, GEMMA, DSV4, MAMBA)}
+# Qwen3.5-397B-A17B and Kimi-Linear-48B-A3B, with the block sizes that their states lead to.
+QWEN35 = Layout("qwen3.5", (Group(Attention.FULL, 2176), *[Group(Attention.MAMBA, 2176)] * 3))
+KIMI = Layout("kimi", (Group(Attention.MLA, 1920), *[Group(Attention.MAMBA, 1920)] * 3))
+
+PLAIN_LAYOUTS = {
+    layout.name: layout
+    for layout in (FULL, GPTOSS, GEMMA, DSV4, MAMBA, GEMMA128, GPTOSS128, QWEN35, KIMI)
+}
+
+HASH_TOKENS = {"qwen3.5": 64, "kimi": 64}
+"""By layout: the tokens of a hash, where they are fewer than all block sizes share."""
 
 THINNING = {"gemma": 0.6}
 """By layout: a factor on the number of texts. Six groups of small blocks take more time per token
@@ -111,7 +126,7 @@ def get_layout(name: str) -> BenchLayout:
         layout.groups,
         layout.to_config,
         scheduler_block_tokens=math.lcm(*sizes),
-        hash_block_tokens=math.gcd(*sizes),
+        hash_block_tokens=HASH_TOKENS.get(name, math.gcd(*sizes)),
         thinning=THINNING.get(name, 1.0),
     )
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Measures token hit rates of dense caching, fixed intervals and adaptive retention on traces.
 
     python benchmarks/retention/run.py [--quick] [--layout L] [--trace T] [--pool P] [--variant V]
@@ -27,6 +28,7 @@ from common.processes import has_ascend, processes  # noqa: E402
 from common.report import parser, write  # noqa: E402
 
 from retention import report  # noqa: E402
+from retention.production import RECORDINGS  # noqa: E402
 from retention.suite import Batch, Finished, batches  # noqa: E402
 from retention.traces import WRITERS  # noqa: E402
 
@@ -54,7 +56,7 @@ QUICK = {
 def parse_arguments() -> argparse.Namespace:
     everything = {
         "layout": LAYOUTS + (ASCEND_LAYOUTS if has_ascend() else ()),
-        "trace": tuple(WRITERS),
+        "trace": (*WRITERS, *RECORDINGS),
         "pool": POOLS,
         "variant": VARIANTS,
     }

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Serves a trace on vLLM's real ``KVCacheManager``, the way its V1 scheduler does.
 
 Every step distributes the layout's number of tokens, first to running requests, and then to waiting
@@ -23,14 +24,10 @@ from retention.engine import Engine, RecordingTable
 from retention.layouts import BenchLayout
 from retention.losses import CachedOnce, ComputedPrefixes, Losses, split_losses
 from retention.traces import Trace, TracedRequest
+from vllm_ascend_kvext.replay.serving import BURST_TOKENS, DoesNotFitError
 
 MAX_RUNNING = 16
-BURST_TOKENS = 16
 SAMPLE_EVERY_STEPS = 64
-
-
-class DoesNotFitError(Exception):
-    """One request alone needs more blocks than the pool has."""
 
 
 @dataclass(slots=True)
