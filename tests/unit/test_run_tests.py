@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from collections import Counter
@@ -52,6 +53,31 @@ def test_every_test_file_runs_once_on_the_main_version(with_ascend: ModuleType) 
             runs.update(files_of(suite.paths))
     elsewhere = {TESTS / "emulated_npu" / file for file in run_tests.NOT_ON_MAIN_EMULATED_NPU}
     assert runs == Counter({*TESTS.rglob("test_*.py")} - elsewhere)
+
+
+def test_no_suite_of_the_main_release_consists_of_files_that_skip_there(
+    run_tests: ModuleType,
+) -> None:
+    """A suite in which nothing runs fails `make test`."""
+    skipped = set()
+    for file in (TESTS / "emulated_npu").glob("test_*.py"):
+        for statement in ast.parse(file.read_text()).body:
+            text = ast.unparse(statement)
+            if text.startswith("pytestmark = ") and "skipif(IS_0_23" in text:
+                skipped.add(file.name)
+    assert skipped == set(run_tests.NOT_ON_MAIN_EMULATED_NPU)
+    assert skipped <= set(run_tests.ON_OTHER_EMULATED_NPUS)
+
+
+def test_totals_name_a_suite_in_which_nothing_ran(
+    run_tests: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = {"first": run_tests.Result(1, 0, 0, 1.0), "second": run_tests.Result(0, 0, 2, 1.0)}
+    assert [result.is_green for result in results.values()] == [True, False]
+    run_tests.print_totals(results, 2.0, 1)
+    *_, named, last = capsys.readouterr().out.splitlines()
+    assert named.startswith("second: no test ran")
+    assert last == "1 passed, 0 failed, 2 skipped"
 
 
 def test_make_test_starts_all_settings_and_some_lines_on_the_emulated_npu_of_every_release(
