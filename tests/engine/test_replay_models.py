@@ -7,13 +7,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import run_scripts
 
 PLAN = """
 import json, os, sys
@@ -27,17 +26,17 @@ try:
     model = plan_model(Path(folder), arguments, num_blocks, max_tokens)
 except ReplayError as error:
     print(json.dumps({"error": str(error)}))
-    sys.exit()
-groups = model.kv_cache_config.kv_cache_groups
-print(json.dumps({
-    "groups": [[type(g.kv_cache_spec).__name__, g.kv_cache_spec.block_size, len(g.layer_names),
-                g.kv_cache_spec.page_size_bytes] for g in groups],
-    "blocks": [model.kv_cache_config.num_blocks, model.pages.num_pages],
-    "sizes": [model.scheduler_block_tokens, model.hash_block_tokens, model.num_workers],
-    "pool": model.pool_bytes,
-    "rows": [g.planes[0].row_bytes for g in model.pages.groups],
-    "lines": model.describe(),
-}))
+else:
+    groups = model.kv_cache_config.kv_cache_groups
+    print(json.dumps({
+        "groups": [[type(g.kv_cache_spec).__name__, g.kv_cache_spec.block_size, len(g.layer_names),
+                    g.kv_cache_spec.page_size_bytes] for g in groups],
+        "blocks": [model.kv_cache_config.num_blocks, model.pages.num_pages],
+        "sizes": [model.scheduler_block_tokens, model.hash_block_tokens, model.num_workers],
+        "pool": model.pool_bytes,
+        "rows": [g.planes[0].row_bytes for g in model.pages.groups],
+        "lines": model.describe(),
+    }))
 """
 
 ENGINE = """
@@ -110,38 +109,55 @@ DEEPSEEK = {
 }
 
 
-def run(script: str, *values: Any) -> dict[str, Any]:
-    found = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(values)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"},
-    )
-    assert found.returncode == 0, found.stderr[-4000:]
-    result: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
-    return result
+HYBRID = "hybrid"
+PLANS: dict[str, tuple[Mapping[str, Any], tuple[str, ...], int]] = {
+    "states": (QWEN3_NEXT, (), 500),
+    "states on two workers": (QWEN3_NEXT, ("--tensor-parallel-size", "2"), 500),
+    "latents": (DEEPSEEK, ("--tensor-parallel-size", "4"), 500),
+    "small pool": (DEEPSEEK, (), 20),
+    "unknown architecture": (DEEPSEEK | {"architectures": ["NoSuchModel"]}, (), 500),
+    "wrong value": (DEEPSEEK | {"n_routed_experts": "x"}, (), 500),
+}
+"""By name: a ``config.json``, arguments of vLLM, and the number of blocks."""
 
 
-def planned(folder: Path, *arguments: str, num_blocks: int = 500) -> dict[str, Any]:
-    return run(PLAN, str(folder), arguments, num_blocks, 1024)
-
-
-def test_the_plan_is_that_of_an_engine_and_needs_no_weights(
-    model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def found(
+    model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """What replay plans, by a name of `PLANS` or `HYBRID`, and what an engine has planned."""
     folder = model_folder("three windows")
-    shutil.copy(folder / "config.json", tmp_path)
-    engine = run(ENGINE, str(folder), 32)
-    plan = planned(tmp_path, "--block-size", "32")
+    without_weights = tmp_path_factory.mktemp(HYBRID)
+    shutil.copy(folder / "config.json", without_weights)
+    asked = {HYBRID: (without_weights, ("--block-size", "32"), 500)}
+    for name, (config, arguments, num_blocks) in PLANS.items():
+        of_plan = tmp_path_factory.mktemp("config")
+        (of_plan / "config.json").write_text(json.dumps(config))
+        asked[name] = (of_plan, arguments, num_blocks)
+    scripts = {"engine": with_values(ENGINE, str(folder), 32)}
+    for name, (of_plan, arguments, num_blocks) in asked.items():
+        scripts[name] = with_values(PLAN, str(of_plan), arguments, num_blocks, 1024)
+    environ = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"}
+    return {
+        name: json.loads(output.splitlines()[-1])
+        for name, output in run_scripts.run(scripts, environ).items()
+    }
+
+
+def with_values(script: str, *values: Any) -> str:
+    """A script that finds values as its first argument."""
+    return f"import sys\nsys.argv[1:] = [{json.dumps(values)!r}]\n{script}"
+
+
+def test_the_plan_is_that_of_an_engine_and_needs_no_weights(found: dict[str, Any]) -> None:
+    plan, engine = found[HYBRID], found["engine"]
     assert plan["groups"] == engine["groups"] and len(plan["groups"]) > 1
     assert plan["sizes"] == [engine["block_size"], 32, 1]
     assert plan["blocks"] == [500, 500]
 
 
-def test_states_and_a_config_of_quantized_weights(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_NEXT))
-    whole, half = planned(tmp_path), planned(tmp_path, "--tensor-parallel-size", "2")
+def test_states_and_a_config_of_quantized_weights(found: dict[str, Any]) -> None:
+    whole, half = found["states"], found["states on two workers"]
     kinds = [group[0] for group in whole["groups"]]
     assert kinds.count("FullAttentionSpec") == 1 and kinds.count("MambaSpec") == 3
     assert len({group[1] for group in whole["groups"]}) == 1
@@ -150,25 +166,23 @@ def test_states_and_a_config_of_quantized_weights(tmp_path: Path) -> None:
     assert [2 * row for row in half["rows"]] == whole["rows"]
 
 
-def test_latents_are_the_same_on_all_workers(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
-    plan = planned(tmp_path, "--tensor-parallel-size", "4")
+def test_latents_are_the_same_on_all_workers(found: dict[str, Any]) -> None:
+    plan = found["latents"]
     assert plan["groups"] == [["MLAAttentionSpec", 16, 3, 16 * 576 * 2]]
     assert plan["pool"] == 4 * 500 * 3 * 16 * 576 * 2
     assert plan["lines"] == ["group 0: 3 layers, full, 16 tokens per block, 54 KiB per block"]
 
 
 @pytest.mark.parametrize(
-    ("config", "arguments", "num_blocks", "expected"),
+    ("name", "expected"),
     [
-        (DEEPSEEK, (), 20, "expected a pool that holds the longest request, found one of 20 bl"),
-        (DEEPSEEK | {"architectures": ["NoSuchModel"]}, (), 500, "expected arguments that vllm"),
-        (DEEPSEEK | {"n_routed_experts": "x"}, (), 500, "expected "),
+        ("small pool", "expected a pool that holds the longest request, found one of 20 bl"),
+        ("unknown architecture", "expected arguments that vllm"),
+        ("wrong value", "expected "),
     ],
 )
 def test_what_cannot_be_planned_is_named_with_what_to_do(
-    config: dict[str, Any], arguments: tuple[str], num_blocks: int, expected: str, tmp_path: Path
+    name: str, expected: str, found: dict[str, Any]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    error = planned(tmp_path, *arguments, num_blocks=num_blocks)["error"]
+    error = found[name]["error"]
     assert expected in error and ("--groups" in error or "--blocks" in error)

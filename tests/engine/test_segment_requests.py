@@ -568,6 +568,7 @@ def test_a_request_that_cannot_reuse_what_is_stored_has_keys_compared_again(
         assert engine.counts.reused_tokens == len(ALL_DIFFERENT[0]) - HEAD_TOKENS
 
 
+@pytest.mark.main_version
 @pytest.mark.usefixtures("comparing")
 @pytest.mark.parametrize("learns", [False, True])
 def test_thousands_of_requests_do_not_have_keys_compared_in_vain(

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support.mooncake import Servers, raw_client
-from support.sample import IS_LONG
+from support.sample import IS_LONG, IS_SAMPLE
 from support.scenarios.answers import LOGPROB_TOLERANCE, Served
 from support.scenarios.connector import SHARED_TOKENS
 from test_shared_tier_engine import HITS, MODELS, Sharing, check, floor, own, until
@@ -62,7 +62,7 @@ class Stored:
         store.close()
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=MODELS[:1] if IS_SAMPLE else MODELS)
 def stored(
     request: pytest.FixtureRequest,
     model_folder: Callable[[str], Path],

@@ -129,6 +129,7 @@ def test_weights_that_are_replaced_are_refused_by_several_workers(weights: Weigh
     assert not objects(weights.tier)
 
 
+@pytest.mark.main_version
 def test_weights_of_another_load_format_do_not_meet(
     weights: Weights, references: Mapping[str, Served]
 ) -> None:

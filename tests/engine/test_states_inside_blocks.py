@@ -56,8 +56,6 @@ KINDS: dict[str, Mapping[str, str]] = {
 SAMPLE = [
     Cell(NO_DRAFTS, False, "upstream's retention"),
     Cell(NO_DRAFTS, False, "adaptive"),
-    Cell(MTP, False, "upstream's retention"),
-    Cell(MTP, False, "adaptive"),
     Cell(MTP, True, "both"),
 ]
 ALL = [
@@ -132,7 +130,7 @@ def test_wrong_states_show(cell: Cell, reports: LazyReports) -> None:
     assert min(errors.values()) > VISIBLE
 
 
-@pytest.mark.parametrize("drafts", [NO_DRAFTS, MTP])
+@pytest.mark.parametrize("drafts", [NO_DRAFTS, MTP] if IS_LONG else [NO_DRAFTS])
 def test_retention_hits_more_than_upstreams(drafts: str, reports: LazyReports) -> None:
     own, upstreams = (
         reports[Cell(drafts, False, kind).name] for kind in ("adaptive", "upstream's retention")

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Runs scripts, each in a process of its own that has imported vLLM already.
 
-The program reads a JSON object from its standard input: scripts by name. It writes another: what
-each script has printed. An import of vLLM takes ten seconds, so the program imports it once, and
-forks for each script.
+`run` starts this file as a program. The program reads a JSON object from its standard input:
+scripts by name. It writes another: what each script has printed. An import of vLLM takes ten
+seconds, so the program imports it once, and forks for each script.
 """
 
 from __future__ import annotations
@@ -12,12 +12,34 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import traceback
 import types
+from collections.abc import Mapping
 
 PRELOADED = ("vllm.v1.core.sched.async_scheduler", "vllm.config", "torch")
+
+
+def run(scripts: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """What scripts print, by name. They run one after the other.
+
+    Args:
+        scripts: Python programs, by name.
+        environ: The variables of their processes.
+    """
+    ended = subprocess.run(
+        [sys.executable, __file__],
+        input=json.dumps(dict(scripts)),
+        env=dict(environ),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not ended.returncode, ended.stderr
+    outputs: dict[str, str] = json.loads(ended.stdout.splitlines()[-1])
+    return outputs
 
 
 def output_of(script: str) -> str:

@@ -4,14 +4,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from support import run_scripts
 
 FOLDER = Path(__file__).parents[2] / "docs" / "upstream"
 WRONG = "WRONG"
@@ -80,14 +79,4 @@ def run(chosen: Iterable[Report], path: Iterable[Path] = ()) -> dict[str, str]:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     variables |= {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"}
     variables["PYTHONPATH"] = os.pathsep.join(map(str, path))
-    ended = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("run_scripts.py"))],
-        input=json.dumps({report.name: report.script for report in chosen}),
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert not ended.returncode, ended.stderr
-    outputs: dict[str, str] = json.loads(ended.stdout.splitlines()[-1])
-    return outputs
+    return run_scripts.run({report.name: report.script for report in chosen}, variables)
