@@ -277,6 +277,8 @@ nb::dict describe() {
 }  // namespace
 
 NB_MODULE(_native, module) {
+  // An engine in the user's own process may live until the interpreter ends. That is no leak.
+  nb::set_leak_warnings(false);
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
     try {
       std::rethrow_exception(pointer);

@@ -176,17 +176,20 @@ def install(activation: Activation) -> None:
     if refused:
         logger.warning("%s", _explain(refused, activation))
     wanted = wanted_features(settings)
-    installed: list[str] = []
+    num_patches = 0
+    features: list[str] = []
     for plan in activation.plans:
-        if plan.fits and plan.feature in wanted:
-            installed += BOOK.apply(plan)
-    if installed:
+        if plan.fits and plan.feature in wanted and (applied := BOOK.apply(plan)):
+            num_patches += len(applied)
+            features.append(plan.feature)
+    if features:
         logger.info(
-            "vllm-ascend-kvext %s: %s applied to %s (plan %s).",
+            "vllm-ascend-kvext %s: %d patch(es) applied to %s (plan %s) for %s.",
             __version__,
-            ", ".join(installed),
+            num_patches,
             activation.upstream,
             digest(activation.plans),
+            ", ".join(features),
         )
 
 
@@ -218,6 +221,8 @@ def _report_unsupported(activation: Activation) -> None:
     message = f"vllm-ascend-kvext leaves vLLM untouched: {activation.why_unsupported}."
     if settings.mode is Mode.STRICT:
         raise PatchError(f"{message} {_REMEDY}")
+    if settings.requests and activation.upstream.vllm is None:
+        raise PatchError(f"{message} {', '.join(settings.requests.values())} asks for a feature.")
     for feature, variable in settings.requests.items():
         if not _knows(variable):
             raise PatchError(

@@ -57,7 +57,10 @@ def detect(environ: Mapping[str, str]) -> Upstream:
 def why_unsupported(upstream: Upstream) -> str:
     """Why the installed upstream is not supported; empty if it is supported."""
     if upstream.vllm is None:
-        return f"vLLM is not installed; supported: {supported_versions()}"
+        return (
+            f"vLLM is not installed for {sys.executable}; use the Python that runs vLLM. "
+            f"Supported: {supported_versions()}"
+        )
     for release in SUPPORTED:
         ascend = upstream.vllm_ascend
         if version_in(upstream.vllm, release.vllm) and (

@@ -186,7 +186,8 @@ def _require_within_limit(need: MemoryNeed, options: ConnectorOptions) -> None:
         raise SettingsError(
             f"{CONFIG}: host_memory_gib: expected no more than this host has, found "
             f"{options.host_memory_gib:g}, which takes {need}: {bound}. "
-            f"{fitting_memory(need, bound.left_bytes, options.world_size)}"
+            f"{fitting_memory(need, bound.left_bytes, options.world_size)} The model and its KV "
+            "cache may need some of it, too."
         )
 
 

@@ -8,6 +8,7 @@ The module translates what coordinators of upstream and vllm-ascend say into the
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -79,8 +80,10 @@ def retain(
             coordinator.block_pool.enable_kv_cache_events,
         )
     nothing_to_do = ""
+    level = logging.INFO
     if not is_caching:
-        nothing_to_do = "prefix caching is off"
+        nothing_to_do = "prefix caching is off; start with --enable-prefix-caching to use it"
+        level = logging.WARNING
     elif kinds.isdisjoint({GroupKind.WINDOW, GroupKind.STATE}):
         nothing_to_do = "this model has neither sliding-window nor state groups"
     elif not kinds <= {GroupKind.FULL, GroupKind.WINDOW, GroupKind.STATE}:
@@ -89,7 +92,7 @@ def retain(
         if not hasattr(coordinator.kv_cache_config, "prefix_cache_retention_interval"):
             # Before vLLM 0.30, this attribute has the value of our variable.
             coordinator.retention_interval = None
-        logger.info("Prefix-cache retention has nothing to do: %s.", nothing_to_do)
+        logger.log(level, "Prefix-cache retention has nothing to do: %s.", nothing_to_do)
         return None
 
     check_interval(interval_tokens, unit_tokens)

@@ -94,7 +94,7 @@ CASES = {
     "repair": Case("patched", says=("applied",), level=logging.INFO, repair={}),
     "repair, drift": Case("imported", says=("DRIFTED",), engine=DRIFTED, repair={}),
     "asked for, and needs a repair": Case(
-        *("patched", INTERVAL, (f"T-{TARGET}", "T-outer")),
+        *("patched", INTERVAL, ("2 patch(es) applied", REPAIR, "retention")),
         level=logging.INFO,
         repair={},
         is_required=True,
@@ -136,7 +136,7 @@ for text in ("abc", "1.5", "-1", "1e3"):
 for mode in ("safe", "strict"):
     CASES |= {
         f"asked for, {mode}": Case(
-            *("patched", INTERVAL | {"mode": mode}, (f"T-{TARGET}", "vLLM 0.23.0")),
+            *("patched", INTERVAL | {"mode": mode}, ("1 patch(es) applied", "vLLM 0.23.0")),
             level=logging.INFO,
         ),
         f"repair left out, {mode}": Case(

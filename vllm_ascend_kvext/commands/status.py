@@ -208,7 +208,11 @@ def _obstacles() -> list[str]:
     obstacles = []
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and _ENTRY_POINT not in plugins.split(","):
-        obstacles.append(f"VLLM_PLUGINS={plugins!r} keeps vLLM from loading {_ENTRY_POINT!r}")
+        named = ",".join(filter(None, [plugins, _ENTRY_POINT]))
+        obstacles.append(
+            f"VLLM_PLUGINS={plugins!r} keeps vLLM from loading {_ENTRY_POINT!r}: it does nothing "
+            f"there. Set VLLM_PLUGINS={named}"
+        )
     if not metadata.entry_points(group=_ENTRY_POINT_GROUP, name=_ENTRY_POINT):
         obstacles.append("the package is importable and not installed: vLLM does not find it")
     return obstacles
@@ -220,7 +224,8 @@ def render(report: StatusReport, *, lists_patches: bool) -> list[str]:
     lines = [f"vllm-ascend-kvext {report.version} on {upstream}: {report.verdict}"]
     requested = [f"{name}={value}" for name, value in report.requested.items()]
     rows = [("mode", report.mode or "?", f"asked for: {', '.join(requested) or 'nothing'}")]
-    rows += [(row["name"], row["state"], row["reason"]) for row in report.features]
+    if not report.upstream or report.upstream["vllm"] is not None:
+        rows += [(row["name"], row["state"], row["reason"]) for row in report.features]
     lines += [f"  {line}" for line in render_rows(rows)]
     lines += [f"note: {note}" for note in report.notes]
     if report.error:

@@ -125,11 +125,11 @@ def list_variants(
         policy = Retention.ADAPTIVE
         variants.append(Variant("adaptive retention", policy))
     behind = "adaptive + host" if has_sparse_groups else "dense + host"
-    variants += [Variant(f"{behind} {gib:g} GiB", policy, host_gib=gib) for gib in host_gibs]
+    variants += [Variant(f"{behind} {gib:.3g} GiB", policy, host_gib=gib) for gib in host_gibs]
     if host_gibs:
         middle_gib = host_gibs[len(host_gibs) // 2]
         for ending, stores_all in ((" + shared", False), (" + shared, all", True)):
-            name = f"{behind} {middle_gib:g} GiB{ending}"
+            name = f"{behind} {middle_gib:.3g} GiB{ending}"
             variants.append(Variant(name, policy, None, middle_gib, True, stores_all))
     return variants
 

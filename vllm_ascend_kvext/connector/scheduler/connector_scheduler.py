@@ -181,7 +181,9 @@ class ConnectorScheduler:
         logger.info(
             "KvextConnector: %s; hits: prompts of %d tokens or more, in multiples of %d; chunks "
             "have %d tokens; store_policy=%s, state_policy=%s.",
-            _memory_in_words(worker, len(workers), self.tier.num_tokens),
+            _memory_in_words(
+                worker, len(workers), self.tier.num_tokens, layout.geometry.needs_tails
+            ),
             min_prompt_tokens,
             layout.unit_tokens,
             layout.geometry.chunk_tokens,
@@ -569,10 +571,14 @@ class ConnectorScheduler:
         self._cost.note_step(num_tokens, now_s - began_s)
 
 
-def _memory_in_words(worker: WorkerLayout, num_workers: int, num_tokens: int) -> str:
+def _memory_in_words(
+    worker: WorkerLayout, num_workers: int, num_tokens: int, has_tails: bool
+) -> str:
     """The host memory of an engine: how much there is, what it holds, and who shares it."""
     gib = worker.host_bytes / (1 << 30)
-    holds = f" that holds {num_tokens} tokens" if num_tokens else ""
+    # Where requests will resume is not known beforehand, nor what the tails there take.
+    less = " less what windows and states take" if has_tails else ""
+    holds = f" that holds {num_tokens} tokens{less}" if num_tokens else ""
     if worker.sharing is None:
         why = "" if worker.no_sharing is None else f", not shared ({worker.no_sharing})"
         return f"{gib:.2f} GiB of host memory on each of {num_workers} worker(s){holds}{why}"
