@@ -55,6 +55,7 @@ COLORS = {"dense": "0.3", "interval 0": "tab:orange", "adaptive": "tab:green"}
 INTERVAL = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 PLUGIN_OFF = {"VLLM_ASCEND_KVEXT_MODE": "off"}
 REFERENCE = "no prefix caching"
+UNLIMITED = "a cache without limit"
 # vLLM 0.23.0 reads the variable, too. So it also runs with the same settings and without the
 # plugin.
 RUNS: dict[str, dict[str, str]] = {
@@ -248,7 +249,10 @@ def execute(model: Path, name: str, progress: Any) -> Record:
 
 
 def print_table(records: dict[str, Record]) -> None:
-    """Print one row per run. The column `each window` lists the sliding-window groups."""
+    """Print one row per run, and what no cache can exceed.
+
+    The column `each window` lists the sliding-window groups.
+    """
     head = ("run", "prompt", "hit", "computed", "full", "each window", "evictions", "identical")
     rows = [("", "tokens", "", "", "blocks kept", "", "", "outputs"), head]
     for name, record in records.items():
@@ -258,6 +262,9 @@ def print_table(records: dict[str, Record]) -> None:
         outputs = "yes" if record.has_outputs_of(records[REFERENCE]) else "NO"
         row = (name, prompt, hit, prompt - hit, full, "/".join(map(str, windows)))
         rows.append((*map(str, row), str(record.evictions), outputs))
+    prompt = sum(records[REFERENCE].prompt_tokens)
+    hit = sum(records[REFERENCE].max_hit_tokens())
+    rows.append((UNLIMITED, str(prompt), str(hit), str(prompt - hit), "", "", "", ""))
     print_aligned(rows)
 
 
@@ -281,7 +288,7 @@ def draw(records: dict[str, Record], path: Path) -> None:
     def plot(name: str, hits: Sequence[int], **style: Any) -> None:
         axes.plot([0, *accumulate(hits)], label=f"{name}: {sum(hits):,} tokens", **style)
 
-    plot("a cache without limit", records[REFERENCE].max_hit_tokens(), color="0.85", lw=7)
+    plot(UNLIMITED, records[REFERENCE].max_hit_tokens(), color="0.85", lw=7)
     for name, record in records.items():
         owner, _, setting = name.partition(", ")
         color = COLORS.get(setting, "tab:blue")
