@@ -17,6 +17,7 @@ from typing import NamedTuple
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support.official_lines import RELEASES, OfficialLine, known_outcomes, official_lines
+from support.official_lines.answers import known_answers
 from support.official_lines.families import FAMILIES
 
 INTRODUCTION = """\
@@ -29,7 +30,7 @@ read by a tool, which keeps their flags. `make test-ascend` starts each distinct
 tutorial on the [emulated NPU](../tests/emulated_npu/README.md), `make test` a sample: with a small
 model of the family, and with all flags and sizes of parallelism, **up to the engine's
 configuration**: arguments are read, and vLLM, vLLM-Ascend and this package check them. Weights,
-graphs, other nodes and answers are behind that stage. Flags that name machines, files or the form
+graphs and other nodes are behind that stage. Flags that name machines, files or the form
 of answers are left out. `--quantization ascend` meets a checkpoint whose weights are floats.
 
 Each line is started four times: without this package, with adaptive retention, with KvextConnector
@@ -39,6 +40,12 @@ it: a `MultiConnector` asks it first, and KvextConnector, with the role `kv_both
 A line gains where it reuses prefixes on the device: retention then decides what stays, and host
 memory keeps more of it. With `--no-enable-prefix-caching`, retention has nothing to do, and a model
 with states reuses nothing; a model of keys and values alone still loads prompts from host memory.
+
+**Answers.** Where the emulation runs the model, an engine was started, too, and its answers were
+compared with those of the line without this package: a prompt that is new, on the device, and in
+host memory alone, where pages held wrong bytes before. The engine has one device, float32, no
+graphs and steps of 512 tokens; sizes of parallelism, quantization and the dtype of the KV cache are
+left out, all other flags kept. Lines with a connector of their own are not among them.
 
 | outcome | meaning |
 |---|---|
@@ -119,6 +126,8 @@ def _release(release: str, rows: Sequence[Row]) -> Iterable[str]:
     yield from _list(refused)
     yield "### Not emulated, or not started by upstream\n"
     yield from _list(_reasons(rows, ("not emulated", "upstream")))
+    yield "### Answers compared\n"
+    yield from _answers(release, of_families)
     yield "### Every set of flags\n"
     yield "| tutorial and line | times | flags | with retention | with KvextConnector |"
     yield "|---|---|---|---|---|"
@@ -126,6 +135,23 @@ def _release(release: str, rows: Sequence[Row]) -> Iterable[str]:
         kinds = [row.kind(arm) for arm in ("retention", "connector")]
         cells = [row.line.name, str(row.num_lines), _flags(row.line), *kinds]
         yield f"| {' | '.join(cells)} |"
+    yield ""
+
+
+def _answers(release: str, of_families: Mapping[str, Sequence[Row]]) -> Iterable[str]:
+    """How the lines of each family answer, where that was compared."""
+    known = known_answers(release)
+    yield "| family | lines compared | largest difference | least, host memory zeroed |"
+    yield "|---|---|---|---|"
+    for name in sorted(of_families):
+        rows = [row for row in of_families[name] if row.line.name in known]
+        if rows:
+            answers = [known[row.line.name] for row in rows]
+            yield (
+                f"| {name} | {sum(row.num_lines for row in rows)} "
+                f"| {max(each.largest for each in answers):.1e} "
+                f"| {min(each.control for each in answers):.1f} |"
+            )
     yield ""
 
 

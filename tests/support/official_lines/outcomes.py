@@ -43,7 +43,7 @@ MISSING: Mapping[str, str] = {
 LINES_PER_ROUND = 30
 
 MAX_DEVICES = 256
-"""The devices of the emulation. The configuration stage does not use them."""
+"""The devices of the emulation in the stage ``configuration``, which only counts them."""
 
 
 def outcome(found: Mapping[str, Any], without: Mapping[str, Any]) -> str:
@@ -110,6 +110,7 @@ class Starts:
         }
         asked = folder / "cases.json"
         asked.write_text(json.dumps(cases))
+        num_devices = "1" if stage == "engine" else str(MAX_DEVICES)
         environ = {
             name: value
             for name, value in os.environ.items()
@@ -118,7 +119,7 @@ class Starts:
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(START), str(asked), str(self._report)],
-                env={**environ, **processes.NPU.environ, "EMULATED_NPU_DEVICES": str(MAX_DEVICES)},
+                env={**environ, **processes.NPU.environ, "EMULATED_NPU_DEVICES": num_devices},
                 stdout=log,
                 stderr=log,
                 cwd=folder,

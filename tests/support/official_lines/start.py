@@ -33,6 +33,9 @@ SCALE = 0.2
 SEED = 53
 PROMPT_TOKENS = 700
 REPLY_TOKENS = 8
+ON_DEVICE, IN_HOST_MEMORY, ZEROED = "on the device", "in host memory", "host memory zeroed"
+LABELS = ("new", ON_DEVICE, IN_HOST_MEMORY, ZEROED)
+"""The labels of the answers of the stage ``engine``."""
 
 
 def main() -> None:
@@ -193,8 +196,12 @@ def refuse(message: str) -> NoReturn:
     raise ValueError(message)
 
 
-def answers_of(config: Any) -> list[dict[str, Any]]:
-    """Serve a prompt three times: new, cached on the device, and with an empty device cache."""
+def answers_of(config: Any) -> dict[str, dict[str, Any]]:
+    """Serve a prompt again and again. Returns the answers by label.
+
+    It is new, then cached on the device, and then in host memory alone, where KvextConnector is.
+    The last time, host memory is zeroed, so that an answer that reads it has to be wrong.
+    """
     from vllm.v1.engine.llm_engine import LLMEngine
 
     engine = LLMEngine.from_vllm_config(config)
@@ -203,12 +210,28 @@ def answers_of(config: Any) -> list[dict[str, Any]]:
     worker = core.model_executor.driver_worker
     draw_weights(getattr(worker, "worker", worker).model_runner.model)
     prompt = random.Random(0).choices(range(512), k=PROMPT_TOKENS)
-    answers = []
-    for label in ("new", "again", "device emptied"):
-        if label == "device emptied":
+    answers = {}
+    for label in LABELS:
+        if label in (IN_HOST_MEMORY, ZEROED):
             engine.reset_prefix_cache()
-        answers.append({"label": label} | answer(engine, scheduler, prompt, label))
+            spoil(label == ZEROED)
+        answers[label] = answer(engine, scheduler, prompt, label)
     return answers
+
+
+def spoil(is_host_too: bool) -> None:
+    """Fill the pages that KvextConnector reads and writes with wrong bytes."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    from vllm_ascend_kvext.patches.connector.scheduler import kvext_connector_in
+
+    if not has_kv_transfer_group():
+        return
+    side = kvext_connector_in(get_kv_transfer_group()).worker_side
+    for tensor in side._runner.pools.tensors:
+        tensor.fill_(0x44)
+    if is_host_too:
+        side._host.tensor.zero_()
 
 
 def draw_weights(model: Any) -> None:
