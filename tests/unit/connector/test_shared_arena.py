@@ -181,6 +181,7 @@ def test_too_little_memory_is_an_error_before_anything_is_taken(
     assert isinstance(first, HostMemoryError) and isinstance(second, HostMemoryError)
     # 256 pages, and two page tables with an entry of 8 bytes for each.
     assert f"expected {NUM_BYTES + 2 * 256 * 8} bytes" in str(first)
+    assert "for 2 workers of this host together" in str(first)
     assert f"found {NUM_BYTES // 2} bytes" in str(first)
     assert "memory.max" in str(first) and "Set host_memory_gib to less" in str(first)
     assert "another worker of the engine failed" in str(second)
