@@ -29,7 +29,7 @@ from emulated_plans import (
     pool_of,
     small_connector,
 )
-from support.sample import IS_SAMPLE
+from support.sample import IS_LONG, IS_SAMPLE
 from support.scenarios.answers import Served
 from support.scenarios.connector import HOLES_TOKENS
 from support.scenarios.processes import (
@@ -107,6 +107,12 @@ def check_two_devices(found: Served, model: str) -> None:
     assert found.report["own"]["host_sharing_workers"] == (2 if has_latents else 1)
 
 
+def check_four_devices(found: Served, model: str) -> None:
+    """All devices have the same latents. Each of them stores a part of these."""
+    check_holes(found, model)
+    assert found.report["own"]["host_sharing_workers"] == 4
+
+
 def check_sleep(found: Served, model: str) -> None:
     """Memory and weights were freed. Host memory was emptied and is used again."""
     facts = found.report["facts"]
@@ -182,6 +188,14 @@ CASES = {
         NO_PREFIX_CACHING,
     ),
 }
+if IS_LONG:
+    CASES["tensor parallel 4"] = Case(
+        ("latent attention, experts",),
+        ("turns", "holes"),
+        ADAPTIVE,
+        check_four_devices,
+        connector() | TWO_DEVICES | {"tensor_parallel_size": 4},
+    )
 if "V2" in RUNNERS:
     CASES["V2 runner"] = Case(
         MODELS, ALL, {**ADAPTIVE, **RUNNERS["V2"]}, check_features, connector()

@@ -165,10 +165,28 @@ def test_a_plan_from_before_the_difference_is_dropped() -> None:
         assert made.scheduler.get_num_new_matched_tokens(request, 0) == NUM_TOKENS
         made.scheduler._check._unproven = {0}
         digests = {rank: (PlaneDigest(0, 0, 0, bytes([rank])),) for rank in range(2)}
-        made.scheduler.update_connector_output(WorkerOutput(digests={99: digests}), ())
+        made.scheduler._check_sharing(WorkerOutput(jobs_ended={99: 2}, digests={99: digests}))
         assert not held_by(made.scheduler).pinned_ids
         assert made.scheduler.get_num_new_matched_tokens(request, 0) == 0
         made.scheduler.request_finished(request, is_end_of_turn=False)
+
+
+def test_a_swap_that_no_worker_has_yet_fails_at_the_difference() -> None:
+    """Otherwise its place would stay taken, and the engine would make steps for it forever."""
+    with engine(deepseek_v4_like, 2) as made:
+        scheduler = made.scheduler
+        used_bytes = scheduler.tier._arena.used_bytes
+        request = paged_request("preempted", NUM_TOKENS, 32)
+        made.sides.compute(request, made.ids(1))
+        state = scheduler._states[request.request_id]
+        scheduler._swaps, is_whole = scheduler._stores.swap_out(request, state)
+        assert scheduler._swaps and is_whole
+        digests = {rank: (PlaneDigest(0, 0, 0, bytes([rank])),) for rank in range(2)}
+        scheduler._check_sharing(WorkerOutput(jobs_ended={99: 2}, digests={99: digests}))
+        made.sides.end(request, is_end_of_turn=False)
+        made.sides.assert_idle()
+        assert scheduler.tier._arena.used_bytes == used_bytes == 0
+        assert made.load() == 0
 
 
 def test_hosts_with_other_numbers_of_ranks_share_nothing() -> None:

@@ -44,7 +44,8 @@ def require_supported(vllm_config: Any) -> None:
 
     Raises:
         LayoutError: If the engine uses pipeline or context parallelism, if pages have an unknown
-            format, or if states are kept for all blocks of running requests.
+            format, if states are kept for all blocks of running requests, or if the attention
+            does not read what was loaded.
     """
     require_one_layout(vllm_config.parallel_config)
     cache_config = getattr(vllm_config, "cache_config", None)
@@ -68,6 +69,25 @@ def require_supported(vllm_config: Any) -> None:
             "loaded before it; use another --kv-cache-dtype, or leave KvextConnector out of "
             "--kv-transfer-config"
         )
+    if _is_latent_without_context(vllm_config):
+        raise LayoutError(
+            "attention: found latent attention (MLA) on a CPU without AMX, whose prefill does not "
+            "read the tokens that are cached before it, so that vLLM turns prefix caching off "
+            "(``vllm/v1/attention/backends/mla/cpu_mla.py``); leave KvextConnector out of "
+            "--kv-transfer-config"
+        )
+
+
+def _is_latent_without_context(vllm_config: Any) -> bool:
+    """Whether vLLM 0.30 has turned off all that would compute a part of a prompt by itself."""
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
+    scheduler = getattr(vllm_config, "scheduler_config", None)
+    return (
+        device == "cpu"
+        and bool(getattr(getattr(vllm_config, "model_config", None), "use_mla", False))
+        and not getattr(scheduler, "enable_chunked_prefill", True)
+        and not getattr(vllm_config.cache_config, "enable_prefix_caching", True)
+    )
 
 
 def require_one_layout(parallel: Any) -> None:

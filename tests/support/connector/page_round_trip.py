@@ -207,6 +207,12 @@ class Sides:
 
     def store(self, request: Any, block_ids: BlockIds) -> None:
         """Let a request compute all of its tokens and end."""
+        self.compute(request, block_ids)
+        self.end(request)
+        self._step({})
+
+    def compute(self, request: Any, block_ids: BlockIds) -> None:
+        """Let a request compute all of its tokens."""
         self._requests[request.request_id] = request
         for manager, ids in zip(self._managers, block_ids, strict=True):
             blocks = [self._pool.blocks[number] for number in ids]
@@ -216,9 +222,11 @@ class Sides:
         self._side.update_state_after_alloc(request, tuple(block_ids), 0)
         self._step({request.request_id: request.num_tokens})
         request.num_computed_tokens = request.num_tokens
-        self._side.request_finished(request, is_end_of_turn=True)
+
+    def end(self, request: Any, is_end_of_turn: bool = True) -> None:
+        """Let a request end. Its stores begin in the next step."""
+        self._side.request_finished(request, is_end_of_turn)
         self._free(request)
-        self._step({})
 
     def load(self, request: Any, local_tokens: int, block_ids: BlockIds) -> int:
         """Let a request match, load and end. Return the number of loaded tokens."""

@@ -166,6 +166,18 @@ def test_what_does_not_suit_the_engine_is_refused(limit: Any) -> None:
         check_configuration(dense)
     dense.cache_config.mamba_cache_mode = "align"
     check_configuration(dense)
+    for device in ("cpu", "npu"):
+        latent = config(transfer(), device)
+        latent.model_config = SimpleNamespace(use_mla=True)
+        latent.scheduler_config = SimpleNamespace(enable_chunked_prefill=False)
+        latent.cache_config.enable_prefix_caching = True
+        check_configuration(latent)
+        latent.cache_config.enable_prefix_caching = False
+        if device == "cpu":
+            with pytest.raises(LayoutError, match=r"latent attention .* on a CPU without AMX"):
+                check_configuration(latent)
+        else:
+            check_configuration(latent)
     with pytest.raises(SettingsError, match="expected memory for 2 workers"):
         check_configuration(config(transfer(host_memory_gib=1e-8), tp=2))
 

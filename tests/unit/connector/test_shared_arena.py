@@ -7,12 +7,14 @@ Some tests have workers in threads, others in processes of their own.
 
 from __future__ import annotations
 
+import gc
 import mmap
 import multiprocessing
 import os
+import resource
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -179,6 +181,7 @@ def test_too_little_memory_is_an_error_before_anything_is_taken(
     assert isinstance(first, HostMemoryError) and isinstance(second, HostMemoryError)
     # 256 pages, and two page tables with an entry of 8 bytes for each.
     assert f"expected {NUM_BYTES + 2 * 256 * 8} bytes" in str(first)
+    assert "for 2 workers of this host together" in str(first)
     assert f"found {NUM_BYTES // 2} bytes" in str(first)
     assert "memory.max" in str(first) and "Set host_memory_gib to less" in str(first)
     assert "another worker of the engine failed" in str(second)
@@ -222,6 +225,26 @@ def test_memory_that_cannot_be_pinned_is_not_taken_before(
     assert not taken
 
 
+def test_memory_that_runs_out_while_it_is_taken_leaves_nothing(
+    torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process takes memory after the check of what is left."""
+    count = iter(range(2))
+
+    def bound() -> MemoryBound | None:
+        # The first rank asks once before anything is taken.
+        return None if next(count, None) == 0 else MemoryBound("memory.max", 1 << 30, 1 << 30)
+
+    monkeypatch.setattr(host_buffer, "tightest_bound", bound)
+    monkeypatch.setattr(host_buffer, "commit_bound", lambda: None)
+    found = share(torch, 2)
+    assert all(isinstance(each, HostMemoryError) for each in found)
+    assert any("found 0 bytes" in str(each) and "memory.max" in str(each) for each in found)
+    found.clear()
+    gc.collect()
+    assert "kvext host memory" not in Path("/proc/self/maps").read_text()
+
+
 def test_pinned_memory_is_unpinned_once(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, int]] = []
 
@@ -242,16 +265,20 @@ def test_pinned_memory_is_unpinned_once(torch: Any, monkeypatch: pytest.MonkeyPa
 # Processes.
 
 
-def serve(rank: int, pipe: Connection, num_bytes: int) -> None:
+def serve(rank: int, pipe: Connection, num_bytes: int, prepare: Callable[[int], None]) -> None:
     """A worker: maps memory together, writes to its part, and then does as it is told."""
 
     def exchange(value: Any) -> list[Any]:
         pipe.send(value)
         return pipe.recv()  # type: ignore[no-any-return]
 
-    them = HostPeers(rank, exchange, host_id())
+    host = host_id()
+    prepare(rank)
+    them = HostPeers(rank, exchange, host)
     memory = map_together(them, num_bytes)
-    assert not isinstance(memory, str), memory
+    if isinstance(memory, str):
+        pipe.send(memory)
+        return
     first, end = own_part(them, num_bytes)
     memory[first:end] = bytes([rank + 1]) * (end - first)
     pipe.send("ready")
@@ -260,23 +287,49 @@ def serve(rank: int, pipe: Connection, num_bytes: int) -> None:
         pipe.send(memory[offset])
 
 
-class Processes:
-    """Two workers of an engine, in processes of their own."""
+def nothing(_: int) -> None:
+    pass
 
-    def __init__(self, num_bytes: int = NUM_BYTES) -> None:
+
+def become_another_user(rank: int) -> None:
+    """The second worker is another user's."""
+    if rank == 1:
+        os.setresgid(65534, 65534, 65534)
+        os.setresuid(65534, 65534, 65534)
+
+
+def limit_files(_: int) -> None:
+    """No file may have as many bytes as the memory. Python ignores the signal of the limit."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (NUM_BYTES // 2, NUM_BYTES // 2))
+
+
+class Processes:
+    """Two workers of an engine, in processes of their own.
+
+    Args:
+        prepare: Called in each worker with its rank, before it meets the other.
+
+    Attributes:
+        found: "ready" for each worker that has the memory, or why it has none.
+    """
+
+    def __init__(
+        self, num_bytes: int = NUM_BYTES, prepare: Callable[[int], None] = nothing
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipes = []
         self.processes = []
         for rank in range(2):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, theirs, num_bytes), daemon=True)
+            process = context.Process(
+                target=serve, args=(rank, theirs, num_bytes, prepare), daemon=True
+            )
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
         for _ in range(3):  # The meeting, and the two steps of `map_together`.
             self._exchange()
-        for pipe in self.pipes:
-            assert pipe.recv() == "ready"
+        self.found = [pipe.recv() for pipe in self.pipes]
 
     def _exchange(self) -> None:
         values = [pipe.recv() for pipe in self.pipes]
@@ -299,6 +352,7 @@ class Processes:
 @pytest.fixture
 def two() -> Iterator[Processes]:
     made = Processes()
+    assert made.found == ["ready", "ready"]
     yield made
     made.end()
 
@@ -360,3 +414,32 @@ def test_only_processes_of_the_user_can_open_it(two: Processes) -> None:
     as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "cat", str(folder)]
     finished = subprocess.run(as_nobody, capture_output=True, text=True, check=False)
     assert finished.returncode != 0 and "Permission denied" in finished.stderr
+
+
+def test_a_worker_of_another_user_leaves_all_without() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    made = Processes(prepare=become_another_user)
+    assert made.found[0] == made.found[1]
+    assert "rank 1 cannot map the memory of its host" in made.found[0]
+    assert "Permission denied" in made.found[0]
+    made.end()
+
+
+def test_a_file_that_the_kernel_refuses_leaves_all_without() -> None:
+    made = Processes(prepare=limit_files)
+    assert made.found[0] == made.found[1]
+    assert f"rank 0 cannot make a file of {NUM_BYTES} bytes" in made.found[0]
+    made.end()
+
+
+def test_nobody_can_unlink_it(two: Processes) -> None:
+    """The file has no name, from its first moment on."""
+    for process in two.processes:
+        files = [each for each in Path(f"/proc/{process.pid}/fd").iterdir()]
+        (file,) = (each for each in files if "kvext host memory" in os.readlink(each))
+        assert os.readlink(file) == "/memfd:kvext host memory (deleted)"
+        assert os.stat(file).st_nlink == 0
+        with pytest.raises(OSError):
+            os.unlink(file)
+    assert [two.byte(rank, 0) for rank in range(2)] == [1, 1]

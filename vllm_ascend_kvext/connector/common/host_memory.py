@@ -98,6 +98,8 @@ class MemoryNeed:
             parts.append(f"{in_words(self.page_bytes)} of KV cache")
         each = ", ".join([*parts, "and page tables"])
         total = in_words(self.total_bytes)
+        if self.num_maps > 1:
+            return f"{total} for {self.num_maps} workers of this host together ({each})"
         if self.num_workers == 1:
             return f"{total} for 1 worker of this host ({each})"
         return f"{total} for {self.num_workers} workers of this host (each {each})"

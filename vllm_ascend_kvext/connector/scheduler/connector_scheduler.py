@@ -467,7 +467,6 @@ class ConnectorScheduler:
         for state in self._states.values():
             self._loads.cancel_pinned(state)  # Row maps are those of the old places.
         self.abandon_stores()
-        self._swaps.clear()
         self._layout.keep_apart()
         self.tier.forget_sizes()
         self.reset_cache()
@@ -544,6 +543,9 @@ class ConnectorScheduler:
         """Release all pages at once. What is being stored is lost."""
         self.release_pages()
         self._stores.abandon()
+        swaps, self._swaps = self._swaps, []
+        for job in swaps:  # No worker has been given them, so none will end them.
+            self._jobs.end(job.number, self._jobs.num_workers, has_failed=True)
         self._jobs.abandon_stores()
 
     def reset_cache(self) -> None:

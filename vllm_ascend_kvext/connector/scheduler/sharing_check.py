@@ -10,10 +10,25 @@ its last digests. Where digests differ, each worker keeps its own bytes from the
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from vllm_ascend_kvext.connector.common.messages import PlaneDigest, WorkerOutput
 from vllm_ascend_kvext.layout.sharing import HostSharing
 
 OfRanks = dict[int, tuple[PlaneDigest, ...]]
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A store that some workers have ended, and others have not.
+
+    Attributes:
+        of_ranks: The digests of the ranks that have ended it, and have not failed.
+        num_ended: The workers that have ended it, well or not.
+    """
+
+    of_ranks: OfRanks = field(default_factory=dict)
+    num_ended: int = 0
 
 
 class SharingCheck:
@@ -35,7 +50,7 @@ class SharingCheck:
         self._num_workers = num_workers
         shared = frozenset[int]() if sharing is None else sharing.shared_groups
         self._unproven = set(shared & groups)
-        self._found: dict[int, OfRanks] = {}
+        self._under_way: dict[int, _UnderWay] = {}
         self.difference: str | None = None
         self.is_first = bool(self._unproven)
 
@@ -45,17 +60,19 @@ class SharingCheck:
         return bool(self._unproven) and self.difference is None
 
     def note(self, results: WorkerOutput) -> None:
-        """Workers report a step. A store counts when all workers have reported its digests."""
+        """Workers report a step. A store counts when all workers have ended it, and none failed."""
+        for number, num_workers in results.jobs_ended.items():
+            if not self.is_pending:
+                break
+            store = self._under_way.setdefault(number, _UnderWay())
+            store.num_ended += num_workers
+            store.of_ranks.update(results.digests.get(number, {}))
+            if store.num_ended == self._num_workers:
+                del self._under_way[number]
+                if len(store.of_ranks) == self._num_workers:
+                    self._compare(store.of_ranks)
         if not self.is_pending:
-            return
-        for number, of_ranks in results.digests.items():
-            found = self._found.setdefault(number, {})
-            found.update(of_ranks)
-            if len(found) == self._num_workers:
-                del self._found[number]
-                self._compare(found)
-        for number in results.failed_jobs:
-            self._found.pop(number, None)
+            self._under_way.clear()
 
     def _compare(self, of_ranks: OfRanks) -> None:
         digests: dict[tuple[int, int, int], dict[bytes, int]] = {}
