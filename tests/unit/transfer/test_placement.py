@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,28 @@ def test_cpus_that_the_kernel_no_longer_grants_are_left_out(
     host.bind_all(range(4))
     monkeypatch.setattr(host_model, "ALL_CPUS", frozenset(range(3)))
     assert PlacementChoice({}, host)() == CopyPlacement((0, 1, 2), 3)
+
+
+def test_threads_that_share_a_choice_make_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = HostModel()
+    may_go_on = threading.Event()
+    asked: list[tuple[int, ...]] = []
+
+    def require(cpus: tuple[int, ...], niceness: int) -> None:
+        asked.append(cpus)
+        may_go_on.wait()
+
+    monkeypatch.setattr(host, "require", require)
+    choose = PlacementChoice({}, host)
+    found: list[CopyPlacement] = []
+    threads = [threading.Thread(target=lambda: found.append(choose())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join(0.05)  # Both come to the choice before the first has made it.
+    may_go_on.set()
+    for thread in threads:
+        thread.join()
+    assert len(asked) == 1 and len(set(found)) == 1 and len(found) == 2
 
 
 @not_emulated
