@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Measures the scheduler's prefix-cache functions beside upstream's, in one run.
 
-    python benchmarks/prefix_cache_path.py [--quick] [--layout NAME] [--out FOLDER]
+    python benchmarks/prefix_cache_path.py [--quick] [--layout NAME] [--tokens N]
+        [--operation NAME] [--out FOLDER]
 
 vLLM's real ``KVCacheManager`` does every operation in four variants: unchanged, with the fast
 prefix cache, with retention at an interval, and with adaptive retention.
@@ -303,11 +304,21 @@ class Result:
 
 
 def measure(
-    layout: BenchLayout, num_tokens: int, num_turns: int, plans: dict[str, FeaturePlan]
+    layout: BenchLayout,
+    num_tokens: int,
+    num_turns: int,
+    plans: dict[str, FeaturePlan],
+    names: list[str] | None = None,
 ) -> Iterator[Result]:
-    """Measure every operation in every variant."""
+    """Measure every operation in every variant.
+
+    Args:
+        names: The operations to measure; None for all.
+    """
     prompts = Prompts(layout, num_tokens)
     for name, operation, intervals in OPERATIONS:
+        if names is not None and name not in names:
+            continue
         for interval in intervals:
             variants = [STOCK, FAST, ADAPTIVE if interval is None else RETAINING]
             times: dict[str, list[float]] = {variant: [] for variant in variants}
@@ -367,6 +378,7 @@ def main() -> int:
     options = parser(__doc__, "bench-prefix-cache-path")
     options.add_argument("--layout", action="append", choices=LAYOUTS)
     options.add_argument("--tokens", type=int, action="append", help="only prompts of this length")
+    options.add_argument("--operation", action="append", choices=[name for name, *_ in OPERATIONS])
     arguments = options.parse_args()
     init_none_hash(sha256)
     register_all_kvcache_specs(None)
@@ -380,7 +392,8 @@ def main() -> int:
         for num_tokens, num_turns in turns.items():
             if num_tokens not in (arguments.tokens or turns):
                 continue
-            for result in measure(get_layout(name), num_tokens, num_turns, plans):
+            layout = get_layout(name)
+            for result in measure(layout, num_tokens, num_turns, plans, arguments.operation):
                 results.append(result)
                 lines.append(line(result))
                 print(lines[-1], flush=True)

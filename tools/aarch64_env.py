@@ -117,10 +117,22 @@ def install_package(folder: Path) -> None:
     out = folder / "wheel"
     only = ["--python", version, "--machine", "aarch64", "--checkout", "--out", str(out)]
     run([sys.executable, str(WHEELS), *only])
+    give_headers(folder, version)
     (wheel,) = out.glob("*.whl")
     install(folder, [f"{wheel}[test]", TORCH])
     install(folder, ["--force-reinstall", "--no-deps", str(wheel)])
     run([str(folder / "bin" / "python"), "-I", str(WHEELS.with_name("check_wheel.py"))])
+
+
+def give_headers(folder: Path, version: str) -> None:
+    """Copy the headers of this machine's Python to where the environment looks for its own.
+
+    Tests compile modules with them. The package is compiled with the same ones, see `wheels.py`.
+    """
+    ask = [f"python{version}", "-c", "import sysconfig; print(sysconfig.get_path('include'))"]
+    found = subprocess.run(ask, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    wanted = folder / "root" / "usr" / "include" / f"python{version}"
+    shutil.copytree(found, wanted, dirs_exist_ok=True)
 
 
 def run(command: list[str]) -> None:

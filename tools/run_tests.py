@@ -58,9 +58,7 @@ AARCH64_COMPILER = ROOT / ".venv" / "wheels" / "build" / "compiler-aarch64" / "c
 OPS_ON_AARCH64 = (
     "ops/test_attention_keys.py",
     "ops/test_batched_dma.py",
-    "ops/test_connector_pages.py",
     "ops/test_device_token_pages.py",
-    "ops/test_docs_example.py",
     "ops/test_key_rotation.py",
     "ops/test_page_transfer.py",
     "ops/test_threads.py",

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.emulator import not_emulated
 from support.transfer.cases import TransferMemory, assert_same, uniform_case
 
 from vllm_ascend_kvext.native import native
@@ -140,9 +141,8 @@ print(sum(has_ended_well(parent, 300) for parent in parents))
 """
 
 
+@not_emulated("does not survive a fork beside a thread")
 def test_children_of_a_first_transfer_do_not_hang() -> None:
-    if Path("/proc/self/stat").read_text().rpartition(")")[2].split()[17] == "0":
-        pytest.skip("an emulator of user programs does not survive a fork beside a thread")
     finished = subprocess.run(
         [sys.executable, "-c", FIRST_TRANSFERS],
         capture_output=True,

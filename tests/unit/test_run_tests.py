@@ -69,6 +69,33 @@ def test_no_suite_of_the_main_release_consists_of_files_that_skip_there(
     assert skipped <= set(run_tests.ON_OTHER_EMULATED_NPUS)
 
 
+def test_what_runs_on_aarch64_imports_no_vllm(run_tests: ModuleType) -> None:
+    """There is none for the emulated environment. One file that wants it ends the whole suite."""
+    files = files_of(run_tests.OPS_ON_AARCH64)
+    wanting = [path.name for path in files if "vllm" in imported_at_once(path, set())]
+    assert not wanting
+
+
+def imported_at_once(path: Path, seen: set[Path]) -> set[str]:
+    """The packages that a file of tests/ imports when it is imported, also through `support`."""
+    packages: set[str] = set()
+    seen.add(path)
+    for statement in ast.parse(path.read_text()).body:
+        if isinstance(statement, ast.ImportFrom):
+            names = [f"{statement.module}.{each.name}" for each in statement.names]
+        elif isinstance(statement, ast.Import):
+            names = [each.name for each in statement.names]
+        else:
+            continue
+        for name in names:
+            packages.add(name.partition(".")[0])
+            module = TESTS / name.replace(".", "/")
+            for file in (module.with_suffix(".py"), module.parent.with_suffix(".py")):
+                if name.startswith("support.") and file.is_file() and file not in seen:
+                    packages |= imported_at_once(file, seen)
+    return packages
+
+
 def test_totals_name_a_suite_in_which_nothing_ran(
     run_tests: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 from pytest_mock import MockerFixture
+from support.emulator import not_emulated
 
 from vllm_ascend_kvext.connector.common.host_memory import (
     HostMemoryError,
@@ -70,6 +71,10 @@ def test_memory_beside_a_cpu_is_taken_at_once(torch: Any) -> None:
     assert not buffer.tensor.any()
 
 
+needs_advice = not_emulated("passes on no advice about memory")
+
+
+@needs_advice
 @pytest.mark.skipif(
     "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(),
     reason="this kernel gives no huge pages",
@@ -81,6 +86,7 @@ def test_memory_beside_a_cpu_is_in_huge_pages(torch: Any) -> None:
     assert mapping_at(buffer.tensor.data_ptr())["AnonHugePages"] >= num_bytes // 2
 
 
+@needs_advice
 def test_a_forked_process_does_not_get_the_memory(torch: Any) -> None:
     """Otherwise the kernel would copy what is written while the other process lives."""
     buffer = HostBuffer.allocate(8 << 20, CPU)

@@ -112,6 +112,7 @@ def test_a_refusal_is_logged_once_and_changes_nothing(caplog: pytest.LogCaptureF
     assert policy_of(address) == "default"
 
 
+@needs_calls
 def test_a_policy_that_is_not_restored_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

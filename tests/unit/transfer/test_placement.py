@@ -7,9 +7,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+from support import emulator
 from support.transfer import host_model
 from support.transfer.host_model import HostModel
 
@@ -24,6 +26,7 @@ TWO_SOCKETS = CpuTopology(
     nodes={0: frozenset({0, 1, 4, 5}), 1: frozenset({2, 3, 6, 7})},
 )
 ALL = frozenset(range(8))
+not_emulated = emulator.not_emulated("hides the CPU of a thread, and has a thread of its own")
 BINDING = {"OMP_PROC_BIND": "true"}
 BOUND_TO_TWO = {"OMP_PLACES": "{0,1}", **BINDING}
 
@@ -114,16 +117,36 @@ def test_a_cpu_that_was_just_taken_is_asked_for_again(monkeypatch: pytest.Monkey
     assert choose() == CopyPlacement((0, 1, 2, 3), 4)
 
 
-def has_own_stat() -> bool:
-    """Whether the kernel answers for this process. An emulator of programs fills in few fields."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    num_threads = fields[17]
-    return num_threads != "0"
+def test_cpus_that_the_kernel_no_longer_grants_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A cpuset was made smaller after the process had started."""
+    host = HostModel()
+    host.bind_all(range(4))
+    monkeypatch.setattr(host_model, "ALL_CPUS", frozenset(range(3)))
+    assert PlacementChoice({}, host)() == CopyPlacement((0, 1, 2), 3)
 
 
-not_emulated = pytest.mark.skipif(
-    not has_own_stat(), reason="an emulator hides the CPU of a thread, and has a thread of its own"
-)
+def test_threads_that_share_a_choice_make_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = HostModel()
+    may_go_on = threading.Event()
+    asked: list[tuple[int, ...]] = []
+
+    def require(cpus: tuple[int, ...], niceness: int) -> None:
+        asked.append(cpus)
+        may_go_on.wait()
+
+    monkeypatch.setattr(host, "require", require)
+    choose = PlacementChoice({}, host)
+    found: list[CopyPlacement] = []
+    threads = [threading.Thread(target=lambda: found.append(choose())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join(0.05)  # Both come to the choice before the first has made it.
+    may_go_on.set()
+    for thread in threads:
+        thread.join()
+    assert len(asked) == 1 and len(set(found)) == 1 and len(found) == 2
 
 
 @not_emulated
