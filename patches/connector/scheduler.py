@@ -288,9 +288,11 @@ class ConnectedScheduler:
         if num_split_tokens <= 1:
             return num_split_tokens
         stop_tokens = self.side.next_stop_tokens(request, start_tokens)
-        if self._is_reserved(request, stop_tokens):
+        num_stop_tokens = stop_tokens - start_tokens
+        if num_stop_tokens >= num_split_tokens or self._is_reserved(request, stop_tokens):
             return num_split_tokens
-        return min(num_split_tokens, stop_tokens - start_tokens)
+        self.side.note_early_end(request.request_id, num_stop_tokens)
+        return num_stop_tokens
 
     def _is_reserved(self, request: Request, stop_tokens: int) -> bool:
         """Whether no step may end at a boundary.

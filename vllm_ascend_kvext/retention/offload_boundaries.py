@@ -6,6 +6,11 @@ The policy is the same as for the local prefix cache (`RetentionPolicy`), but th
 hit in host memory is a multiple of the layout's row unit; a local hit is a multiple of every
 group's page. The planner counts hits by the reason of a boundary. Reasons that bring few hits
 suggest fewer boundaries.
+
+A state exists only where a prefill step has ended. vLLM ends a step with the last whole block of a
+prompt, so the state there costs no step. Prompts that part within a block of their ends resume
+there. So the rungs of the ladder are whole blocks, and lie before that block: they are fewer than
+those at units would be, and no further step is needed to reach the end of a block.
 """
 
 from __future__ import annotations
@@ -33,6 +38,9 @@ is the end of the prompt, or one block earlier with EAGLE and MTP.
 """
 
 _CHUNK = Reason(Origin.CHUNK)
+
+_LAST_BLOCK = Reason(Origin.CHUNK, 1)
+"""The end of the last whole block of a prompt."""
 
 _NEVER = 1 << 60
 """A boundary that no request reaches."""
@@ -85,7 +93,12 @@ class OffloadBoundaries:
         geometry = HitGeometry(_geometries(groups, unit_tokens), unit_tokens)
         # The interval is rounded up to the coarser grid of host memory.
         interval_tokens = -(-interval_tokens // unit_tokens) * unit_tokens
-        self._policy = RetentionPolicy(geometry, interval_tokens, is_adaptive=True)
+        states = (group for group in groups if group.kind is GroupKind.STATE)
+        page_tokens = math.lcm(unit_tokens, *(group.tokens_per_page for group in states))
+        self._page_tokens = page_tokens
+        self._policy = RetentionPolicy(
+            geometry, interval_tokens, is_adaptive=True, rung_tokens=page_tokens
+        )
         self._tried: dict[Reason, int] = {}
         self._hits: dict[Reason, int] = {}
 
@@ -136,8 +149,14 @@ class OffloadBoundaries:
             and geometry.is_boundary(upto_tokens)
         ):
             # A step of the prompt leaves a state where it ends.
-            boundaries.append((upto_tokens, _CHUNK))
-        return [(tokens, reason) for tokens, reason in boundaries if self._is_worth_storing(reason)]
+            last_tokens = max(plan) - max(plan) % self._page_tokens
+            reason = _LAST_BLOCK if upto_tokens == last_tokens else _CHUNK
+            boundaries.append((upto_tokens, reason))
+        return [
+            (tokens, reason)
+            for tokens, reason in boundaries
+            if not self._is_passed(reason, tokens, upto_tokens) and self._is_worth_storing(reason)
+        ]
 
     def is_unasked(self, reason: Reason) -> bool:
         """Whether no request asked for the boundaries of a reason."""
@@ -154,11 +173,26 @@ class OffloadBoundaries:
         following = min((each for each in plan if each > tokens), default=_NEVER)
         return min(following, _next_multiple(self._policy.grid_tokens, tokens))
 
-    def next_stop_after(self, plan: dict[int, Reason], tokens: int) -> int:
+    def next_stop_after(
+        self, plan: dict[int, Reason], tokens: int, may_stop: bool = True, may_try: bool = True
+    ) -> int:
         """The next boundary at which a prefill step must end to leave a state. A very large
-        number if there is none."""
-        asked = (each for each, reason in plan.items() if reason.origin in _END_STEPS)
-        following = min((each for each in asked if each > tokens), default=_NEVER)
+        number if there is none.
+
+        Args:
+            may_stop: Whether steps end at other boundaries than multiples of the interval.
+            may_try: Whether steps end at rungs of which it is not known that requests resume there.
+        """
+        following = _NEVER
+        if may_stop:
+            asked = (
+                each
+                for each, reason in plan.items()
+                if each > tokens
+                and reason.origin in _END_STEPS
+                and (may_try or not self._is_trial(reason))
+            )
+            following = min(asked, default=_NEVER)
         return min(following, _next_multiple(self._policy.interval_tokens, tokens))
 
     def note_tried(self, reason: Reason) -> None:
@@ -177,6 +211,17 @@ class OffloadBoundaries:
         tried = self._tried[reason]
         self._tried[reason] = tried + 1
         return tried % _TRY_EVERY == 0
+
+    def _is_passed(self, reason: Reason, tokens: int, upto_tokens: int) -> bool:
+        """Whether a step went on behind a rung, so that there is no state."""
+        is_rung = reason.origin is Origin.LADDER and self._policy.geometry.has_states
+        return is_rung and tokens < upto_tokens
+
+    def _is_trial(self, reason: Reason) -> bool:
+        """Whether it is not known that requests resume at boundaries of a reason."""
+        if reason.origin is not Origin.LADDER:
+            return False
+        return self._tried.get(reason, 0) < _TRIALS or not self._pays(reason, _MIN_HITS_PER_STEP)
 
     def _pays(self, reason: Reason, min_hits_per_tail: float) -> bool:
         """Whether requests resume often enough at boundaries of a reason. New reasons may pay."""

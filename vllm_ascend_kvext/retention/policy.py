@@ -38,6 +38,8 @@ class RetentionPolicy:
         is_adaptive: Whether boundaries are also kept for what requests ask for.
         ladder_budget: The number of blocks that the rungs of a prompt may take, per full-attention
             block of the prompt.
+        rung_tokens: Rungs are multiples of this number, and it is the distance of the nearest. 0 is
+            the unit.
         grid_tokens: The distance of checkpoints that no request asked for; 0 if there are none.
         tables: ``geometry`` and the grid as the compiled module knows them.
     """
@@ -46,6 +48,7 @@ class RetentionPolicy:
     interval_tokens: int
     is_adaptive: bool = False
     ladder_budget: float = 4.0
+    rung_tokens: int = 0
     grid_tokens: int = field(init=False)
     tables: Geometry = field(init=False, repr=False, compare=False)
 
@@ -61,9 +64,10 @@ class RetentionPolicy:
         """Boundaries of a prompt that no request asked for: see `ladder_boundaries`."""
         geometry = self.geometry
         prompt_blocks = geometry.num_blocks_per_unit * num_prompt_tokens / geometry.unit_tokens
-        top_tokens = self.replay_boundary_tokens(num_prompt_tokens)
+        rung_tokens = self.rung_tokens or geometry.unit_tokens
+        top_tokens = self.replay_boundary_tokens(num_prompt_tokens) // rung_tokens * rung_tokens
         budget_blocks = self.ladder_budget * prompt_blocks
-        return list(ladder_boundaries(geometry, top_tokens, hit_tokens, budget_blocks))
+        return list(ladder_boundaries(geometry, top_tokens, hit_tokens, budget_blocks, rung_tokens))
 
     def plan(
         self,
@@ -155,7 +159,11 @@ class RetentionPolicy:
 
 
 def ladder_boundaries(
-    geometry: HitGeometry, top_tokens: int, after_tokens: int, budget_blocks: float
+    geometry: HitGeometry,
+    top_tokens: int,
+    after_tokens: int,
+    budget_blocks: float,
+    nearest_tokens: int,
 ) -> Iterator[tuple[int, int]]:
     """Boundaries at growing distances before the end of a prompt, nearest first.
 
@@ -168,12 +176,13 @@ def ladder_boundaries(
         after_tokens: The tokens that the request hit. Nothing is computed below.
         budget_blocks: The blocks that the tails of all rungs may take in addition to the tails of
             the top.
+        nearest_tokens: The distance of the first rung, a multiple of the unit.
 
     Yields:
         The rung, counted from 0, and its boundary in tokens.
     """
     above = geometry.tails(top_tokens)
-    distance_tokens = geometry.unit_tokens
+    distance_tokens = nearest_tokens
     rung = 0
     while (boundary := top_tokens - distance_tokens) > after_tokens:
         tails = geometry.tails(boundary)

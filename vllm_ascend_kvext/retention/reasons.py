@@ -24,7 +24,7 @@ class Origin(enum.IntEnum):
     """A boundary at some distance before the end of a prompt."""
 
     CHUNK = 4
-    """The boundary where a prefill step ended, and left a state."""
+    """The boundary where a prefill step ended by itself, and left a state."""
 
     JUNCTION = 5
     """The boundary up to which full attention hit, and the sparse groups did not."""
@@ -50,7 +50,7 @@ class Reason(NamedTuple):
     """Why a checkpoint is kept. Checkpoints are judged by their reason until they are used.
 
     ``step`` is the rung of a ladder. For a LATEST boundary, 1 means that it is also the replay
-    boundary.
+    boundary. For a CHUNK, 1 means the last whole block of a prompt.
     """
 
     origin: Origin

@@ -27,6 +27,12 @@ STATE_GROUPS = (
     make_group(1, GroupKind.STATE, 8, 8, [64], holds_states=True, first_storage=1),
 )
 
+WIDE_TOKENS = 16 * UNIT_TOKENS
+WIDE_STATE_GROUPS = (
+    STATE_GROUPS[0],
+    replace(STATE_GROUPS[1], tokens_per_page=WIDE_TOKENS),
+)
+
 
 def a_request(prompt_tokens: int, **hints: object) -> Any:
     return SimpleNamespace(
@@ -117,23 +123,69 @@ def test_rung_ends_steps_while_requests_resume_there() -> None:
     assert {frozenset(plan) for plan in plans} == {frozenset(rungs), frozenset({useful})}
 
 
-def rungs_of(planner: OffloadBoundaries, number: int) -> dict[Reason, int]:
-    request = a_request(1000)
+def test_no_step_ends_at_a_rung_that_is_on_trial_if_too_many_steps_did() -> None:
+    planner = OffloadBoundaries(STATE_GROUPS, UNIT_TOKENS)
+    plan = planner.plan(a_request(1000), 0, 333)
+    rungs = rungs_of(planner, 0)
+    assert planner.next_stop_after(plan, 328) == min(rungs.values())
+    assert planner.next_stop_after(plan, 0, may_try=False) == 328  # Where prompts part.
+    assert planner.next_stop_after(plan, 328, may_try=False) == 992
+    assert planner.next_stop_after(plan, 0, may_stop=False) > 1 << 40
+    useful = max(rungs, key=rungs.__getitem__)
+    for _ in range(16):
+        planner.note_tried(useful)
+    planner.note_hit(useful)
+    assert planner.next_stop_after(plan, 328, may_try=False) == rungs[useful]
+
+
+def test_a_users_interval_ends_steps_however_many_did() -> None:
+    planner = OffloadBoundaries(STATE_GROUPS, UNIT_TOKENS, interval_tokens=104)
+    assert planner.next_stop_after({}, 0, may_stop=False, may_try=False) == 104
+
+
+def test_a_step_that_goes_on_behind_a_rung_leaves_no_state_there() -> None:
+    """It does not count as a trial."""
+    planner = OffloadBoundaries(STATE_GROUPS, UNIT_TOKENS)
+    plan = {80: Reason(Origin.LADDER), 160: Reason(Origin.PROMPT)}
+    assert planner.crossed(plan, 0, 80) == [(80, Reason(Origin.LADDER))]
+    assert planner.crossed(plan, 0, 160) == [(160, Reason(Origin.PROMPT))]
+    windows = OffloadBoundaries(GROUPS, UNIT_TOKENS)
+    assert (80, Reason(Origin.LADDER)) in windows.crossed(plan, 0, 160)
+
+
+def rungs_of(
+    planner: OffloadBoundaries, number: int, prompt_tokens: int = 1000
+) -> dict[Reason, int]:
+    request = a_request(prompt_tokens)
     request.request_id = f"request-{number}"
     plan = planner.plan(request, 0, 0)
     return {reason: tokens for tokens, reason in plan.items() if reason.origin is Origin.LADDER}
 
 
 def test_a_state_costs_the_ladder_as_much_as_all_units_of_its_page() -> None:
-    """A page of many units has room for fewer rungs than a page of one unit."""
-    wide = [
-        STATE_GROUPS[0],
-        replace(STATE_GROUPS[1], tokens_per_page=128 * UNIT_TOKENS),
-    ]
     num_rungs = [
-        len(rungs_of(OffloadBoundaries(groups, UNIT_TOKENS), 1)) for groups in (STATE_GROUPS, wide)
+        len(rungs_of(OffloadBoundaries(groups, UNIT_TOKENS), 1, 20 * WIDE_TOKENS))
+        for groups in (STATE_GROUPS, WIDE_STATE_GROUPS)
     ]
     assert num_rungs[0] > num_rungs[1] > 0
+
+
+def test_rungs_of_states_are_whole_pages_before_the_last_one() -> None:
+    """The last whole page needs none, as vLLM ends a step with it. It is judged by itself."""
+    planner = OffloadBoundaries(WIDE_STATE_GROUPS, UNIT_TOKENS)
+    prompt_tokens = 20 * WIDE_TOKENS + 5 * UNIT_TOKENS + 1
+    rungs = rungs_of(planner, 1, prompt_tokens)
+    assert list(rungs.values()) == [(20 - (1 << rung)) * WIDE_TOKENS for rung in range(5)]
+    plan = planner.plan(a_request(prompt_tokens), 0, 0)
+    last_tokens = 20 * WIDE_TOKENS
+    assert planner.crossed(plan, last_tokens - 1, last_tokens) == [
+        (last_tokens, Reason(Origin.CHUNK, 1))
+    ]
+    chunk_tokens = 17 * WIDE_TOKENS
+    assert planner.crossed(plan, chunk_tokens - 1, chunk_tokens) == [
+        (chunk_tokens, Reason(Origin.CHUNK))
+    ]
+    assert not rungs_of(planner, 1, WIDE_TOKENS + UNIT_TOKENS), "a prompt of one page has none"
 
 
 def test_state_at_the_end_of_a_step_is_stored_wherever_that_is() -> None:

@@ -131,7 +131,7 @@ def test_rungs_are_at_distances_that_double_until_their_blocks_are_spent(
         above = blocks
         if left >= 0 and of.is_boundary(tokens):
             expected.append((rung, tokens))
-    assert list(ladder_boundaries(of, top, after, budget)) == expected
+    assert list(ladder_boundaries(of, top, after, budget, of.unit_tokens)) == expected
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,14 @@ class BoundaryPlanner(Protocol):
     def next_after(self, plan: dict[int, Reason], tokens: int) -> int:
         """The next boundary that `crossed` may name; `NEVER` or more if there is none."""
 
-    def next_stop_after(self, plan: dict[int, Reason], tokens: int) -> int:
+    def next_stop_after(
+        self, plan: dict[int, Reason], tokens: int, may_stop: bool = True, may_try: bool = True
+    ) -> int:
         """The next boundary at which a prefill step has to end to leave a state.
+
+        Args:
+            may_stop: Whether steps end where no user has set it.
+            may_try: Whether steps end at boundaries of which it is not known that they are of use.
 
         Returns:
             `NEVER` or more if there is none.

@@ -91,6 +91,12 @@ class ConnectorCounters(Reporting):
     state_steps: Annotated[
         int, Counted("Prefill steps that ended so that a state could be stored.")
     ] = 0
+    added_steps: Annotated[
+        float,
+        Counted(
+            "Steps that early ends of prefill steps added: for each, its part of the next step."
+        ),
+    ] = 0.0
     shared_requests: Annotated[
         dict[str, int],
         Counted("Requests that might ask a shared tier.", "result", name="shared_requests"),

@@ -254,6 +254,7 @@ class ConnectorScheduler:
         assert state.under_way is not None
         plan = state.under_way.plan
         self._step_loads.append(job)
+        self._stores.budget.note_hit(num_external_tokens)
         # The plan's holes are computed. The job's holes are all tokens without loaded prompt rows.
         if plan.holes:
             self.holes.note_new_holes(request.request_id, plan.holes, is_planned=True)
@@ -295,6 +296,10 @@ class ConnectorScheduler:
             return NEVER
         state = self._states[request.request_id]
         return self._stores.next_stop_tokens(request, state, computed_tokens)
+
+    def note_early_end(self, request_id: str, num_tokens: int) -> None:
+        """See `StepBudget.note_early_end`."""
+        self._stores.budget.note_early_end(request_id, num_tokens)
 
     def end_hole_step(self) -> list[str]:
         """The latest step has been handed to the workers; see ``HoleQueue.end_step``."""
@@ -341,6 +346,7 @@ class ConnectorScheduler:
         self._is_asked = False
         planned = self.extension.on_step(num_scheduled_tokens, preempted_ids)
         fleeting = self._stores.take_fleeting_jobs()
+        self.counters.added_steps += self._stores.budget.note_step(num_scheduled_tokens)
         self._note_step(num_scheduled_tokens)
         self._leave_blocks_for_next_step(num_scheduled_tokens)
         self._room.end_step()

@@ -26,6 +26,7 @@ from vllm_ascend_kvext.connector.common.messages import StoreJob
 from vllm_ascend_kvext.connector.common.scheduler_view import Block, Request
 from vllm_ascend_kvext.connector.scheduler.parts import SchedulerParts
 from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadState, StoreProgress
+from vllm_ascend_kvext.connector.scheduler.step_budget import StepBudget
 from vllm_ascend_kvext.connector.scheduler.store_queue import (
     PlannedStore,
     StoredEntry,
@@ -65,6 +66,7 @@ class Stores:
         reasons: Why tails were stored, by the number of the entry.
         queue: The stores that are planned.
         fleeting: Stores of states that the next step overwrites.
+        budget: How many steps may end where states are to be stored.
         are_compared: Whether workers report digests of what they store.
     """
 
@@ -97,6 +99,7 @@ class Stores:
             parts.clock,
         )
         self.fleeting: list[PlannedStore] = []
+        self.budget = StepBudget()
         self.are_compared = False
         self.reasons: dict[int, Reason] = {}
 
@@ -135,7 +138,9 @@ class Stores:
             boundaries = self._plan(request, state, computed_tokens)
         else:
             boundaries = progress.boundaries
-        return self.planner.next_stop_after(boundaries, computed_tokens)
+        return self.planner.next_stop_after(
+            boundaries, computed_tokens, self.budget.may_stop, self.budget.may_try
+        )
 
     def finish(self, request: Request, state: RequestOffloadState, is_end_of_turn: bool) -> None:
         """A request has ended; its block table is still there.
