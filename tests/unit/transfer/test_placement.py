@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -151,15 +152,18 @@ def test_threads_that_share_a_choice_make_it_once(monkeypatch: pytest.MonkeyPatc
 
 @not_emulated
 def test_the_cpu_of_the_main_thread_is_read() -> None:
+    """Another thread asks, which has all CPUs."""
     host = HostCpus()
     before = os.sched_getaffinity(0)
-    try:
-        for cpu in sorted(before):
-            os.sched_setaffinity(0, {cpu})
-            assert host.main_thread_is_on() == cpu
-            assert host.of_main_thread() == {cpu}
-    finally:
-        os.sched_setaffinity(0, before)
+    with ThreadPoolExecutor(1) as asking:
+        asking.submit(os.getpid).result()
+        try:
+            for cpu in sorted(before):
+                os.sched_setaffinity(0, {cpu})
+                assert asking.submit(host.main_thread_is_on).result() == cpu
+                assert asking.submit(host.of_main_thread).result() == {cpu}
+        finally:
+            os.sched_setaffinity(0, before)
 
 
 def test_the_topology_is_read_from_sys(tmp_path: Path) -> None:
@@ -218,6 +222,20 @@ def decide_once_the_parent_has_ended():
 multiprocessing.get_context("fork").Process(target=decide_once_the_parent_has_ended).start()
 os._exit(0)
 """
+IN_A_FORK = f"""
+import vllm_ascend_kvext.transfer.placement
+{DECIDE}
+child = os.fork()
+if not child:
+    decide()
+    os._exit(0)
+sys.exit(os.waitpid(child, 0)[1])
+"""
+IN_A_PROCESS_WITH_THREADS = f"""{DECIDE}
+import threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+decide()
+"""
 CPUS = sorted(os.sched_getaffinity(0))
 
 
@@ -256,8 +274,13 @@ EVERY = " ".join(map(str, CPUS))
             IN_A_PROCESS_BOUND_LATER,
             {"GOMP_CPU_AFFINITY": FIRST, "VLLM_CPU_OMP_THREADS_BIND": FIRST},
         ),
+        # So are those that its other threads still have.
+        (
+            IN_A_PROCESS_WITH_THREADS,
+            {"GOMP_CPU_AFFINITY": FIRST, "VLLM_CPU_OMP_THREADS_BIND": FIRST},
+        ),
     ],
-    ids=["worker", "bound later"],
+    ids=["worker", "bound later", "threads"],
 )
 def test_copies_run_where_the_model_does_not(script: str, variables: dict[str, str]) -> None:
     logged, placed = default_in_bound_process(script, **variables)
@@ -287,8 +310,10 @@ ALL_CPUS = ",".join(map(str, CPUS))
         # show this.
         pytest.param(IN_THE_USERS_PROCESS, BINDING, FIRST, marks=not_emulated),
         pytest.param(IN_AN_ORPHAN, BINDING, FIRST, marks=not_emulated),
+        # What a parent had at its import says nothing about a child that it has forked.
+        pytest.param(IN_A_FORK, BINDING, FIRST, marks=not_emulated),
     ],
-    ids=["bound", "places", "Intel", "all named", "user", "orphan"],
+    ids=["bound", "places", "Intel", "all named", "user", "orphan", "fork"],
 )
 def test_beside_a_model_that_has_every_cpu_one_thread_gives_way(
     script: str, variables: dict[str, str], cpus: str
