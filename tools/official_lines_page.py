@@ -45,7 +45,9 @@ with states reuses nothing; a model of keys and values alone still loads prompts
 compared with those of the line without this package: a prompt that is new, on the device, and in
 host memory alone, where pages held wrong bytes before. The engine has one device, float32, no
 graphs and steps of 512 tokens; sizes of parallelism, quantization and the dtype of the KV cache are
-left out, all other flags kept. Lines with a connector of their own are not among them.
+left out, all other flags kept. Lines with a connector of their own are not among them. A line that
+is not counted was not compared: the emulation does not run its model, it needs more than one
+device, it reuses nothing, or nobody has run it yet.
 
 | outcome | meaning |
 |---|---|
