@@ -213,8 +213,10 @@ def test_prompt_resumes_where_its_last_state_can_be_hit(
     rng = random.Random(layout.name)
     unit = layout.unit_tokens
     with engine_of(layout, max_num_batched_tokens=64 * unit) as engine:
-        for number in range(40):  # Rungs that no request resumes from are given up.
-            serve(engine, plan_of(f"other-{number}", tokens(rng, 20 * unit), max_tokens=1))
+        # Rungs that no request resumes from are given up. The steps of answers earn the one that the
+        # end of a prompt adds.
+        for number in range(40):
+            serve(engine, plan_of(f"other-{number}", tokens(rng, 20 * unit), max_tokens=25))
         prompt = tokens(rng, 20 * unit + over_tokens)
         serve(engine, plan_of("first", prompt, max_tokens=1))
         hit_tokens = serve_and_count(engine, plan_of("second", prompt, max_tokens=1))
