@@ -213,8 +213,8 @@ def test_prompt_resumes_where_its_last_state_can_be_hit(
     rng = random.Random(layout.name)
     unit = layout.unit_tokens
     with engine_of(layout, max_num_batched_tokens=64 * unit) as engine:
-        # Rungs that no request resumes from are given up. The steps of answers earn the one that the
-        # end of a prompt adds.
+        # Rungs that no request resumes from are given up. The steps of an answer earn the step that
+        # the end of its prompt adds.
         for number in range(40):
             serve(engine, plan_of(f"other-{number}", tokens(rng, 20 * unit), max_tokens=25))
         prompt = tokens(rng, 20 * unit + over_tokens)
