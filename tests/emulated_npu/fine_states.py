@@ -67,10 +67,7 @@ def main() -> None:
     from vllm import LLM
 
     from vllm_ascend_kvext.connector.common import host_layout
-    from vllm_ascend_kvext.connector.scheduler import step_budget
 
-    # Prompts and answers are too short to earn the steps that their ends add.
-    step_budget.FIRST_STEPS = step_budget.MAX_LEFT_STEPS = 1e9
     host_layout.MAX_HASH_TOKENS = host_layout.MAX_FINE_TOKENS = UNIT_TOKENS
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 

@@ -15,6 +15,7 @@ from fine_states import UNIT_TOKENS
 from state_hits import WRONG
 from support.sample import IS_LONG
 from support.scenarios import processes
+from support.scenarios.states import NUM_DRAFT_TOKENS
 
 NUM_PROMPTS = 100 if IS_LONG else 12
 
@@ -47,8 +48,14 @@ def test_a_prompt_hits_in_host_memory_up_to_its_last_unit(
     assert found["unit_tokens"] == UNIT_TOKENS
     record_property("largest error", max(max(each) for each in found["errors"]))
     assert found["wrong"] == 0
-    lengths = [(length - 1) // UNIT_TOKENS * UNIT_TOKENS for length in found["lengths"]]
-    assert found["hit_tokens"][1] == lengths
+    num_left_out = 0
+    for length, hit_tokens in zip(found["lengths"], found["hit_tokens"][1], strict=True):
+        last_tokens = (length - 1) // UNIT_TOKENS * UNIT_TOKENS
+        # No step ends where it would leave as many tokens as a decode with drafts computes.
+        is_left_out = has_drafts and length - last_tokens == NUM_DRAFT_TOKENS + 1
+        assert hit_tokens < last_tokens if is_left_out else hit_tokens == last_tokens
+        num_left_out += is_left_out
+    assert num_left_out <= NUM_PROMPTS // 10
     assert max(max(each) for each in found["errors"]) < WRONG
 
 
