@@ -17,10 +17,6 @@ RUNNERS = {"V1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}
 if not IS_0_23:
     RUNNERS["V2"] = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
-TOLERANCE = 1e-3
-"""Largest difference of a log-probability. Rounding in float32 makes less than a tenth of it."""
-WRONG = 0.1
-
 GROUPS = {
     "full attention": 1,
     "windows": 6,

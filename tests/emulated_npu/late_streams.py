@@ -39,7 +39,7 @@ import late_protections
 import transfer_gate
 from emulated_plans import SLEEPING, connector
 from support.scenarios import connector as scenarios
-from support.scenarios.answers import Answer, logprob_error
+from support.scenarios.answers import NPU_TOLERANCE, Answer, logprob_error
 from support.scenarios.engine import STORED, Prompt, answer_of, random_tokens, sampling_of
 from support.states import latents_by_block
 
@@ -48,8 +48,6 @@ STAGED_TOKENS = (16, 64, 1024)
 """Sizes of the staging of segments, one by seed: less than a segment, or all segments."""
 HOST_MEMORY_GIB = 1.5 / 1024
 """Host memory holds about half of the tokens that the requests have."""
-TOLERANCE = 1e-3
-"""Largest difference of a log-probability. Rounding makes 1e-5, a wrong page 0.1 and more."""
 REPLY_TOKENS = 5
 TURNS_TOKENS = (254, 382, 510)
 """Prompt lengths. The answers continue in the next block, for which there may be no room."""
@@ -268,7 +266,7 @@ class LateEngine(scenarios.Engine):
         expected = self.references[tuple(asked.prompt.token_ids)]
         largest = logprob_error(answer, expected)
         num_tokens = len(answer.reply) if asked.ends_early else REPLY_TOKENS
-        if not largest <= TOLERANCE or answer.reply != expected.reply[:num_tokens]:
+        if not largest <= NPU_TOLERANCE or answer.reply != expected.reply[:num_tokens]:
             raise DifferenceError(
                 f"log-probabilities differ by {largest:.2e} ({answer.prompt_tokens} tokens, "
                 f"{answer.hit_tokens} of them hits, {answer.reused_tokens} of segments)"

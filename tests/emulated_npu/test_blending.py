@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emulated_plans import RUNNERS, TOLERANCE, WRONG
+from emulated_plans import RUNNERS
 from support.blending.oracle import Oracle
 from support.blending.served import MAX_TOKENS, expected_reuse, num_tokens, oracle_error
 from support.sample import IS_SAMPLE
 from support.scenarios import processes
-from support.scenarios.answers import Served
+from support.scenarios.answers import NPU_TOLERANCE, WRONG, Served
 from support.scenarios.documents import SEPARATOR
 from support.scenarios.processes import NO_PREFIX_CACHING, NPU, PLUGIN_OFF, Plan, Reports
 
@@ -79,7 +79,7 @@ def test_blended_answers_are_those_of_the_oracle(
         untouched.append(oracle_error(oracle, answer, []))
     wrong = wrong_errors(oracle, served, window_tokens)
     record_property("largest error, control", (max(errors), min(wrong)))
-    assert max(errors) <= TOLERANCE
+    assert max(errors) <= NPU_TOLERANCE
     assert min(untouched) > WRONG, "it could be told from full recompute"
     assert min(wrong) > WRONG
     served.check_nothing_is_left()
@@ -109,4 +109,4 @@ def test_what_is_in_place_is_exact(
         plans[model] = Plan(folder_of(model), ["plain"], "blending", engine, options)
     plain = serve_each(tmp_path_factory, plans, PLUGIN_OFF)
     for model in MODELS:
-        blended[model].check_equal(plain[model], EXACT, TOLERANCE)
+        blended[model].check_equal(plain[model], EXACT, NPU_TOLERANCE)

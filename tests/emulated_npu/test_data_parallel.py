@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from emulated_plans import TOLERANCE, WRONG, connector
-from support.scenarios.answers import Served
+from emulated_plans import connector
+from support.scenarios.answers import NPU_TOLERANCE, WRONG, Served
 from support.scenarios.connector import HOLES_TOKENS
 from support.scenarios.processes import (
     ADAPTIVE,
@@ -98,7 +98,7 @@ def test_answers_of_both_ranks_are_those_without_the_package(
 ) -> None:
     found, reference = with_reference(served, name)
     labels = [label for label in found.labels if not is_wrong_on_purpose(label)]
-    largest = found.check_equal(reference, labels, TOLERANCE)
+    largest = found.check_equal(reference, labels, NPU_TOLERANCE)
     wrong = errors(found, reference, SKIPPED)
     record_property("largest error, control", (largest, min(wrong.values())))
     assert min(wrong.values()) > WRONG and len(wrong) == 2, "what is not loaded is seen on both"

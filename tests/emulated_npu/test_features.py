@@ -23,14 +23,12 @@ from emulated_plans import (
     GROUPS,
     RUNNERS,
     SLEEPING,
-    TOLERANCE,
-    WRONG,
     connector,
     pool_of,
     small_connector,
 )
 from support.sample import IS_LONG, IS_SAMPLE
-from support.scenarios.answers import Served
+from support.scenarios.answers import NPU_TOLERANCE, WRONG, Served
 from support.scenarios.connector import HOLES_TOKENS
 from support.scenarios.processes import (
     ADAPTIVE,
@@ -259,7 +257,7 @@ def test_answers_are_those_without_the_package(
     reference = served[f"reference, {model}"]
     controls = [label for label in found.labels if is_wrong_on_purpose(model, name, label)]
     right = [label for label in found.labels if label not in controls]
-    largest = found.check_equal(reference, right, TOLERANCE)
+    largest = found.check_equal(reference, right, NPU_TOLERANCE)
     wrong = {label: found.logprob_error(label, reference) for label in controls}
     record_property("largest error, controls", (largest, wrong))
     CASES[name].check(found, model)

@@ -20,12 +20,12 @@ from typing import Any
 
 import kernel_launcher
 import pytest
-from emulated_plans import TOLERANCE, WRONG, connector, pool_of
+from emulated_plans import connector, pool_of
 from support.blending.oracle import Oracle
 from support.blending.served import MAX_TOKENS, expected_reuse, oracle_error
 from support.sample import IS_SAMPLE
 from support.scenarios import processes
-from support.scenarios.answers import Served
+from support.scenarios.answers import NPU_TOLERANCE, WRONG, Served
 from support.scenarios.documents import SEPARATOR
 from support.scenarios.kernel_or_dma import SEEDS
 from support.scenarios.processes import ADAPTIVE, NO_PREFIX_CACHING, NPU, PLUGIN_OFF, Plan
@@ -91,7 +91,7 @@ def test_answers_are_those_without_the_package(
     found, reference = reports(model)
     right = [label for label in found.labels if label != SKIPPED]
     wrong = found.logprob_error(SKIPPED, reference)
-    largest = found.check_equal(reference, right, TOLERANCE)
+    largest = found.check_equal(reference, right, NPU_TOLERANCE)
     record_property("largest error, control", (largest, wrong))
     assert wrong > WRONG
     found.check_nothing_is_left()
@@ -151,7 +151,7 @@ def test_small_runs_of_segments_go_by_the_kernel(
         for found in (served, skipping)
     )
     record_property("largest error, control", (largest, wrong))
-    assert largest <= TOLERANCE
+    assert largest <= NPU_TOLERANCE
     assert wrong > WRONG
     assert min(wrong_errors(oracle, served)) > WRONG
     ways = served.report["ways"]

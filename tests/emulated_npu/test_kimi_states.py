@@ -19,10 +19,10 @@ from typing import Any
 
 import kimi_model
 import pytest
-from emulated_plans import IS_0_23, RUNNERS, WRONG, connector
+from emulated_plans import IS_0_23, RUNNERS, connector
 from support.sample import IS_LONG
 from support.scenarios import processes
-from support.scenarios.answers import Served
+from support.scenarios.answers import WRONG, Served
 from support.scenarios.processes import (
     ADAPTIVE,
     NO_PREFIX_CACHING,

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import random_models
 import torch
-from emulated_plans import RUNNERS, TOLERANCE
+from emulated_plans import RUNNERS
 from support.sample import IS_SAMPLE
 from support.scenarios import answers
-from support.scenarios.answers import Answer
+from support.scenarios.answers import NPU_TOLERANCE, Answer
 from support.scenarios.processes import NPU, LazyReports, Plan
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -76,7 +76,7 @@ def test_a_model_is_served_as_transformers_computes_it(
     )
     assert found.hit_tokens("first") == [0] * 4
     assert found.hit_tokens("cached")[2] == 1024
-    assert max(first, cached) < TOLERANCE
+    assert max(first, cached) < NPU_TOLERANCE
     assert spoiled > VISIBLE, "a layer without its values has to be seen"
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from emulated_plans import RUNNERS, TOLERANCE
+from emulated_plans import RUNNERS
 from support.blending.oracle import Oracle
 from support.blending.scores import MAX_TOKENS, SCORE_TOLERANCE, score_errors
 from support.scenarios import processes
-from support.scenarios.answers import errors
+from support.scenarios.answers import NPU_TOLERANCE, errors
 from support.scenarios.processes import NPU, Plan, Reports
 from support.scenarios.question import HEAD_TOKENS, ORDERS
 
@@ -59,7 +59,7 @@ def test_what_the_question_chooses_is_computed(served: Reports) -> None:
     cold = served["cold"].answers("cold")
     solo = blends.answers("solo")
     assert len(cold) == len(solo) == len(ORDERS)
-    assert max(errors(blends.answers("everything"), cold)) <= TOLERANCE
+    assert max(errors(blends.answers("everything"), cold)) <= NPU_TOLERANCE
     assert min(errors(solo, cold)) > 0.01
     assert min(errors(blends.answers("no scores"), solo)) > 0.01
     blends.check_nothing_is_left()

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from emulated_plans import TOLERANCE, pool_of
+from emulated_plans import pool_of
+from support.scenarios.answers import NPU_TOLERANCE
 from support.scenarios.processes import NPU
 from support.settings_checks import NAMES, Starts
 
@@ -23,4 +24,4 @@ def starts(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_engine_starts_and_answers_as_vllm_ascend_alone(starts: Starts, name: str) -> None:
-    starts.check(name, TOLERANCE)
+    starts.check(name, NPU_TOLERANCE)

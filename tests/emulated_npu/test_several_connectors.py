@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from emulated_plans import TOLERANCE, WRONG, connector, pool_of
+from emulated_plans import connector, pool_of
+from support.scenarios.answers import NPU_TOLERANCE, WRONG
 from support.scenarios.processes import NO_PREFIX_CACHING, NPU, PLUGIN_OFF, LazyReports, Plan
 
 PORTS = {"before": 23100, "behind": 23200}
@@ -104,7 +105,7 @@ def test_answers_are_those_without_connectors(
     reference = served[f"reference, {case.model}"]
     damaged = [label for label in found.labels if label.startswith(("zeroed", "swapped"))]
     right = [label for label in found.labels if label not in damaged]
-    largest = found.check_equal(reference, right, TOLERANCE)
+    largest = found.check_equal(reference, right, NPU_TOLERANCE)
     record_property("largest error", largest)
     assert sum(found.hit_tokens("warm")) > 0, "hits of host memory"
     found.check_nothing_is_left()

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emulated_plans import TOLERANCE, WRONG, connector
+from emulated_plans import connector
 from support.sample import IS_SAMPLE
-from support.scenarios.answers import Served
+from support.scenarios.answers import NPU_TOLERANCE, WRONG, Served
 from support.scenarios.processes import (
     ADAPTIVE,
     NO_PREFIX_CACHING,
@@ -70,7 +70,7 @@ def test_hits_change_no_answer(
 ) -> None:
     right = [label for label in served.labels if label.startswith("before")]
     right += [label for label in served.labels if "states" not in label and "loads" not in label]
-    largest = served.check_equal(reports["reference"], dict.fromkeys(right), TOLERANCE)
+    largest = served.check_equal(reports["reference"], dict.fromkeys(right), NPU_TOLERANCE)
     record_property("largest error", largest)
     print(f"\nlargest error {largest:.1e}")
     assert sum(served.hit_tokens("device")) >= 8 * UNIT_TOKENS
@@ -103,6 +103,6 @@ def test_states_of_accepted_drafts_are_stored_behind_their_copies(
     )
     served = found["served"]
     labels = dict.fromkeys(served.labels)
-    largest = served.check_equal(found["reference"], labels, TOLERANCE)
+    largest = served.check_equal(found["reference"], labels, NPU_TOLERANCE)
     assert sum(served.hit_tokens("behind the crossing")) >= 8 * 2 * UNIT_TOKENS
     print(f"\nlargest error {largest:.1e}")

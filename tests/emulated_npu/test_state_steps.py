@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emulated_plans import IS_0_23, TOLERANCE, WRONG, connector, pool_of
+from emulated_plans import IS_0_23, connector, pool_of
+from support.scenarios.answers import NPU_TOLERANCE, WRONG
 from support.scenarios.processes import NO_PREFIX_CACHING, NPU, PLUGIN_OFF, LazyReports, Plan
 
 ENGINE = {"enable_prefix_caching": True, "max_num_batched_tokens": 512, **pool_of("states")}
@@ -47,7 +48,7 @@ def test_what_follows_a_cached_state_is_right(
 ) -> None:
     found = served[name]
     reference = served["reference"]
-    record_property("largest error", found.check_equal(reference, found.labels, TOLERANCE))
+    record_property("largest error", found.check_equal(reference, found.labels, NPU_TOLERANCE))
     assert sum(hit > 0 for hit in found.hit_tokens("branches")) >= 3
     found.check_nothing_is_left()
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emulated_plans import IS_0_23, TOLERANCE, WRONG, connector
+from emulated_plans import IS_0_23, connector
 from support.sample import IS_SAMPLE
-from support.scenarios.answers import Served
+from support.scenarios.answers import NPU_TOLERANCE, WRONG, Served
 from support.scenarios.processes import (
     ADAPTIVE,
     NO_PREFIX_CACHING,
@@ -87,7 +87,7 @@ def served(request: pytest.FixtureRequest, reports: LazyReports) -> Served:
 def test_hits_change_no_answer(served: Served, reports: LazyReports) -> None:
     right = [label for label in served.labels if label.startswith("before")]
     right += [label for label in served.labels if "states" not in label and "loads" not in label]
-    largest = served.check_equal(reports["reference"], dict.fromkeys(right), TOLERANCE)
+    largest = served.check_equal(reports["reference"], dict.fromkeys(right), NPU_TOLERANCE)
     hits = [answer.hit_tokens for label in right for answer in served.answers(label)]
     num_inside = sum(tokens % BLOCK_TOKENS > 0 for tokens in hits)
     print(f"\nlargest error {largest:.1e}, {sum(hits)} tokens hit, {num_inside} hits inside blocks")

@@ -14,13 +14,7 @@ from typing import Any, NamedTuple
 
 from support.official_lines import ARMS, DATA
 from support.official_lines.start import IN_HOST_MEMORY, LABELS, ON_DEVICE, ZEROED
-from support.scenarios.answers import Answer, logprob_error
-
-TOLERANCE = 1e-3
-"""The largest difference of log-probabilities in fp32. Prefilling in other chunks changes less."""
-
-WRONG = 0.1
-"""The least difference where host memory is zeroed."""
+from support.scenarios.answers import NPU_TOLERANCE, WRONG, Answer, logprob_error
 
 
 class Compared(NamedTuple):
@@ -58,7 +52,7 @@ def compared(reports: Mapping[str, Mapping[str, Any]]) -> Compared:
         assert found[ON_DEVICE].hit_tokens >= reference[ON_DEVICE].hit_tokens, arm
         assert (found[IN_HOST_MEMORY].hit_tokens > 0) is has_connector, arm
     result = Compared(max(errors), min(controls))
-    assert result.largest <= TOLERANCE, result
+    assert result.largest <= NPU_TOLERANCE, result
     assert result.control > WRONG, result
     return result
 

@@ -110,25 +110,34 @@ def in_fork(function: Callable[[], dict[str, Any]], report: Path, max_s: int = 0
     answer = report.with_suffix(f".{os.getpid()}")
     answer.unlink(missing_ok=True)
     log = Path(f"{answer}.log")
-    process = os.fork()
-    if process == 0:
-        try:
-            signal.alarm(max_s)
-            with log.open("w") as output:
-                os.dup2(output.fileno(), 1)
-                os.dup2(output.fileno(), 2)
-            answer.write_text(json.dumps(function()))
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-    os.waitpid(process, 0)
+
+    def write_answer() -> None:
+        signal.alarm(max_s)
+        with log.open("w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        answer.write_text(json.dumps(function()))
+
+    fork_and_wait(write_answer)
     if not answer.exists():
         return {"stage": "", "error": "no answer: " + log.read_text(errors="replace")[-2000:]}
     found: dict[str, Any] = json.loads(answer.read_text())
     answer.unlink()
     log.unlink()
     return found
+
+
+def fork_and_wait(function: Callable[[], object]) -> None:
+    """Run a function in a forked process, which prints what the function raises."""
+    process = os.fork()
+    if process == 0:
+        try:
+            function()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.waitpid(process, 0)
 
 
 def started(case: dict[str, Any], parser: Any) -> dict[str, Any]:
@@ -156,15 +165,7 @@ def inspect_in_forks() -> None:
 
     def run(function: Callable[[], Any]) -> Any:
         result = Path(f"{tempfile.mkdtemp()}/result")
-        process = os.fork()
-        if process == 0:
-            try:
-                result.write_bytes(pickle.dumps(function()))
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(0)
-        os.waitpid(process, 0)
+        fork_and_wait(lambda: result.write_bytes(pickle.dumps(function())))
         return pickle.loads(result.read_bytes())
 
     registry._run_in_subprocess = run

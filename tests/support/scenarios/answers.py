@@ -15,6 +15,12 @@ LOGPROB_TOLERANCE = 1e-4
 A wrong block changes 2 to 3.
 """
 
+NPU_TOLERANCE = 1e-3
+"""The tolerance on the emulated NPU, in fp32. Rounding changes less than a tenth of it."""
+
+WRONG = 0.1
+"""The least change that an answer must show where it read wrong pages."""
+
 
 @dataclass(frozen=True)
 class Answer:
