@@ -221,12 +221,19 @@ class OffloadBoundaries:
         """Whether it is not known that requests resume at boundaries of a reason."""
         if reason.origin is not Origin.LADDER:
             return False
-        return self._tried.get(reason, 0) < _TRIALS or not self._pays(reason, _MIN_HITS_PER_STEP)
+        return self._is_new(reason) or not self._has_paid(reason, _MIN_HITS_PER_STEP)
 
     def _pays(self, reason: Reason, min_hits_per_tail: float) -> bool:
-        """Whether requests resume often enough at boundaries of a reason. New reasons may pay."""
-        tried = self._tried.get(reason, 0)
-        return tried < _TRIALS or self._hits.get(reason, 0) >= tried * min_hits_per_tail
+        """Whether boundaries of a reason have paid, or may, because the reason is new."""
+        return self._is_new(reason) or self._has_paid(reason, min_hits_per_tail)
+
+    def _is_new(self, reason: Reason) -> bool:
+        """Whether too few tails of a reason were stored to count their hits."""
+        return self._tried.get(reason, 0) < _TRIALS
+
+    def _has_paid(self, reason: Reason, min_hits_per_tail: float) -> bool:
+        """Whether requests have resumed often enough at boundaries of a reason."""
+        return self._hits.get(reason, 0) >= self._tried.get(reason, 0) * min_hits_per_tail
 
 
 def _next_multiple(distance_tokens: int, after_tokens: int) -> int:

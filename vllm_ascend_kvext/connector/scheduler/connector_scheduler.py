@@ -44,6 +44,7 @@ from vllm_ascend_kvext.connector.scheduler.request_state import (
 )
 from vllm_ascend_kvext.connector.scheduler.secondary_tier import SecondaryTierScheduler
 from vllm_ascend_kvext.connector.scheduler.sharing_check import SharingCheck
+from vllm_ascend_kvext.connector.scheduler.step_budget import StepBudget
 from vllm_ascend_kvext.connector.scheduler.stores import Stores
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.connector.scheduler.worker_jobs import WorkerJobs
@@ -165,6 +166,7 @@ class ConnectorScheduler:
         self._room = self._loads.room
         self._stores = Stores(parts, options.store_policy, events, self.secondary, self._cost)
         self._stores.are_compared = self._check.is_pending
+        self._step_budget = StepBudget()
         self._states = RequestOffloadStates()
         self._step_loads: list[LoadJob] = []
         self._swaps: list[StoreJob] = []
@@ -254,7 +256,7 @@ class ConnectorScheduler:
         assert state.under_way is not None
         plan = state.under_way.plan
         self._step_loads.append(job)
-        self._stores.budget.note_hit(num_external_tokens)
+        self._step_budget.note_hit(num_external_tokens)
         # The plan's holes are computed. The job's holes are all tokens without loaded prompt rows.
         if plan.holes:
             self.holes.note_new_holes(request.request_id, plan.holes, is_planned=True)
@@ -295,11 +297,11 @@ class ConnectorScheduler:
         if not self._states.options_of(request).may_store:
             return NEVER
         state = self._states[request.request_id]
-        return self._stores.next_stop_tokens(request, state, computed_tokens)
+        return self._stores.next_stop_tokens(request, state, computed_tokens, self._step_budget)
 
     def note_early_end(self, request_id: str, num_tokens: int) -> None:
         """See `StepBudget.note_early_end`."""
-        self._stores.budget.note_early_end(request_id, num_tokens)
+        self._step_budget.note_early_end(request_id, num_tokens)
 
     def end_hole_step(self) -> list[str]:
         """The latest step has been handed to the workers; see ``HoleQueue.end_step``."""
@@ -346,7 +348,7 @@ class ConnectorScheduler:
         self._is_asked = False
         planned = self.extension.on_step(num_scheduled_tokens, preempted_ids)
         fleeting = self._stores.take_fleeting_jobs()
-        self.counters.added_steps += self._stores.budget.note_step(num_scheduled_tokens)
+        self.counters.added_steps += self._step_budget.note_step(num_scheduled_tokens)
         self._note_step(num_scheduled_tokens)
         self._leave_blocks_for_next_step(num_scheduled_tokens)
         self._room.end_step()

@@ -66,7 +66,6 @@ class Stores:
         reasons: Why tails were stored, by the number of the entry.
         queue: The stores that are planned.
         fleeting: Stores of states that the next step overwrites.
-        budget: How many steps may end where states are to be stored.
         are_compared: Whether workers report digests of what they store.
     """
 
@@ -99,7 +98,6 @@ class Stores:
             parts.clock,
         )
         self.fleeting: list[PlannedStore] = []
-        self.budget = StepBudget()
         self.are_compared = False
         self.reasons: dict[int, Reason] = {}
 
@@ -121,11 +119,15 @@ class Stores:
             self._advance(request, progress, known_tokens, computed_tokens > known_tokens)
 
     def next_stop_tokens(
-        self, request: Request, state: RequestOffloadState, computed_tokens: int
+        self,
+        request: Request,
+        state: RequestOffloadState,
+        computed_tokens: int,
+        budget: StepBudget,
     ) -> int:
         """Where a prefill step from ``computed_tokens`` on has to end to leave a state to store.
 
-        The request may not have been admitted yet.
+        The request may not have been admitted yet. The budget says which steps may end early.
 
         Returns:
             A boundary past the beginning; a very large number if there is none.
@@ -139,7 +141,7 @@ class Stores:
         else:
             boundaries = progress.boundaries
         return self.planner.next_stop_after(
-            boundaries, computed_tokens, self.budget.may_stop, self.budget.may_try
+            boundaries, computed_tokens, budget.may_stop, budget.may_try
         )
 
     def finish(self, request: Request, state: RequestOffloadState, is_end_of_turn: bool) -> None:
