@@ -33,6 +33,8 @@ from support.connector.offload_workloads import (
 )
 from support.connector.page_contents import WrongBytesError
 from support.connector.paged_layouts import (
+    FULL,
+    GPT_OSS,
     LAYOUTS,
     STATE_LAYOUTS,
     UPSTREAM_LAYOUTS,
@@ -423,6 +425,18 @@ def test_hints_that_leave_no_checkpoint_are_reported_without_retention(
             serve(engine, replace(plan_of(name, prompt), extra_args=((HINT_ARGUMENT, hint),)))
     (message,) = {text for text in caplog.messages if HINT_ARGUMENT in text}
     assert message.startswith("Request wrong: ")
+
+
+@pytest.mark.parametrize(("layout", "has_tails"), [(FULL, False), (GPT_OSS, True)])
+def test_the_start_says_how_many_tokens_host_memory_holds(
+    layout: PagedLayout, has_tails: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "vllm.ascend_kvext"), engine_of(layout) as engine:
+        num_tokens = engine.side.tier.num_tokens
+    (line,) = [text for text in caplog.messages if "GiB of host memory" in text]
+    less = " less what windows and states take" if has_tails else ""
+    assert num_tokens and f" that holds {num_tokens} tokens{less}" in line
+    assert ("less what" in line) is has_tails
 
 
 def test_tails_are_stored_at_the_interval_of_retention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -319,6 +320,17 @@ def test_interval_of_the_configuration_stays_where_retention_has_nothing_to_do()
         world = BlockManager(Layout((full(4), window(4, 9), chunked)), 8, NUM_BLOCKS)
     assert retention_of(world.manager.coordinator) is None
     assert world.manager.coordinator.retention_interval == 8
+
+
+def test_retention_that_was_asked_for_warns_where_nothing_is_cached(mocker: MockerFixture) -> None:
+    with adaptive_retention():
+        log = mocker.patch("vllm.logger.init_logger").return_value.log
+        world = BlockManager(
+            Layout((full(4), window(4, 9))), None, NUM_BLOCKS, enable_caching=False
+        )
+    assert retention_of(world.manager.coordinator) is None
+    (level, _, reason) = log.call_args.args
+    assert level == logging.WARNING and "--enable-prefix-caching" in reason
 
 
 @pytest.mark.vllm(">=0.30")

@@ -51,7 +51,9 @@ class TestStatus:
         self, status: Status, asked_for: dict[str, str], exit_status: int
     ) -> None:
         found, report = status(VLLM_PLUGINS="ascend", **asked_for)
-        assert found == exit_status and "VLLM_PLUGINS" in str(report["notes"])
+        assert found == exit_status
+        (note,) = report["notes"]
+        assert note.endswith("Set VLLM_PLUGINS=ascend,ascend_kvext")
 
     def test_missing_vllm_is_degraded_and_an_unexpected_failure_has_failed(
         self, status: Status, monkeypatch: pytest.MonkeyPatch
@@ -84,6 +86,23 @@ class TestStatus:
         assert main(["status", "--patches"]) == 0
         (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("T-")]
         assert row.split() == [f"T-{TARGET}", "retention", "inert", TARGET]
+
+    @pytest.mark.parametrize("asked_for", [{}, {"interval": "0"}])
+    def test_without_vllm_people_read_what_is_missing_and_no_features(
+        self,
+        world: World,
+        asked_for: dict[str, str],
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "vllm", None)
+        world.set(**asked_for)
+        assert main(["status"]) == (2 if asked_for else 1)
+        first, mode, *rest = capsys.readouterr().out.splitlines()
+        assert "on no vLLM" in first and mode.split()[0] == "mode"
+        (said,) = [line for line in rest if line and not line.startswith("patches")]
+        assert "vLLM is not installed for" in said
+        assert said.endswith("asks for a feature.") is bool(asked_for)
 
     def test_a_line_per_feature_says_how_the_features_of_this_package_stand(
         self, world: World, capsys: pytest.CaptureFixture[str]
