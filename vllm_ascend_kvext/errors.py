@@ -2,6 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The exceptions of this package. The package raises no other errors on purpose."""
 
+DOCS_URL = "https://github.com/vllm-ascend-kvext/vllm-ascend-kvext/blob/main/docs/"
+"""The folder of the pages that messages name. A wheel does not have them."""
+
 
 class KvextError(Exception):
     """The base class. A message names what, where, expected, found and the remedy."""

@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from vllm_ascend_kvext.errors import DOCS_URL
+
 CHECKOUT = Path(__file__).parents[2]
 CHANGELOG = "# Changelog\n\n## [0.1.0] - 2026-12-01\n"
 PYPROJECT = '[project]\nname = "x"\nversion = "0.1.0"\n'
@@ -200,3 +202,18 @@ def test_the_chinese_readme_has_the_commands_versions_and_numbers_of_the_english
     assert len(facts) >= 14
     assert facts == table_facts(english)[: len(facts)]
     assert set(re.findall(r"`([^`\n]+)`", chinese)) <= set(re.findall(r"`([^`\n]+)`", english))
+
+
+def test_pages_that_messages_name_are_urls_of_this_repository() -> None:
+    """A user of a wheel has no folder ``docs``."""
+    named = []
+    for path in sorted((CHECKOUT / "vllm_ascend_kvext").rglob("*.py")):
+        text = path.read_text()
+        named += re.findall(r"\{DOCS_URL\}([\w.]+\.md)", text)
+        # Docstrings and comments are for readers of the checkout.
+        code = re.sub(r'""".*?"""|#[^\n]*', "", text, flags=re.DOTALL)
+        assert not re.search(r"docs/\w+\.md", code), path
+    assert len(named) >= 9
+    assert all((CHECKOUT / "docs" / name).is_file() for name in named)
+    homepage = re.search(r'^Homepage = "(.+)"$', (CHECKOUT / "pyproject.toml").read_text(), re.M)
+    assert homepage is not None and f"{homepage[1]}/blob/main/docs/" == DOCS_URL

@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_kvext.errors import TraceError
+from vllm_ascend_kvext.errors import DOCS_URL, TraceError
 from vllm_ascend_kvext.replay.trace import LoggedRequest, format_request, json_object, opened
 from vllm_ascend_kvext.replay.vllm_log import read_vllm_log
 
@@ -163,7 +163,7 @@ def _parse(line: str, where: str, tokenize: Tokenize) -> KnownRequest:
     if fields is None:
         raise TraceError(
             f"{where}: expected a JSON object with a request, found another text. See "
-            "docs/replay.md for the fields."
+            f"{DOCS_URL}replay.md for the fields."
         )
     body = _part(fields, "body", "request") or fields
     response = _part(fields, "response")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from vllm_ascend_kvext.errors import TraceError
+from vllm_ascend_kvext.errors import DOCS_URL, TraceError
 
 DEFAULT_BLOCK_TOKENS = 512
 """The tokens of an id in a line that does not have the field ``block_size``, as in Mooncake's
@@ -149,7 +149,7 @@ def format_request(request: LoggedRequest) -> str:
     return json.dumps(fields, separators=(",", ":"))
 
 
-_REMEDY = "See docs/replay.md for the format; `replay convert` makes it of other logs."
+_REMEDY = f"See {DOCS_URL}replay.md for the format; `replay convert` makes it of other logs."
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from vllm_ascend_kvext.errors import TraceError
+from vllm_ascend_kvext.errors import DOCS_URL, TraceError
 
 _TIME = re.compile(r"\b(\d\d-\d\d \d\d:\d\d:\d\d)\b")
 _PROMPT = re.compile(
@@ -70,7 +70,7 @@ def read_vllm_log(lines: Iterable[str], path: Path, skipped: Counter[str]) -> li
     if not arrivals_ms:
         raise TraceError(
             f"{path}: expected JSON lines, or the log of vllm serve --enable-log-requests, found "
-            "neither. See docs/replay.md."
+            f"neither. See {DOCS_URL}replay.md."
         )
     requests: list[Found] = []
     for request_id, arrival_ms in arrivals_ms.items():

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
-from vllm_ascend_kvext.errors import SettingsError
+from vllm_ascend_kvext.errors import DOCS_URL, SettingsError
 from vllm_ascend_kvext.shared_tier.backend import (
     SEAL_BYTES,
     Answer,
@@ -111,7 +111,7 @@ class MooncakeTier(SharedTier):
             raise SettingsError(
                 f"shared_tier: expected Mooncake's package, and a mooncake_master at {url}, found: "
                 f"{error}. pip install mooncake-transfer-engine-npu (or -non-cuda, without NPUs), "
-                "and start the master, see docs/shared_tier.md; or leave shared_tier out."
+                f"and start the master, see {DOCS_URL}shared_tier.md; or leave shared_tier out."
             ) from error
         self._pinned = store.ReplicateConfig()
         self._pinned.with_hard_pin = True
@@ -244,5 +244,6 @@ def _checked(codes: list[int], usual: Container[int] = _OF_GETS) -> list[int]:
     """The codes that a call has returned; raises OSError for a code that is not usual."""
     for code in codes:
         if code < 0 and code not in usual:
-            raise OSError(f"{_MEANINGS.get(code, 'see docs/shared_tier.md')} (code {code})")
+            meaning = _MEANINGS.get(code, f"see {DOCS_URL}shared_tier.md")
+            raise OSError(f"{meaning} (code {code})")
     return codes

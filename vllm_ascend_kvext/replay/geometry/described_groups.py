@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.errors import ReplayError
+from vllm_ascend_kvext.errors import DOCS_URL, ReplayError
 from vllm_ascend_kvext.replay.geometry.model_config import PlannedModel, vllm_config_of
 from vllm_ascend_kvext.replay.geometry.pages import pages_of
 
@@ -91,12 +91,13 @@ def _read(path: Path) -> list[dict[str, Any]]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ReplayError(
-            f"--groups: expected a JSON file, found: {error}. See docs/replay.md."
+            f"--groups: expected a JSON file, found: {error}. See {DOCS_URL}replay.md."
         ) from error
     groups = content.get("groups") if isinstance(content, dict) else None
     if not isinstance(groups, list) or not groups:
         raise ReplayError(
-            f"{path}: expected an object with a list of groups, found none. See docs/replay.md."
+            f"{path}: expected an object with a list of groups, found none. See "
+            f"{DOCS_URL}replay.md."
         )
     for number, fields in enumerate(groups):
         _check(fields, f"{path}, group {number}")
@@ -108,7 +109,7 @@ def _check(fields: Any, where: str) -> None:
     if kind not in _KINDS:
         raise ReplayError(
             f"{where}: expected a kind of {', '.join(_KINDS)}, found {kind!r}. Compressed layers "
-            "count as full; see docs/replay.md."
+            f"count as full; see {DOCS_URL}replay.md."
         )
     needed = (*_EVERY_KIND, *_KINDS[kind])
     for name in needed:
@@ -132,7 +133,7 @@ def _check_number(fields: Mapping[str, Any], name: str, where: str) -> None:
     if type(value) is not int or value < 1:
         raise ReplayError(
             f"{where}: {name}: expected a whole number of 1 or more, found {value!r}. See "
-            "docs/replay.md."
+            f"{DOCS_URL}replay.md."
         )
 
 

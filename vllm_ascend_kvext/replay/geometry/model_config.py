@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.errors import ReplayError
+from vllm_ascend_kvext.errors import DOCS_URL, ReplayError
 from vllm_ascend_kvext.groups.kinds import kind_of
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import KVLayout
@@ -41,7 +41,7 @@ others. A log that is played on a CPU is mostly that of another device."""
 REMEDY = (
     "Name the folder of a model that this vLLM serves, with the arguments of vllm serve; or run "
     "the command where the model is served; or describe its groups in a file for --groups, see "
-    "docs/replay.md."
+    f"{DOCS_URL}replay.md."
 )
 
 
