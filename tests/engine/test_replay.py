@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -253,6 +254,7 @@ def test_a_request_that_does_not_fit_is_named() -> None:
             play([request], engine, BLOCK_TOKENS, Pace())
 
 
+CHECKOUT = Path(__file__).parents[2]
 GROUPS = {
     "groups": [
         {"kind": "full", "tokens_per_block": 16, "layers": 2, "bytes_per_token": 64},
@@ -268,9 +270,10 @@ GROUPS = {
 }
 
 
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+def command(*arguments: object, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "vllm_ascend_kvext", "replay", *map(str, arguments)],
+        [sys.executable, "-I", "-m", "vllm_ascend_kvext", "replay", *map(str, arguments)],
+        cwd=folder,
         capture_output=True,
         text=True,
         check=False,
@@ -333,3 +336,16 @@ def test_a_pool_that_is_too_small_is_said_of_each_variant(tmp_path: Path) -> Non
     found = command(log, "--groups", groups, "--blocks", 100, "--host-memory-gib", 0.01)
     assert found.returncode == 1
     assert found.stdout.count("refused: line 1: expected a pool that holds the request") >= 5
+
+
+def test_the_line_of_the_page_plays_a_trace_of_production(tmp_path: Path) -> None:
+    page = (CHECKOUT / "docs" / "replay.md").read_text()
+    (line,) = re.findall(
+        r"^python -m vllm_ascend_kvext replay (benchmarks/.+)$", page, re.MULTILINE
+    )
+    asked, _ = line.split(" --requests ")
+    numbers = tmp_path / "hits.json"
+    found = command(*asked.split(), "--requests", 10, "--json", numbers, folder=CHECKOUT)
+    assert found.returncode == 0, found.stderr
+    results = json.loads(numbers.read_text())["results"]
+    assert len(results) == 9 and {each["refusal"] for each in results} == {""}
