@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 from support.scenarios import engine, scenario
 from support.scenarios.engine import CHUNK_TOKENS, random_tokens
@@ -29,5 +30,5 @@ def branches_past_blocks(engine: Engine) -> None:
     """The same prompts. Steps go beyond the end of the block in which they begin."""
     from vllm_ascend_kvext.patches.repairs import aligned_steps
 
-    aligned_steps._within_block = lambda *arguments: arguments[-1]
-    branches(engine)
+    with mock.patch.object(aligned_steps, "within_block", lambda *arguments: arguments[-1]):
+        branches(engine)
