@@ -123,7 +123,8 @@ def _fast_methods(
     fast_pool = fast_block_pool.FastPool(pool, whole_group_ids)
     for method in fast_pool.methods(retention is not None):
         yield pool, method
-    lookup = fast_coordinator.describe_lookup(coordinator)
+    # Where nothing is cached, vLLM's hashes are of more tokens than some blocks have.
+    lookup = fast_coordinator.describe_lookup(coordinator) if manager.enable_caching else None
     if lookup is not None:
         yield coordinator, fast_coordinator.FastLookup(coordinator, lookup).find_longest_cache_hit
     for group in groups:

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import ModuleType
 
 import ascend_geometry
@@ -19,6 +21,7 @@ import vllm.v1.core.kv_cache_manager as kv_cache_manager
 import vllm.v1.core.single_type_kv_cache_manager as single_type
 from ascend_geometry import BLOCK_SIZES, HIT_UNIT_TOKENS, SMALL_HIT_UNIT_TOKENS, BlockSizes
 from support.layout.upstream_line import HAS_ONE_VIEW
+from support.retention.checkpoints import adaptive_retention
 from support.scheduler.block_manager import BlockManager
 
 from vllm_ascend_kvext.compat import version_in
@@ -93,6 +96,27 @@ def test_coordinator_in_charge_of_the_true_layout(block_size):
         *["FullAttentionManager" if HAS_ONE_VIEW else "CompressAttentionManager"] * 2,
         *["SlidingWindowManager"] * 4,
     ]
+
+
+@pytest.mark.parametrize("block_size", HIT_UNIT_TOKENS)
+def test_without_prefix_caching_blocks_are_those_of_upstream(block_size):
+    """vLLM then hashes by the scheduler's block, which is longer than others."""
+    layout = ascend_geometry.planned_layout(block_size)
+    hash_tokens = math.lcm(*(spec.block_size for spec in layout.specs))
+    tables = []
+    for installed in (nullcontext(), adaptive_retention()):
+        with installed:
+            world = BlockManager(layout, enable_caching=False, hash_block_size=hash_tokens)
+            requests = [world.request(range(300 + number)) for number in range(3)]
+            assert [world.prefill(request, 200) for request in requests] == [0, 0, 0]
+            world.decode(requests[1], range(40))
+            world.manager.free(requests[0])
+            assert world.prefill(world.request(range(300)), 512) == 0
+            found = [world.manager.get_blocks(request.request_id).blocks for request in requests]
+            tables.append(
+                [[[block.block_id for block in group] for group in table] for table in found]
+            )
+    assert tables[0] == tables[1] and any(tables[0][1])
 
 
 def test_small_layout_has_the_shape_of_the_true_one():

@@ -49,6 +49,7 @@ OF_A_NODE = frozenset(
 )
 """Flags that the stage ``engine`` leaves out."""
 SMALL: Mapping[str, Any] = {
+    "distributed-executor-backend": "support.scenarios.own_config.OwnConfigExecutor",
     "dtype": "float32",
     "enforce-eager": True,
     "load-format": "dummy",
@@ -58,6 +59,8 @@ SMALL: Mapping[str, Any] = {
     "num-gpu-blocks-override": "400",
 }
 """Flags of the stage ``engine``."""
+MORE_BLOCKS: Mapping[str, Any] = {"num-gpu-blocks-override": "900"}
+"""The pool of DeepSeek-V4, whose blocks of some groups have few tokens."""
 
 OWN_CONNECTOR: Mapping[str, Any] = {
     "kv_connector": "KvextConnector",
@@ -150,7 +153,10 @@ class OfficialLine:
             draft = str(models / slug(speculative["method"]))
             flags["speculative-config"] = speculative | {"model": draft}
         if stage == "engine":
-            flags = {name: value for name, value in flags.items() if name not in OF_A_NODE} | SMALL
+            flags = {name: value for name, value in flags.items() if name not in OF_A_NODE}
+            flags |= SMALL
+            if self.family.startswith("DeepSeek-V4"):
+                flags |= MORE_BLOCKS
         words = [str(models / slug(self.family)), "--skip-tokenizer-init"]
         for name, value in flags.items():
             words.append(f"--{name}")

@@ -35,6 +35,11 @@ COMMON: Mapping[str, Any] = {
     "rope_theta": 10000.0,
     "torch_dtype": "float32",
 }
+WIDE: Mapping[str, Any] = {"hidden_size": 64 * NUM_HEADS}
+"""For models that know no size of a head, but what the hidden size gives each."""
+WHOLE_HEADS: Mapping[str, Any] = {"partial_rotary_factor": 1.0}
+"""For models that rotate a part of a head. vLLM-Ascend makes room for a whole head where the class
+of the configuration keeps the part elsewhere, as transformers 5 does, and the step then fails."""
 EXPERTS: Mapping[str, Any] = {
     "num_experts": 16,
     "num_local_experts": 16,
@@ -81,10 +86,15 @@ KIMI_DELTA: Mapping[str, Any] = {
         "short_conv_kernel_size": 4,
         "kda_layers": [1, 2, 3],
         "full_attn_layers": [4],
+        "use_full_rank_gate": True,
+        "gate_lower_bound": -5.0,
     },
+    "attn_res_block_size": 2,
+    "mla_use_output_gate": True,
     "num_experts_per_token": 2,
     "num_shared_experts": 1,
     "num_expert_group": 1,
+    "topk_group": 1,
     "mla_use_nope": True,
 }
 
@@ -222,8 +232,8 @@ FAMILIES: Mapping[str, Family] = {
         num_nextn_predict_layers=1,
         routed_scaling_factor=1.0,
         use_qk_norm=True,
-        partial_rotary_factor=0.5,
         attention_bias=True,
+        **WHOLE_HEADS,
     ),
     "GLM-5": _SPARSE,
     "GLM-5.3-Flash": _family(
@@ -262,6 +272,7 @@ FAMILIES: Mapping[str, Family] = {
         first_k_dense_replace=1,
         num_shared_experts=1,
         num_nextn_predict_layers=1,
+        router_scaling_factor=1.0,
     ),
     "Hy4": _family(SPARSE_MLA, "HYV4ForCausalLM", "hy_v4", EXPERTS, LATENT, INDEXER),
     "Kimi-K2": _V3._replace(is_text_part=True),
@@ -275,7 +286,7 @@ FAMILIES: Mapping[str, Family] = {
         q_lora_rank=None,
         is_text_part=True,
     ),
-    "LLaVA-OneVision": _family(FULL, "Qwen2ForCausalLM", "qwen2", is_text_part=True),
+    "LLaVA-OneVision": _family(FULL, "Qwen2ForCausalLM", "qwen2", WIDE, is_text_part=True),
     "MiniMax-M2": _family(
         FULL,
         "MiniMaxM2ForCausalLM",
@@ -305,11 +316,13 @@ FAMILIES: Mapping[str, Family] = {
         },
         is_text_part=True,
     ),
-    "Minitron": _family(FULL, "NemotronForCausalLM", "nemotron", norm_eps=1e-5, hidden_act="relu2"),
+    "Minitron": _family(
+        FULL, "NemotronForCausalLM", "nemotron", WHOLE_HEADS, norm_eps=1e-5, hidden_act="relu2"
+    ),
     "Mixtral": _family(FULL, "MixtralForCausalLM", "mixtral", EXPERTS),
-    "PaddleOCR-VL": _family(FULL, "Ernie4_5ForCausalLM", "ernie4_5", is_text_part=True),
-    "Qwen2.5-Math-RM": _family("keys and values, pooling", "Qwen2ForRewardModel", "qwen2"),
-    "Qwen2.5-VL": _family(FULL, "Qwen2ForCausalLM", "qwen2", is_text_part=True),
+    "PaddleOCR-VL": _family(FULL, "Ernie4_5ForCausalLM", "ernie4_5", WIDE, is_text_part=True),
+    "Qwen2.5-Math-RM": _family("keys and values, pooling", "Qwen2ForRewardModel", "qwen2", WIDE),
+    "Qwen2.5-VL": _family(FULL, "Qwen2ForCausalLM", "qwen2", WIDE, is_text_part=True),
     "Qwen3": _DENSE,
     "Qwen3-MoE": _MOE,
     "Qwen3, text part": _DENSE_TEXT,

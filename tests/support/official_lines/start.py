@@ -314,6 +314,8 @@ def raised_by(error: BaseException) -> str:
     )
 
 
-sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]
 if __name__ == "__main__":
+    # The package `support` is imported by its name, and none of its modules by theirs.
+    sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]
+    sys.path.append(str(Path(__file__).parents[2]))
     main()

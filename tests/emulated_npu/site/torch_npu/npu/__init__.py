@@ -48,6 +48,11 @@ def _is_in_bad_fork() -> bool:
     return False
 
 
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    """The types to which `torch.autocast` may turn numbers."""
+    return [torch.float16, torch.bfloat16, torch.float32]
+
+
 def manual_seed(seed: int) -> None:
     """Random numbers on npu are those of the host's generator."""
     torch.default_generator.manual_seed(seed)
