@@ -210,14 +210,20 @@ def test_cpus_that_this_host_has_not_are_refused(limit: Any) -> None:
 
 @pytest.mark.parametrize(
     ("tp", "engines", "device"),
-    [(1, 1, "cpu"), (2, 1, "cpu"), (1, 3, "cpu"), (2, 4, "npu"), (1, 1, "npu")],
+    [(1, 1, "cpu"), (2, 1, "cpu"), (1, 3, "cpu"), (2, 4, "npu"), (1, 1, "npu"), (2, 2, "cuda")],
 )
 def test_all_workers_of_a_host_have_to_fit_its_limit(
     limit: Any, tp: int, engines: int, device: str
 ) -> None:
-    """Whatever is in use: it may be free when workers take their parts."""
-    engine = config(transfer(host_memory_gib=3), device, tp, data_parallel_size_local=engines)
-    need = MemoryNeed(3 * GIB // tp, tp * engines, device != "cpu")
+    """Whatever is in use: it may be free when workers take their parts.
+
+    Only its worker knows whether an NPU can pin memory that torch has not allocated.
+    """
+    allow: dict[str, Any] = {"allow_cuda": True} if device == "cuda" else {}
+    engine = config(
+        transfer(host_memory_gib=3, **allow), device, tp, data_parallel_size_local=engines
+    )
+    need = MemoryNeed(3 * GIB // tp, tp * engines, device == "cuda")
     limit(need.total_bytes, used_bytes=need.total_bytes - 5)
     check_configuration(engine)
     limit(need.total_bytes - 1)
@@ -227,12 +233,11 @@ def test_all_workers_of_a_host_have_to_fit_its_limit(
     assert f"memory.max allows {need.total_bytes - 1} bytes" in message
     assert str(need) in message
     assert str(need.total_bytes) in message
-    assert ("torch pins" in message) == (device != "cpu")
+    assert ("torch pins" in message) == (device == "cuda")
     fitting_gib = float(message.partition("Set host_memory_gib to at most ")[2].split(",")[0])
     assert 1 <= fitting_gib < 3
-    check_configuration(
-        config(transfer(host_memory_gib=fitting_gib), device, tp, data_parallel_size_local=engines)
-    )
+    fitting = transfer(host_memory_gib=fitting_gib, **allow)
+    check_configuration(config(fitting, device, tp, data_parallel_size_local=engines))
 
 
 @pytest.mark.parametrize(
@@ -252,18 +257,31 @@ def test_a_host_without_workers_needs_no_memory(limit: Any, elsewhere: dict[str,
     check_configuration(config(transfer(), **elsewhere))
 
 
-def report(host: str, left_bytes: int) -> HostReport:
-    return HostReport(host, MemoryBound("memory.max", left_bytes + 7, 7))
+def report(host: str, left_bytes: int, is_rounded: bool = False) -> HostReport:
+    return HostReport(host, MemoryBound("memory.max", left_bytes + 7, 7), is_rounded)
 
 
-@pytest.mark.parametrize("device", ["cpu", "npu"])
+@pytest.mark.parametrize(
+    ("device", "is_rounded"), [("cpu", False), ("npu", False), ("npu", True), ("cuda", True)]
+)
 @pytest.mark.parametrize("which", [0, 1], ids=["alone", "below a MultiConnector"])
-def test_workers_of_one_host_are_counted_together(device: str, which: int) -> None:
+def test_workers_of_one_host_are_counted_together(
+    device: str, is_rounded: bool, which: int
+) -> None:
+    """Powers of two are counted where a worker says that torch has to pin its memory."""
     engine = config(both_kinds(host_memory_gib=3)[which], device, tp=2)
-    left_bytes = MemoryNeed(3 * GIB // 2, 2, device != "cpu").total_bytes
-    check_hosts(engine, [report("a", left_bytes)] * 2, 0)
+    left_bytes = MemoryNeed(3 * GIB // 2, 2, is_rounded).total_bytes
+    check_hosts(engine, [report("a", left_bytes, is_rounded)] * 2, 0)
+    reports = [report("a", each, is_rounded) for each in (left_bytes, left_bytes - 1)]
     with pytest.raises(HostMemoryError, match=rf"for 2 workers .* found {left_bytes - 1} bytes"):
-        check_hosts(engine, [report("a", left_bytes), report("a", left_bytes - 1)], 0)
+        check_hosts(engine, reports, 0)
+
+
+def test_a_worker_says_whether_its_device_pins_only_what_torch_allocates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_configuration, "why_torch_pins", {"cpu": None, "npu": "old"}.get)
+    assert [HostReport.of_this_process(kind).is_rounded for kind in ("cpu", "npu")] == [False, True]
 
 
 def test_each_host_is_counted_by_itself() -> None:
@@ -285,7 +303,7 @@ def test_pages_in_host_memory_are_counted() -> None:
     """On another device, they lie in its own memory."""
     for device, page_bytes in (("cpu", GIB), ("npu", 0)):
         engine = config(transfer(host_memory_gib=4), device, tp=2)
-        need = MemoryNeed(2 * GIB, 2, device != "cpu", page_bytes)
+        need = MemoryNeed(2 * GIB, 2, is_pinned=False, page_bytes=page_bytes)
         check_hosts(engine, [report("a", need.total_bytes)] * 2, GIB)
         with pytest.raises(HostMemoryError):
             check_hosts(engine, [report("a", need.total_bytes - 1)] * 2, GIB)
