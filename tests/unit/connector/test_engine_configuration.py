@@ -27,6 +27,7 @@ from vllm_ascend_kvext.engine_configuration import (
     has_connector,
 )
 from vllm_ascend_kvext.errors import LayoutError, SettingsError
+from vllm_ascend_kvext.layout import worker_config
 
 GIB = 1 << 30
 
@@ -166,20 +167,78 @@ def test_what_does_not_suit_the_engine_is_refused(limit: Any) -> None:
         check_configuration(dense)
     dense.cache_config.mamba_cache_mode = "align"
     check_configuration(dense)
-    for device in ("cpu", "npu"):
-        latent = config(transfer(), device)
-        latent.model_config = SimpleNamespace(use_mla=True)
-        latent.scheduler_config = SimpleNamespace(enable_chunked_prefill=False)
-        latent.cache_config.enable_prefix_caching = True
-        check_configuration(latent)
-        latent.cache_config.enable_prefix_caching = False
-        if device == "cpu":
-            with pytest.raises(LayoutError, match=r"latent attention .* on a CPU without AMX"):
-                check_configuration(latent)
-        else:
-            check_configuration(latent)
     with pytest.raises(SettingsError, match="expected memory for 2 workers"):
         check_configuration(config(transfer(host_memory_gib=1e-8), tp=2))
+
+
+def latent(device: str = "cpu", backend: str | None = None, model_type: str = "deepseek_v3") -> Any:
+    """An engine with latent attention that computes prompts as a whole, and caches no prefixes."""
+    made = config(transfer(), device)
+    hf_config = SimpleNamespace(model_type=model_type)
+    made.model_config = SimpleNamespace(use_mla=True, hf_config=hf_config)
+    made.scheduler_config = SimpleNamespace(enable_chunked_prefill=False)
+    made.cache_config.enable_prefix_caching = False
+    made.attention_config = SimpleNamespace(backend=backend and SimpleNamespace(name=backend))
+    return made
+
+
+NO_AMX = (
+    r"attention: expected a prefill that reads .* found latent attention \(MLA\) on a CPU without "
+    r"AMX, .* serve the model on a CPU with AMX, or leave KvextConnector out"
+)
+CHOSEN = (
+    r"attention: expected a prefill that reads .* found that of the attention backend CPU_MLA, .* "
+    r"leave --attention-backend out, .* AMX_MLA, or leave KvextConnector out"
+)
+
+
+@pytest.mark.parametrize(
+    ("has_amx", "backend", "model_type", "message"),
+    [
+        (False, None, "deepseek_v3", NO_AMX),
+        (False, "CPU_MLA", "deepseek_v3", NO_AMX),
+        (False, "AMX_MLA", "deepseek_v3", NO_AMX),
+        (False, None, "deepseek_v4", NO_AMX),
+        (True, "CPU_MLA", "deepseek_v3", CHOSEN),
+        # The user has turned off chunked prefill and prefix caching.
+        (True, None, "deepseek_v3", None),
+        (True, "AMX_MLA", "deepseek_v3", None),
+        (True, "CPU_MLA", "deepseek_v4", None),
+    ],
+)
+def test_latent_attention_on_a_cpu_has_to_read_what_is_cached(
+    limit: Any,
+    has_amx: bool,
+    backend: str | None,
+    model_type: str,
+    message: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_config, "_has_amx", lambda: has_amx)
+    if message is None:
+        check_configuration(latent("cpu", backend, model_type))
+        return
+    with pytest.raises(LayoutError, match=message) as error:
+        check_configuration(latent("cpu", backend, model_type))
+    assert ("without AMX" in str(error.value)) is not has_amx
+    check_configuration(latent("npu", backend, model_type))
+    for name in ("scheduler_config.enable_chunked_prefill", "cache_config.enable_prefix_caching"):
+        made = latent("cpu", backend, model_type)
+        part, _, flag = name.partition(".")
+        setattr(getattr(made, part), flag, True)
+        check_configuration(made)
+
+
+def test_amx_is_looked_up_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    for is_supported, machine, has_amx in (
+        (True, "x86_64", True),
+        (False, "x86_64", False),
+        (True, "aarch64", False),
+    ):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda each=is_supported: each)
+        monkeypatch.setattr(worker_config.platform, "machine", lambda each=machine: each)
+        assert worker_config._has_amx() is has_amx
 
 
 def test_an_extension_reads_the_model_at_once(limit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
