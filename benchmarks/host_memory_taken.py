@@ -27,6 +27,8 @@ from typing import Any
 
 from common import report
 
+from vllm_ascend_kvext.connector.common.host_memory import tightest_bound
+
 GIB = 1 << 30
 _QUICK_GIB = 0.1
 _PROCESS_FILES = ("smaps_rollup", "Pss"), ("status", "VmPTE")
@@ -179,6 +181,10 @@ def main() -> None:
                 kind == "shared" and num_workers == 1
             )
             for gib in () if is_left_out else sizes:
+                left = tightest_bound()
+                if left is not None and 2 * gib * GIB > left.left_bytes:
+                    print(f"{gib:g} GiB: left out, because less than twice as much is left")
+                    continue
                 row = measure(options.device, kind, int(gib * GIB), num_workers)
                 rows.append(row)
                 ratios = (row.taken, row.shmem, row.group, row.left)
