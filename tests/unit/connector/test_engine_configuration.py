@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -229,16 +230,21 @@ def test_latent_attention_on_a_cpu_has_to_read_what_is_cached(
         check_configuration(made)
 
 
-def test_amx_is_looked_up_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
-    for is_supported, machine, has_amx in (
-        (True, "x86_64", True),
-        (False, "x86_64", False),
-        (True, "aarch64", False),
-    ):
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda each=is_supported: each)
-        monkeypatch.setattr(worker_config.platform, "machine", lambda each=machine: each)
-        assert worker_config._has_amx() is has_amx
+@pytest.mark.parametrize(
+    ("is_supported", "machine", "has_amx"),
+    [(True, "x86_64", True), (False, "x86_64", False), (True, "aarch64", False)],
+)
+def test_amx_is_looked_up_as_vllm_does(
+    is_supported: bool, machine: str, has_amx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = SimpleNamespace(_is_amx_tile_supported=lambda: is_supported)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cpu=cpu))
+    monkeypatch.setattr(worker_config.platform, "machine", lambda: machine)
+    assert worker_config._has_amx() is has_amx
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cpu=SimpleNamespace()))
+    assert not worker_config._has_amx()
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert not worker_config._has_amx()
 
 
 def test_an_extension_reads_the_model_at_once(limit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
