@@ -118,6 +118,7 @@ NOT_ON_OTHER_VLLMS = ("engine/test_serve_lines.py",)
 QUICK_ON_EMULATED_NPU = (
     "test_backend.py",
     "test_compressed_attention_operators.py",
+    "test_host_memory.py",
     "test_operators.py",
     "test_streams.py",
 )

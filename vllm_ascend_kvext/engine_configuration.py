@@ -28,6 +28,7 @@ from vllm_ascend_kvext.connector.common.host_memory import (
 from vllm_ascend_kvext.connector.common.option_values import CONFIG
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.extension import read_configuration
+from vllm_ascend_kvext.connector.worker.host_buffer import why_torch_pins
 from vllm_ascend_kvext.connector.worker.worker_side import require_allowed, require_given
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.layout.worker_config import require_one_layout, require_supported
@@ -47,14 +48,18 @@ class HostReport(NamedTuple):
     Attributes:
         host: The name of the host.
         bound: The tightest bound of the worker's process; None if the host says nothing.
+        is_rounded: Whether torch pins the worker's memory, which rounds it to a power of two.
     """
 
     host: str
     bound: MemoryBound | None
+    is_rounded: bool = False
 
     @classmethod
-    def of_this_process(cls) -> HostReport:
-        return cls(platform.node(), tightest_bound())
+    def of_this_process(cls, device_type: str) -> HostReport:
+        """What this worker finds, after its device has been set."""
+        is_rounded = why_torch_pins(device_type) is not None
+        return cls(platform.node(), tightest_bound(), is_rounded)
 
 
 def check_transfer_config(transfer_config: Any) -> None:
@@ -112,7 +117,10 @@ def check_configuration(vllm_config: Any) -> None:
         num_workers = _workers_of_this_host(parallel)
         if num_workers:
             require_given(options)
-            _require_within_limit(_need(vllm_config, options, num_workers), options)
+            # Whether an NPU can pin memory that torch has not allocated is known by its worker.
+            is_rounded = vllm_config.device_config.device_type not in ("cpu", "npu")
+            need = _need(vllm_config, options, num_workers, is_rounded=is_rounded)
+            _require_within_limit(need, options)
 
 
 def check_hosts(vllm_config: Any, reports: Sequence[HostReport | None], page_bytes: int) -> None:
@@ -133,7 +141,10 @@ def check_hosts(vllm_config: Any, reports: Sequence[HostReport | None], page_byt
         options, _ = read_configuration(kv_role, extra_config, world_size)
         for report in reports:
             if report is not None and report.bound is not None:
-                need = _need(vllm_config, options, num_workers[report.host], page_bytes)
+                workers = num_workers[report.host]
+                need = _need(
+                    vllm_config, options, workers, page_bytes, is_rounded=report.is_rounded
+                )
                 remedy = fitting_memory(need, report.bound.left_bytes, world_size)
                 require_left(need, report.bound, remedy)
 
@@ -172,12 +183,16 @@ def _workers_of_this_host(parallel: Any) -> int:
 
 
 def _need(
-    vllm_config: Any, options: ConnectorOptions, num_workers: int, page_bytes: int = 0
+    vllm_config: Any,
+    options: ConnectorOptions,
+    num_workers: int,
+    page_bytes: int = 0,
+    *,
+    is_rounded: bool,
 ) -> MemoryNeed:
+    has_pages = vllm_config.device_config.device_type == "cpu"
     buffer_bytes = options.host_memory_bytes_per_worker
-    if vllm_config.device_config.device_type == "cpu":
-        return MemoryNeed(buffer_bytes, num_workers, is_pinned=False, page_bytes=page_bytes)
-    return MemoryNeed(buffer_bytes, num_workers, is_pinned=True)
+    return MemoryNeed(buffer_bytes, num_workers, is_rounded, page_bytes if has_pages else 0)
 
 
 def _require_within_limit(need: MemoryNeed, options: ConnectorOptions) -> None:

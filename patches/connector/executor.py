@@ -54,7 +54,9 @@ def count_host_memory(
 
         if has_connector(vllm_config):
             page_bytes = max(map(_page_bytes, kv_cache_configs), default=0)
-            check_hosts(vllm_config, executor.collective_rpc(report_host), page_bytes)
+            device_type = vllm_config.device_config.device_type
+            reports = executor.collective_rpc(report_host, args=(device_type,))
+            check_hosts(vllm_config, reports, page_bytes)
     wrapped(kv_cache_configs)
 
 
@@ -67,7 +69,7 @@ def _page_bytes(kv_cache_config: KVCacheConfig) -> int:
     return sum(sizes)
 
 
-def report_host(worker: Any) -> HostReport | None:
+def report_host(worker: Any, device_type: str) -> HostReport | None:
     """What is left on the host of a worker, in its process; None if it has its memory already."""
     from vllm.distributed import kv_transfer
 
@@ -76,7 +78,7 @@ def report_host(worker: Any) -> HostReport | None:
     # Workers of engines without a connector do not need this import.
     from vllm_ascend_kvext.engine_configuration import HostReport
 
-    return HostReport.of_this_process()
+    return HostReport.of_this_process(device_type)
 
 
 PATCHES = (

@@ -115,6 +115,14 @@ class TestRetention:
         assert head.startswith("case") and line.startswith("siblings") and "%" in line
 
 
+def test_workers_take_the_host_memory_that_was_asked_for(run: Run, tmp_path: Path) -> None:
+    arguments = ["--gib", "0.1", "--workers", "2", "--out", str(tmp_path)]
+    printed = run("host_memory_taken.py", *arguments).splitlines()
+    assert [line.split()[1] for line in printed] == ["kind", "apart", "shared"]
+    for row in json.loads((tmp_path / "cpu.json").read_text()):
+        assert 0.95 < row["taken"] < 1.1 and abs(row["left"]) < 0.2
+
+
 @pytest.mark.parametrize("name", [*WRITERS, *TRACES])
 def test_traces_are_the_same_every_time(name: str) -> None:
     def shape(write: Callable) -> list[tuple[object, ...]]:

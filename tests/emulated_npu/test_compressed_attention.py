@@ -12,6 +12,7 @@ import pytest
 from compressed_attention_model import write_model
 from compressed_attention_reference import Reference
 from emulated_plans import connector
+from support.sample import IS_LONG
 from support.scenarios import answers
 from support.scenarios.answers import Served
 from support.scenarios.processes import NO_PREFIX_CACHING, NPU, LazyReports, Plan
@@ -50,16 +51,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+DEVICES = {"two devices": 2} | ({"four devices": 4} if IS_LONG else {})
+"""The tensor-parallel sizes of settings with several."""
+
 SETTINGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "alone": (("answers", "turns", "holes"), NO_PREFIX_CACHING),
     "connector": (("turns", "holes", "host_bytes"), CACHING | connector()),
     "small blocks, alone": (("device_hit",), NO_PREFIX_CACHING | SMALL_BLOCKS),
     "small blocks": (("device_hit",), CACHING | SMALL_BLOCKS),
-    "two devices": (
-        ("turns",),
-        CACHING | connector() | {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
-    ),
 }
+for name, number in DEVICES.items():
+    workers = {"tensor_parallel_size": number, "distributed_executor_backend": "mp"}
+    SETTINGS[name] = ("turns",), CACHING | connector() | workers
 
 
 @pytest.fixture(scope="module")
@@ -112,26 +115,34 @@ def test_vllm_ascend_turns_layers_without_compressor_by_yarn_as_deepseek_does_no
 
 
 @pytest.mark.parametrize("label", ["again", "next turn"])
-@pytest.mark.parametrize("setting", ["connector", "two devices"])
+@pytest.mark.parametrize("setting", ["connector", *DEVICES])
 def test_what_comes_back_from_host_memory_is_what_was_computed(
-    setting: str, label: str, served: LazyReports
+    setting: str, label: str, served: LazyReports, record_property: Any
 ) -> None:
-    served[setting].check_equal(served["alone"], [label], TOLERANCE)
+    largest = served[setting].check_equal(served["alone"], [label], TOLERANCE)
+    record_property("largest error", largest)
     for answer in served[setting].answers(label):
         known_tokens = answer.prompt_tokens - (0 if label == "again" else 90)
         assert answer.hit_tokens == (known_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     served[setting].check_nothing_is_left()
 
 
-def test_two_devices_keep_latents_windows_and_states_once(served: LazyReports) -> None:
-    assert served["two devices"].report["own"]["host_sharing_workers"] == 2
-    assert served["connector"].report["own"]["host_sharing_workers"] == 1
+@pytest.mark.parametrize(("setting", "number"), [("connector", 1), *DEVICES.items()])
+def test_devices_keep_latents_windows_and_states_once(
+    setting: str, number: int, served: LazyReports
+) -> None:
+    assert served[setting].report["own"]["host_sharing_workers"] == number
 
 
-def test_loads_that_move_nothing_give_other_answers(served: LazyReports) -> None:
+@pytest.mark.parametrize("setting", ["connector", *DEVICES])
+def test_loads_that_move_nothing_give_other_answers(
+    setting: str, served: LazyReports, record_property: Any
+) -> None:
     label = "again, nothing loaded"
-    assert min(served["connector"].hit_tokens(label)) > 0
-    assert min(served["connector"].logprob_errors(label, served["alone"])) > CONTROL
+    assert min(served[setting].hit_tokens(label)) > 0
+    smallest = min(served[setting].logprob_errors(label, served["alone"]))
+    record_property("smallest error", smallest)
+    assert smallest > CONTROL
 
 
 def test_a_hole_is_computed_and_what_lies_behind_it_is_loaded(served: LazyReports) -> None:

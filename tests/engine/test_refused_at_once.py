@@ -157,9 +157,10 @@ class Workers(Executor):
     def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         self.calls.append(method if isinstance(method, str) else method.__name__)
         if method is report_host:
+            assert kwargs == {"args": ("cpu",)}
             bound = MemoryBound("memory.max", self.left_bytes, 0)
             with mock.patch.object(engine_configuration, "tightest_bound", lambda: bound):
-                return [report_host(None)] * self.vllm_config.parallel_config.world_size
+                return [report_host(None, "cpu")] * self.vllm_config.parallel_config.world_size
         return []
 
 
@@ -201,6 +202,6 @@ def test_engines_without_the_connector_are_not_asked(tiny_model: Path) -> None:
 
 
 def test_a_worker_that_has_its_memory_needs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(report_host(None), HostReport)
+    assert isinstance(report_host(None, "cpu"), HostReport)
     monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: True)
-    assert report_host(None) is None
+    assert report_host(None, "cpu") is None

@@ -13,14 +13,14 @@ import pytest
 from support.documented_names import CODE, Page, pages, unknown_names
 
 _NAMES_OF_OTHERS = """
---kv-cache-dtype-skip-layers --prefix-cache-retention-interval --prefix-match-unit --protocol
-/v1/chat/completions /v1/completions AllBlocksCleared AssertionError BHLNC BLHNC BLNHC
-CMakeLists.txt CPUAttentionBackend.get_kv_cache_shape FULL_DECODE_ONLY HOST LBHNC LBNHC LHBNC
-LLM.get_metrics LMCACHE_USE_UPSTREAM_MP Makefile MooncakeConnectorV1 MooncakeHybridConnector
-NPUModelRunner NPUWorker PIECEWISE PrefixCacheStats.hits_by_source SIGSTOP
-_handle_blocked_waiting_request acl_thread aclrtMemcpyBatchAsync bitsandbytes clear_cache
-deferred_waiting dyntra_lb_config edited-prompts enable_cpu_binding enable_dbo engine.json
-engine_driven fcvtl fcvtn fp8 fp8_per_token_head get_external_cache_hit_sources
+--attention-backend --kv-cache-dtype-skip-layers --prefix-cache-retention-interval
+--prefix-match-unit --protocol /v1/chat/completions /v1/completions AllBlocksCleared AssertionError
+BHLNC BLHNC BLNHC CMakeLists.txt CPUAttentionBackend.get_kv_cache_shape FULL_DECODE_ONLY HOST LBHNC
+LBNHC LHBNC LLM.get_metrics LMCACHE_USE_UPSTREAM_MP Makefile MooncakeConnectorV1
+MooncakeHybridConnector NPUModelRunner NPUWorker PIECEWISE PrefixCacheStats.hits_by_source SIGSTOP
+_handle_blocked_waiting_request acl_thread aclrtHostRegisterV2 aclrtMemcpyBatchAsync bitsandbytes
+clear_cache deferred_waiting dyntra_lb_config edited-prompts enable_cpu_binding enable_dbo
+engine.json engine_driven fcvtl fcvtn fp8 fp8_per_token_head get_external_cache_hit_sources
 get_loaded_kv_cache_group_ids gguf group_limited_greedy int4_per_token_head int8_per_token_head
 ipc_cache kv_consumer kv_holding_waiting kv_load_failure_policy kv_producer kvext1 kvext2 kvext4
 lmcache.mp.heartbeat_interval lmcache.mp.mq_timeout lmcache_ascend lmcache_driven

@@ -9,6 +9,7 @@ configuration of vLLM and vLLM-Ascend by its attributes, and imports neither of 
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,17 +70,16 @@ def require_supported(vllm_config: Any) -> None:
             "loaded before it; use another --kv-cache-dtype, or leave KvextConnector out of "
             "--kv-transfer-config"
         )
-    if _is_latent_without_context(vllm_config):
-        raise LayoutError(
-            "attention: found latent attention (MLA) on a CPU without AMX, whose prefill does not "
-            "read the tokens that are cached before it, so that vLLM turns prefix caching off "
-            "(``vllm/v1/attention/backends/mla/cpu_mla.py``); leave KvextConnector out of "
-            "--kv-transfer-config"
-        )
+    if _computes_only_whole_prompts(vllm_config):
+        _require_prefill_with_context(vllm_config)
 
 
-def _is_latent_without_context(vllm_config: Any) -> bool:
-    """Whether vLLM 0.30 has turned off all that would compute a part of a prompt by itself."""
+def _computes_only_whole_prompts(vllm_config: Any) -> bool:
+    """Whether latent attention on a CPU never computes a part of a prompt by itself.
+
+    vLLM 0.30 sees to it where the prefill reads no other part (``vllm/platforms/cpu.py``). Users
+    may also have asked for it.
+    """
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
     scheduler = getattr(vllm_config, "scheduler_config", None)
     return (
@@ -88,6 +88,45 @@ def _is_latent_without_context(vllm_config: Any) -> bool:
         and not getattr(scheduler, "enable_chunked_prefill", True)
         and not getattr(vllm_config.cache_config, "enable_prefix_caching", True)
     )
+
+
+def _require_prefill_with_context(vllm_config: Any) -> None:
+    """Refuse latent attention on a CPU unless its prefill reads what is cached before it.
+
+    The conditions are those of ``CpuPlatform`` in ``vllm/platforms/cpu.py``.
+
+    Raises:
+        LayoutError: If it does not.
+    """
+    leave_out = "or leave KvextConnector out of --kv-transfer-config"
+    expected = (
+        "attention: expected a prefill that reads the tokens that are cached before it, found"
+    )
+    if not _has_amx():
+        raise LayoutError(
+            f"{expected} latent attention (MLA) on a CPU without AMX, for which vLLM has none "
+            "(``vllm/v1/attention/backends/mla/cpu_mla.py``), so that it turns chunked prefill and "
+            f"prefix caching off; serve the model on a CPU with AMX, {leave_out}"
+        )
+    hf_config = getattr(vllm_config.model_config, "hf_config", None)
+    backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    is_chosen = getattr(backend, "name", None) == "CPU_MLA"
+    if is_chosen and getattr(hf_config, "model_type", None) != "deepseek_v4":
+        raise LayoutError(
+            f"{expected} that of the attention backend CPU_MLA, which reads none of them "
+            "(``vllm/v1/attention/backends/mla/cpu_mla.py``); leave --attention-backend out, so "
+            f"that vLLM takes AMX_MLA, {leave_out}"
+        )
+
+
+def _has_amx() -> bool:
+    """Whether vLLM takes this CPU for one with AMX."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+    return is_x86 and bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
 
 
 def require_one_layout(parallel: Any) -> None:

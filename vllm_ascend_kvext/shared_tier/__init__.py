@@ -7,6 +7,8 @@ which engines share KV. `search` finds what the tier has of a prompt. No module 
 package is imported only if the option ``shared_tier`` is set.
 """
 
+import os
+
 from vllm_ascend_kvext.shared_tier.backend import SharedTier
 from vllm_ascend_kvext.shared_tier.files import FilesTier
 
@@ -24,3 +26,14 @@ def open_tier(
     from vllm_ascend_kvext.shared_tier.mooncake import MooncakeTier
 
     return MooncakeTier(url, rank)
+
+
+def why_torch(url: str) -> str | None:
+    """Why torch has to allocate pinned memory from which objects are put; None if it need not.
+
+    Mooncake's transport for NPUs has been seen to refuse mappings, because CANN does not know of
+    what type they are (issues 1406 and 4054 of kvcache-ai/Mooncake).
+    """
+    if url.startswith("mooncake:") and os.environ.get("MOONCAKE_PROTOCOL") == "ascend":
+        return "MOONCAKE_PROTOCOL=ascend may refuse other memory."
+    return None

@@ -6,6 +6,7 @@
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
+#include <c10/util/llvmMathExtras.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -58,9 +59,9 @@ std::mutex quarantine_mutex;
 int num_quarantines = 0;
 std::vector<std::pair<void*, Ranges*>> quarantined;
 
-void* get_bytes(size_t num_bytes, size_t alignment, Ranges& ranges) {
+void* get_bytes(size_t num_bytes, size_t taken_bytes, size_t alignment, Ranges& ranges) {
   void* data = nullptr;
-  TORCH_CHECK(posix_memalign(&data, alignment, num_bytes) == 0, "the host has no ", num_bytes, " bytes for the emulated NPU");
+  TORCH_CHECK(posix_memalign(&data, alignment, taken_bytes) == 0, "the host has no ", taken_bytes, " bytes for the emulated NPU");
   ranges.add(data, num_bytes);
   return data;
 }
@@ -176,10 +177,14 @@ void free_pinned(void* context) {
   give_back_bytes(bytes->first, pinned_ranges());
 }
 
+// torch's allocator of pinned memory (CachingHostAllocatorImpl::allocate), from which that of torch_npu
+// is derived, asks the driver for a power of two. A driver takes all pages at once.
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t num_bytes) override {
     if (!num_bytes) return {nullptr, nullptr, &free_pinned, c10::Device(c10::kCPU)};
-    auto* data = get_bytes(num_bytes, 4096, pinned_ranges());
+    const auto taken_bytes = c10::llvm::PowerOf2Ceil(num_bytes);
+    auto* data = get_bytes(num_bytes, taken_bytes, 4096, pinned_ranges());
+    std::memset(data, 0, taken_bytes);
     return {data, new std::pair<void*, size_t>(data, num_bytes), &free_pinned, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
@@ -190,7 +195,7 @@ struct PinnedAllocator final : c10::Allocator {
 
 Block::Block(size_t num_bytes, c10::Stream stream) : num_bytes(num_bytes), stream(stream), is_pooled(is_in_pool()) {
   count_bytes(static_cast<int64_t>(num_bytes));
-  data = get_bytes(num_bytes, 512, npu_ranges());
+  data = get_bytes(num_bytes, num_bytes, 512, npu_ranges());
 }
 
 Block::~Block() { give_back_bytes(data, npu_ranges()); }

@@ -99,6 +99,34 @@ def watch(owner: Any, name: str, note: Callable[..., None]) -> None:
     setattr(owner, name, call_and_note)
 
 
+def runner_of(worker: Any) -> Any:
+    """What moves the pages of KvextConnector in the process of a worker."""
+    from vllm.distributed import kv_transfer
+
+    from vllm_ascend_kvext.patches.connector.scheduler import kvext_connector_in
+
+    return kvext_connector_in(kv_transfer.get_kv_transfer_group()).worker_side._runner
+
+
+def spoil_pages_of(worker: Any) -> None:
+    """Fill all pages of a worker with wrong bytes."""
+    for tensor in runner_of(worker).pools.tensors:
+        tensor.fill_(0x44)  # This is 785.07 in float32.
+
+
+def load_nothing(worker: Any, is_on: bool) -> None:
+    """Let loads of a worker move nothing, or move again."""
+    runner = runner_of(worker)
+    move = getattr(runner._move, "moves_all", runner._move)
+
+    def store_only(pools: Any, host: Any, planes: Any, runs: Any, way: Any, **more: Any) -> None:
+        if way.name != "HOST_TO_PAGES":
+            move(pools, host, planes, runs, way, **more)
+
+    store_only.moves_all = move  # type: ignore[attr-defined]
+    runner._move = store_only if is_on else move
+
+
 def _allow_compilation() -> None:
     """Allow compilation. `processes.ENGINE_ENVIRON` turns it off for all processes."""
     import torch._dynamo
@@ -220,9 +248,8 @@ class Engine:
     def spoil_pages(self) -> None:
         """Reset the device's prefix cache, and fill its pages with wrong bytes."""
         self.reset()
-        if self.worker_side is not None:
-            for tensor in self.worker_side._runner.pools.tensors:
-                tensor.fill_(0x44)  # This is 785.07 in float32.
+        if self.has_connector:
+            self.core.model_executor.collective_rpc(spoil_pages_of)
 
     def host_bytes(self, entry: Any) -> Any:
         """The bytes of an entry in host memory. They can be read and written."""
@@ -249,14 +276,14 @@ class Engine:
 
     @contextmanager
     def loading_nothing(self, is_on: bool = True) -> Iterator[None]:
-        """Let loads succeed without moving anything."""
-
-        def skip(way: str, move: Callable[[], None]) -> None:
-            if not is_on or way == "store":
-                move()
-
-        with self._moving_by(skip):
+        """Let loads of all workers succeed without moving anything."""
+        tell_workers = self.core.model_executor.collective_rpc if self.has_connector else None
+        if not is_on or tell_workers is None:
             yield
+            return
+        tell_workers(load_nothing, args=(True,))
+        yield
+        tell_workers(load_nothing, args=(False,))
 
     @contextmanager
     def _moving_by(self, instead: Callable[[str, Callable[[], None]], None]) -> Iterator[None]:

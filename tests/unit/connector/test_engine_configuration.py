@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from vllm_ascend_kvext.engine_configuration import (
     has_connector,
 )
 from vllm_ascend_kvext.errors import LayoutError, SettingsError
+from vllm_ascend_kvext.layout import worker_config
 
 GIB = 1 << 30
 
@@ -166,20 +168,83 @@ def test_what_does_not_suit_the_engine_is_refused(limit: Any) -> None:
         check_configuration(dense)
     dense.cache_config.mamba_cache_mode = "align"
     check_configuration(dense)
-    for device in ("cpu", "npu"):
-        latent = config(transfer(), device)
-        latent.model_config = SimpleNamespace(use_mla=True)
-        latent.scheduler_config = SimpleNamespace(enable_chunked_prefill=False)
-        latent.cache_config.enable_prefix_caching = True
-        check_configuration(latent)
-        latent.cache_config.enable_prefix_caching = False
-        if device == "cpu":
-            with pytest.raises(LayoutError, match=r"latent attention .* on a CPU without AMX"):
-                check_configuration(latent)
-        else:
-            check_configuration(latent)
     with pytest.raises(SettingsError, match="expected memory for 2 workers"):
         check_configuration(config(transfer(host_memory_gib=1e-8), tp=2))
+
+
+def latent(device: str = "cpu", backend: str | None = None, model_type: str = "deepseek_v3") -> Any:
+    """An engine with latent attention that computes prompts as a whole, and caches no prefixes."""
+    made = config(transfer(), device)
+    hf_config = SimpleNamespace(model_type=model_type)
+    made.model_config = SimpleNamespace(use_mla=True, hf_config=hf_config)
+    made.scheduler_config = SimpleNamespace(enable_chunked_prefill=False)
+    made.cache_config.enable_prefix_caching = False
+    made.attention_config = SimpleNamespace(backend=backend and SimpleNamespace(name=backend))
+    return made
+
+
+NO_AMX = (
+    r"attention: expected a prefill that reads .* found latent attention \(MLA\) on a CPU without "
+    r"AMX, .* serve the model on a CPU with AMX, or leave KvextConnector out"
+)
+CHOSEN = (
+    r"attention: expected a prefill that reads .* found that of the attention backend CPU_MLA, .* "
+    r"leave --attention-backend out, .* AMX_MLA, or leave KvextConnector out"
+)
+
+
+@pytest.mark.parametrize(
+    ("has_amx", "backend", "model_type", "message"),
+    [
+        (False, None, "deepseek_v3", NO_AMX),
+        (False, "CPU_MLA", "deepseek_v3", NO_AMX),
+        (False, "AMX_MLA", "deepseek_v3", NO_AMX),
+        (False, None, "deepseek_v4", NO_AMX),
+        (True, "CPU_MLA", "deepseek_v3", CHOSEN),
+        # The user has turned off chunked prefill and prefix caching.
+        (True, None, "deepseek_v3", None),
+        (True, "AMX_MLA", "deepseek_v3", None),
+        (True, "CPU_MLA", "deepseek_v4", None),
+    ],
+)
+def test_latent_attention_on_a_cpu_has_to_read_what_is_cached(
+    limit: Any,
+    has_amx: bool,
+    backend: str | None,
+    model_type: str,
+    message: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_config, "_has_amx", lambda: has_amx)
+    if message is None:
+        check_configuration(latent("cpu", backend, model_type))
+        return
+    with pytest.raises(LayoutError, match=message) as error:
+        check_configuration(latent("cpu", backend, model_type))
+    assert ("without AMX" in str(error.value)) is not has_amx
+    check_configuration(latent("npu", backend, model_type))
+    for name in ("scheduler_config.enable_chunked_prefill", "cache_config.enable_prefix_caching"):
+        made = latent("cpu", backend, model_type)
+        part, _, flag = name.partition(".")
+        setattr(getattr(made, part), flag, True)
+        check_configuration(made)
+
+
+@pytest.mark.parametrize(
+    ("is_supported", "machine", "has_amx"),
+    [(True, "x86_64", True), (False, "x86_64", False), (True, "aarch64", False)],
+)
+def test_amx_is_looked_up_as_vllm_does(
+    is_supported: bool, machine: str, has_amx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = SimpleNamespace(_is_amx_tile_supported=lambda: is_supported)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cpu=cpu))
+    monkeypatch.setattr(worker_config.platform, "machine", lambda: machine)
+    assert worker_config._has_amx() is has_amx
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cpu=SimpleNamespace()))
+    assert not worker_config._has_amx()
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert not worker_config._has_amx()
 
 
 def test_an_extension_reads_the_model_at_once(limit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,14 +275,20 @@ def test_cpus_that_this_host_has_not_are_refused(limit: Any) -> None:
 
 @pytest.mark.parametrize(
     ("tp", "engines", "device"),
-    [(1, 1, "cpu"), (2, 1, "cpu"), (1, 3, "cpu"), (2, 4, "npu"), (1, 1, "npu")],
+    [(1, 1, "cpu"), (2, 1, "cpu"), (1, 3, "cpu"), (2, 4, "npu"), (1, 1, "npu"), (2, 2, "cuda")],
 )
 def test_all_workers_of_a_host_have_to_fit_its_limit(
     limit: Any, tp: int, engines: int, device: str
 ) -> None:
-    """Whatever is in use: it may be free when workers take their parts."""
-    engine = config(transfer(host_memory_gib=3), device, tp, data_parallel_size_local=engines)
-    need = MemoryNeed(3 * GIB // tp, tp * engines, device != "cpu")
+    """Whatever is in use: it may be free when workers take their parts.
+
+    Only its worker knows whether an NPU can pin memory that torch has not allocated.
+    """
+    allow: dict[str, Any] = {"allow_cuda": True} if device == "cuda" else {}
+    engine = config(
+        transfer(host_memory_gib=3, **allow), device, tp, data_parallel_size_local=engines
+    )
+    need = MemoryNeed(3 * GIB // tp, tp * engines, device == "cuda")
     limit(need.total_bytes, used_bytes=need.total_bytes - 5)
     check_configuration(engine)
     limit(need.total_bytes - 1)
@@ -227,12 +298,11 @@ def test_all_workers_of_a_host_have_to_fit_its_limit(
     assert f"memory.max allows {need.total_bytes - 1} bytes" in message
     assert str(need) in message
     assert str(need.total_bytes) in message
-    assert ("torch pins" in message) == (device != "cpu")
+    assert ("torch pins" in message) == (device == "cuda")
     fitting_gib = float(message.partition("Set host_memory_gib to at most ")[2].split(",")[0])
     assert 1 <= fitting_gib < 3
-    check_configuration(
-        config(transfer(host_memory_gib=fitting_gib), device, tp, data_parallel_size_local=engines)
-    )
+    fitting = transfer(host_memory_gib=fitting_gib, **allow)
+    check_configuration(config(fitting, device, tp, data_parallel_size_local=engines))
 
 
 @pytest.mark.parametrize(
@@ -252,18 +322,31 @@ def test_a_host_without_workers_needs_no_memory(limit: Any, elsewhere: dict[str,
     check_configuration(config(transfer(), **elsewhere))
 
 
-def report(host: str, left_bytes: int) -> HostReport:
-    return HostReport(host, MemoryBound("memory.max", left_bytes + 7, 7))
+def report(host: str, left_bytes: int, is_rounded: bool = False) -> HostReport:
+    return HostReport(host, MemoryBound("memory.max", left_bytes + 7, 7), is_rounded)
 
 
-@pytest.mark.parametrize("device", ["cpu", "npu"])
+@pytest.mark.parametrize(
+    ("device", "is_rounded"), [("cpu", False), ("npu", False), ("npu", True), ("cuda", True)]
+)
 @pytest.mark.parametrize("which", [0, 1], ids=["alone", "below a MultiConnector"])
-def test_workers_of_one_host_are_counted_together(device: str, which: int) -> None:
+def test_workers_of_one_host_are_counted_together(
+    device: str, is_rounded: bool, which: int
+) -> None:
+    """Powers of two are counted where a worker says that torch has to pin its memory."""
     engine = config(both_kinds(host_memory_gib=3)[which], device, tp=2)
-    left_bytes = MemoryNeed(3 * GIB // 2, 2, device != "cpu").total_bytes
-    check_hosts(engine, [report("a", left_bytes)] * 2, 0)
+    left_bytes = MemoryNeed(3 * GIB // 2, 2, is_rounded).total_bytes
+    check_hosts(engine, [report("a", left_bytes, is_rounded)] * 2, 0)
+    reports = [report("a", each, is_rounded) for each in (left_bytes, left_bytes - 1)]
     with pytest.raises(HostMemoryError, match=rf"for 2 workers .* found {left_bytes - 1} bytes"):
-        check_hosts(engine, [report("a", left_bytes), report("a", left_bytes - 1)], 0)
+        check_hosts(engine, reports, 0)
+
+
+def test_a_worker_says_whether_its_device_pins_only_what_torch_allocates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_configuration, "why_torch_pins", {"cpu": None, "npu": "old"}.get)
+    assert [HostReport.of_this_process(kind).is_rounded for kind in ("cpu", "npu")] == [False, True]
 
 
 def test_each_host_is_counted_by_itself() -> None:
@@ -285,7 +368,7 @@ def test_pages_in_host_memory_are_counted() -> None:
     """On another device, they lie in its own memory."""
     for device, page_bytes in (("cpu", GIB), ("npu", 0)):
         engine = config(transfer(host_memory_gib=4), device, tp=2)
-        need = MemoryNeed(2 * GIB, 2, device != "cpu", page_bytes)
+        need = MemoryNeed(2 * GIB, 2, is_pinned=False, page_bytes=page_bytes)
         check_hosts(engine, [report("a", need.total_bytes)] * 2, GIB)
         with pytest.raises(HostMemoryError):
             check_hosts(engine, [report("a", need.total_bytes - 1)] * 2, GIB)

@@ -130,7 +130,7 @@ def test_what_the_kernel_promises_is_a_bound_if_it_is_strict(
 def test_this_host_says_something() -> None:
     bound = tightest_bound()
     assert bound is not None and 0 < bound.left_bytes <= bound.limit_bytes
-    assert HostReport.of_this_process().host
+    assert HostReport.of_this_process("cpu").host
 
 
 def test_a_container_of_v2_is_a_bound(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_kvext.connector.worker import memory_node
+from vllm_ascend_kvext.connector.worker import host_buffer, memory_node
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.connector.worker.memory_node import memory_of, prefer_node
 
@@ -152,7 +152,23 @@ def test_host_memory_is_taken_from_the_node(node: int | None) -> None:
 
 
 @needs_calls
-def test_pinned_memory_is_taken_from_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_npu_pins_is_taken_from_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    policies: list[str] = []
+
+    class Device:
+        @staticmethod
+        def pin_host(host: Any) -> Any:
+            policies.append(policy_of(host.data_ptr()))
+            return lambda: None
+
+    monkeypatch.setattr(host_buffer, "transfers_on", lambda _: Device)
+    HostBuffer.allocate(NUM_BYTES, SimpleNamespace(type="npu"), 0)
+    assert policies == ["default", "prefer:0"], "a page that is only tried, and the memory"
+
+
+@needs_calls
+def test_memory_that_torch_pins_is_taken_from_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     _, address = mapped()
     policies: list[str] = []

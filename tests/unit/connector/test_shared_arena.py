@@ -24,7 +24,7 @@ import pytest
 from support.connector.meetings import Meeting, in_threads
 
 from vllm_ascend_kvext.connector.common.host_memory import HostMemoryError, MemoryBound
-from vllm_ascend_kvext.connector.worker import host_buffer, shared_arena
+from vllm_ascend_kvext.connector.worker import host_buffer, mapped_memory, shared_arena
 from vllm_ascend_kvext.connector.worker.shared_arena import (
     HostPeers,
     host_id,
@@ -175,7 +175,8 @@ def test_too_little_memory_is_an_error_before_anything_is_taken(
 ) -> None:
     bound = MemoryBound("/sys/fs/cgroup/memory.max", 1 << 30, (1 << 30) - NUM_BYTES // 2)
     taken: list[Any] = []
-    monkeypatch.setattr(host_buffer, name, lambda: bound)
+    module = mapped_memory if name == "tightest_bound" else host_buffer
+    monkeypatch.setattr(module, name, lambda: bound)
     monkeypatch.setattr(host_buffer, "map_together", lambda *each: taken.append(each))
     first, second = share(torch, 2)
     assert isinstance(first, HostMemoryError) and isinstance(second, HostMemoryError)
@@ -208,6 +209,32 @@ def test_memory_that_one_worker_cannot_pin_is_shared_by_none(
     assert unpinned == [mmap.PAGESIZE, mmap.PAGESIZE, NUM_BYTES]
 
 
+def test_memory_is_unpinned_if_another_worker_fails_meanwhile(
+    torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpinned: list[int] = []
+    count = iter(range(2))
+
+    class Transfers:
+        @staticmethod
+        def pin_host(host: Any) -> Any:
+            if host.numel() == NUM_BYTES and next(count) == 1:
+                raise ValueError("no such flags")
+            return lambda: unpinned.append(host.numel())
+
+    monkeypatch.setattr(host_buffer, "transfers_on", lambda _: Transfers)
+    kind: Any = type("Device", (), {"type": "npu"})
+    meeting = Meeting(2)
+
+    def work(rank: int) -> Any:
+        with peers(meeting, rank) as them:
+            return host_buffer.HostBuffer.share(NUM_BYTES, kind, them)
+
+    found = in_threads(work, 2)
+    assert {type(each) for each in found} == {HostMemoryError, ValueError}
+    assert unpinned == [mmap.PAGESIZE, mmap.PAGESIZE, NUM_BYTES]
+
+
 def test_memory_that_cannot_be_pinned_is_not_taken_before(
     torch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +246,7 @@ def test_memory_that_cannot_be_pinned_is_not_taken_before(
             raise BackendError("expected linux 5.11 or later")
 
     monkeypatch.setattr(host_buffer, "transfers_on", lambda _: Transfers)
-    monkeypatch.setattr(host_buffer, "_take", taken.append)
+    monkeypatch.setattr(host_buffer, "take_memory", taken.append)
     found = share(torch, 2, device="npu")
     assert all("expected linux 5.11 or later" in each for each in found)
     assert not taken
@@ -235,7 +262,7 @@ def test_memory_that_runs_out_while_it_is_taken_leaves_nothing(
         # The first rank asks once before anything is taken.
         return None if next(count, None) == 0 else MemoryBound("memory.max", 1 << 30, 1 << 30)
 
-    monkeypatch.setattr(host_buffer, "tightest_bound", bound)
+    monkeypatch.setattr(mapped_memory, "tightest_bound", bound)
     monkeypatch.setattr(host_buffer, "commit_bound", lambda: None)
     found = share(torch, 2)
     assert all(isinstance(each, HostMemoryError) for each in found)

@@ -35,6 +35,7 @@ from vllm_ascend_kvext.connector.worker import worker_side
 from vllm_ascend_kvext.connector.worker.extension import WorkerExtension
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.connector.worker.job_runner import MAX_FAILED_IN_A_ROW
+from vllm_ascend_kvext.connector.worker.secondary_tier import SecondaryTierWorker
 from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide
 from vllm_ascend_kvext.errors import ConnectorError, LayoutError, SettingsError
 from vllm_ascend_kvext.layout.model import StatePolicy
@@ -297,7 +298,7 @@ def test_host_memory_is_on_the_node_of_the_worker(
     nodes: list[int | None] = []
     allocate = HostBuffer.allocate
 
-    def note(num_bytes: int, device: Any, of_node: int | None) -> HostBuffer:
+    def note(num_bytes: int, device: Any, of_node: int | None, why_torch: None) -> HostBuffer:
         nodes.append(of_node)
         return allocate(num_bytes, device)
 
@@ -309,6 +310,57 @@ def test_host_memory_is_on_the_node_of_the_worker(
     make(options=worker_options(copy_cpus=copy_cpus), host_cpus=host)
     assert nodes == [node]
     assert logged in caplog.text
+
+
+@pytest.mark.parametrize("fails", ["extension", "secondary tier"])
+def test_a_failed_start_keeps_no_memory(
+    fails: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process may go on: it may be that of a user who makes another engine."""
+    unmapped: list[int] = []
+    allocate = HostBuffer.allocate
+
+    def note(num_bytes: int, device: Any, *_: Any) -> HostBuffer:
+        tensor = allocate(num_bytes, device).tensor
+        return HostBuffer(tensor, lambda: unmapped.append(tensor.numel()))
+
+    def refuse(*_: Any) -> None:
+        raise SettingsError("no such folder")
+
+    monkeypatch.setattr(worker_side.HostBuffer, "allocate", note)
+    part = WorkerExtension if fails == "extension" else SecondaryTierWorker
+    register = part.register
+    monkeypatch.setattr(part, "register", refuse)
+    with pytest.raises(SettingsError, match="no such folder"):
+        make()
+    assert len(unmapped) == 1
+    monkeypatch.setattr(part, "register", register)
+    worker = make()
+    with pytest.raises(LayoutError):  # Pages that do not fit leave a running worker as it is.
+        worker.side.register({})
+    assert len(unmapped) == 1
+    worker.run(worker.job)
+    worker.side.shutdown()
+    worker.side.shutdown()
+    assert len(unmapped) == 2
+
+
+def test_a_secondary_tier_may_need_memory_of_torch(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons: list[str | None] = []
+    allocate = HostBuffer.allocate
+
+    def note(num_bytes: int, device: Any, _: Any, why_torch: str | None) -> HostBuffer:
+        reasons.append(why_torch)
+        return allocate(num_bytes, device)
+
+    monkeypatch.setattr(worker_side.HostBuffer, "allocate", note)
+    make()
+    tier = SecondaryTierWorker()
+    tier.why_torch = "another library reads it."
+    make(secondary=tier)
+    assert reasons == [None, "another library reads it."]
 
 
 @pytest.mark.parametrize(("device", "node"), [("npu:5", 2), ("cuda:5", None)])

@@ -8,6 +8,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from vllm_ascend_kvext.shared_tier.backend import (
     seal_of,
 )
 from vllm_ascend_kvext.shared_tier.names import namespace_of
+from vllm_ascend_kvext.shared_tier.worker.shared_worker import SharedWorker
 
 NUM_BYTES = 3 << 10
 NAME = f"R0-64-{'ab' * 16}"
@@ -402,3 +404,23 @@ def test_two_engines_do_what_a_dict_does(
             objects[name] = None
         there = [each if each in objects else "" for each in names]
         assert engine.exist(*names) == there == engine.exist(*notes)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "url", "is_of_torch"),
+    [
+        (None, "mooncake://host:1", False),
+        ("tcp", "mooncake://host:1", False),
+        ("ascend", "mooncake://host:1", True),
+        ("ascend", "file:///folder", False),
+    ],
+)
+def test_a_transport_that_may_refuse_mappings_is_given_memory_of_torch(
+    protocol: str | None, url: str, is_of_torch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MOONCAKE_PROTOCOL", raising=False)
+    if protocol is not None:
+        monkeypatch.setenv("MOONCAKE_PROTOCOL", protocol)
+    options: Any = SimpleNamespace(shared_tier=url)
+    worker = SharedWorker(None, None, options)
+    assert (worker.why_torch is not None) == is_of_torch

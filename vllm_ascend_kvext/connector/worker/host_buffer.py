@@ -7,7 +7,6 @@ The module does not know the content.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import os
@@ -19,10 +18,14 @@ from vllm_ascend_kvext.connector.common.host_memory import (
     HostMemoryError,
     MemoryNeed,
     commit_bound,
-    in_words,
     require_left,
     taken_bytes,
-    tightest_bound,
+)
+from vllm_ascend_kvext.connector.worker.mapped_memory import (
+    REMEDY,
+    map_memory,
+    require_memory,
+    take_memory,
 )
 from vllm_ascend_kvext.connector.worker.memory_node import memory_of, prefer_node
 from vllm_ascend_kvext.connector.worker.shared_arena import HostPeers, map_together, own_part
@@ -40,12 +43,6 @@ logger = logging.getLogger("vllm.ascend_kvext.connector")
 _MAX_ROUNDING = 1.125
 """Pinned memory may exceed the requested size by this factor without a warning."""
 
-_MIN_STEP_BYTES = 4 << 20
-_STEPS_OF_WHAT_IS_LEFT = 64
-"""Plain memory is taken in steps of a 64th of what is left. So 64 workers may take theirs at once,
-and each of them still notices in time that too little is left."""
-
-_REMEDY = "Give the connector less memory, and mind that every worker of a host takes as much."
 _REMEDY_FOR_ALL = "Set host_memory_gib to less: the workers of a host take all of it together."
 
 
@@ -61,54 +58,81 @@ class HostBuffer:
         self._unmap = unmap
 
     @classmethod
-    def allocate(cls, num_bytes: int, device: torch.device, node: int | None = None) -> HostBuffer:
+    def allocate(
+        cls,
+        num_bytes: int,
+        device: torch.device,
+        node: int | None = None,
+        why_torch: str | None = None,
+    ) -> HostBuffer:
         """Allocate memory for the pages of a device. It is pinned unless the device is a CPU.
 
-        Each page of memory is written to once. Otherwise the kernel would hand out pages at the
-        first write to them. Stores have then been measured to take five times as long.
+        The memory is a mapping of this process, which the device pins by registering it. So no
+        more is taken than was asked for. Where it cannot be pinned, torch allocates the memory, and
+        a line in the log says why, and how much torch takes. It is a WARNING if that is much more.
 
-        If ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL`` asks for the AscendC kernel, pinned memory is also
-        mapped. If it cannot be mapped, one WARNING says so, and the DMA engines serve it. Another
-        WARNING says so if much of the pinned memory is lost.
+        If ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL`` asks for the AscendC kernel, torch allocates the
+        memory, and it is also mapped for the kernel. If it cannot be mapped, one WARNING says so,
+        and the DMA engines serve it.
 
         Args:
             num_bytes: The size. It is rounded down to a multiple of 64.
             device: The device of the pages.
             node: The memory node from which memory is taken while it has some; None leaves the
                 choice to the kernel. If the kernel refuses, one WARNING says so.
+            why_torch: Why torch has to allocate the memory if it is to be pinned; None if it need
+                not.
 
         Raises:
             HostMemoryError: If the size is less than 64, or if the machine, or a control group of
                 this process, has too little memory left. Nothing stays taken then.
             SettingsError: If ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL`` has a wrong value.
         """
-        import torch
-
         num_bytes -= num_bytes % HOST_ALIGNMENT_BYTES
         if num_bytes < HOST_ALIGNMENT_BYTES:
             raise HostMemoryError(
                 f"host memory: expected at least {HOST_ALIGNMENT_BYTES} bytes per worker, found "
                 f"{num_bytes}; give the connector more memory or leave it out"
             )
-        is_pinned = device.type != "cpu"
-        if is_pinned:
-            _warn_of_rounding(num_bytes)
-        require_left(MemoryNeed(num_bytes, 1, is_pinned), tightest_bound(), _REMEDY)
+        why_torch = why_torch or why_torch_pins(device.type)
+        if device.type == "cpu" or why_torch is None:
+            found = cls._map(num_bytes, device, node)
+            if isinstance(found, HostBuffer):
+                return found
+            why_torch = found
+        return cls._allocate_by_torch(num_bytes, device, node, why_torch)
+
+    @classmethod
+    def _map(cls, num_bytes: int, device: torch.device, node: int | None) -> HostBuffer | str:
+        """Allocate a mapping, and pin it; or say why it cannot be pinned. Nothing is kept then."""
+        require_memory(MemoryNeed(num_bytes, 1, is_pinned=False))
         try:
-            if is_pinned:
-                with memory_of(node):
-                    tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-            else:
-                tensor = _taken_memory(num_bytes, node)
-        except HostMemoryError:
-            raise
+            tensor = map_memory(num_bytes, node)
         except (RuntimeError, MemoryError, OSError) as error:
-            what = "bytes that can be pinned" if is_pinned else "bytes"
-            raise HostMemoryError(
-                f"host memory: expected {num_bytes} {what} for "
-                f"this worker, found less ({error}). {_REMEDY}"
-            ) from error
-        return cls(tensor, _map(tensor, device.type) if is_pinned else None)
+            raise _too_little(num_bytes, "bytes", error) from error
+        take_memory(tensor)
+        if device.type == "cpu":
+            return cls(tensor)
+        try:
+            return cls(tensor, transfers_on(device.type).pin_host(tensor))
+        except BackendError as error:
+            return str(error)
+
+    @classmethod
+    def _allocate_by_torch(
+        cls, num_bytes: int, device: torch.device, node: int | None, reason: str
+    ) -> HostBuffer:
+        import torch
+
+        need = MemoryNeed(num_bytes, 1, is_pinned=True)
+        require_memory(need, f"{REMEDY} Torch allocates it: {reason}")
+        _log_rounding(num_bytes, reason)
+        try:
+            with memory_of(node):
+                tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        except (RuntimeError, MemoryError, OSError) as error:
+            raise _too_little(num_bytes, "bytes that can be pinned", error) from error
+        return cls(tensor, _map_for_kernel(tensor, device.type))
 
     @classmethod
     def share(
@@ -152,7 +176,7 @@ class HostBuffer:
             unpin()
             first, end = own_part(peers, num_bytes)
             prefer_node(tensor.data_ptr() + first, end - first, node)
-            _raise_together(peers, partial(_take, tensor[first:end]))
+            _raise_together(peers, partial(take_memory, tensor[first:end]))
             unpin = _pin_together(peers, device, tensor)
         if not isinstance(unpin, str):
             return cls(tensor, unpin)
@@ -165,7 +189,7 @@ class HostBuffer:
         return int(self.tensor.numel())
 
     def unmap(self) -> None:
-        """Undo the mapping of `allocate`, or the pinning of `share`. Idempotent.
+        """Undo the pinning of `allocate` or `share`, or the mapping for a kernel. Idempotent.
 
         The caller has waited for every transfer.
         """
@@ -207,79 +231,66 @@ def _pin_together(
         unpin = transfers_on(device.type).pin_host(tensor)
     except BackendError as failure:
         error = f"rank {peers.rank} cannot pin the memory of its host ({failure})"
-    errors = peers.agree(error)
-    if unpin is not None and not errors:
-        return unpin
-    if unpin is not None:
-        unpin()
-    return errors[0]
+    is_pinned_by_all = False
+    try:
+        errors = peers.agree(error)
+        is_pinned_by_all = not errors
+    finally:  # This is needed after an error, too: another worker may have left.
+        if unpin is not None and not is_pinned_by_all:
+            unpin()
+    return errors[0] if unpin is None or errors else unpin
 
 
 def _require_left_for_all(num_bytes: int, num_maps: int) -> None:
     need = MemoryNeed(num_bytes, 1, is_pinned=False, num_maps=num_maps)
-    for bound in (tightest_bound(), commit_bound()):
-        require_left(need, bound, _REMEDY_FOR_ALL)
+    require_memory(need, _REMEDY_FOR_ALL)
+    require_left(need, commit_bound(), _REMEDY_FOR_ALL)
 
 
-def _taken_memory(num_bytes: int, node: int | None) -> torch.Tensor:
-    """Allocate plain memory, and write to each page once. It uses huge pages if there are any.
+def why_torch_pins(device_type: str) -> str | None:
+    """Why torch has to allocate memory that a device can use, which rounds it to a power of two.
 
-    The mapping is private, because the kernel has other rules for huge pages of shared memory, and
-    by default gives none. A forked process does not get the mapping: otherwise the kernel would
-    copy what this process writes while the other one lives.
+    One page is pinned to find it out, on the device of the calling thread.
 
-    Raises:
-        HostMemoryError: See `_take`.
-        OSError: If the process may not have so much memory.
-    """
-    import torch
-
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # The kernel may have no huge pages.
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    memory.madvise(mmap.MADV_DONTFORK)
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    prefer_node(tensor.data_ptr(), num_bytes, node)
-    _take(tensor)
-    return tensor
-
-
-def _take(tensor: torch.Tensor) -> None:
-    """Write to each page of memory once.
-
-    Other processes may take memory at the same time. So what is left is read again and again.
+    Returns:
+        The reason; None if mappings of this process can be pinned, or need not be.
 
     Raises:
-        HostMemoryError: If less memory is left. Without this check, the kernel would kill some
-            process.
+        SettingsError: If ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL`` has a wrong value.
     """
-    num_bytes = int(tensor.numel())
-    first = 0
-    while first < num_bytes:
-        bound = tightest_bound()
-        rest = MemoryNeed(num_bytes - first, 1, is_pinned=False)
-        taken = f"{in_words(first)} of {in_words(num_bytes)} were taken meanwhile."
-        require_left(rest, bound, f"{taken} {_REMEDY}")
-        step_bytes = num_bytes
-        if bound is not None:
-            step_bytes = max(_MIN_STEP_BYTES, bound.left_bytes // _STEPS_OF_WHAT_IS_LEFT)
-        tensor[first : first + step_bytes].zero_()
-        first += step_bytes
+    if device_type == "cpu":
+        return None
+    try:
+        transfers_on(device_type).pin_host(map_memory(mmap.PAGESIZE))()
+    except BackendError as error:
+        return str(error)
+    if parse_uses_ascend_kernel(os.environ):
+        return f"{ASCEND_KERNEL_VARIABLE}=1: the kernel reads memory of torch."
+    return None
 
 
-def _warn_of_rounding(num_bytes: int) -> None:
-    """Warn if much pinned memory is lost by rounding."""
+def _too_little(num_bytes: int, what: str, error: Exception) -> HostMemoryError:
+    return HostMemoryError(
+        f"host memory: expected {num_bytes} {what} for this worker, found less ({error}). {REMEDY}"
+    )
+
+
+def _log_rounding(num_bytes: int, reason: str) -> None:
+    """Say what torch pins, and warn if much of it is lost."""
     rounded_bytes = taken_bytes(num_bytes, is_pinned=True)
-    if rounded_bytes > num_bytes * _MAX_ROUNDING:
-        logger.warning(
-            "Host memory: torch may pin %d bytes for the %d of this worker, because it rounds up "
-            "to a power of two. Choose host memory per worker that is a little under one.",
-            rounded_bytes,
-            num_bytes,
-        )
+    is_much = rounded_bytes > num_bytes * _MAX_ROUNDING
+    logger.log(
+        logging.WARNING if is_much else logging.INFO,
+        "Host memory: torch may pin %d bytes for the %d of this worker, because it rounds up to a "
+        "power of two. %sTorch allocates it: %s",
+        rounded_bytes,
+        num_bytes,
+        "Choose host memory per worker that is a little under one. " if is_much else "",
+        reason,
+    )
 
 
-def _map(tensor: torch.Tensor, device_type: str) -> Callable[[], None] | None:
+def _map_for_kernel(tensor: torch.Tensor, device_type: str) -> Callable[[], None] | None:
     """Map memory for a kernel. Returns a function that unmaps it; None if it is not mapped."""
     if not parse_uses_ascend_kernel(os.environ):
         return None

@@ -12,7 +12,14 @@ from vllm_ascend_kvext.connector.worker.extension import RegisteredPages
 
 
 class SecondaryTierWorker:
-    """The worker side of a secondary tier. The model's thread calls all methods."""
+    """The worker side of a secondary tier. The model's thread calls all methods.
+
+    Attributes:
+        why_torch: Why torch has to allocate the host memory if it is to be pinned; None if it need
+            not.
+    """
+
+    why_torch: str | None = None
 
     def register(self, pages: RegisteredPages, place_thread: Callable[[], object]) -> None:
         """Take note of the pages, and of the host memory. Called once.

@@ -183,20 +183,26 @@ class WorkerSide:
         if peers is not None:
             self._share_memory(layout, device, peers, node)
         self._host = host = self._host or HostBuffer.allocate(
-            self._options.host_memory_bytes_per_worker, device, node
+            self._options.host_memory_bytes_per_worker, device, node, self._secondary.why_torch
         )
-        self._runner = JobRunner(
-            layout,
-            self._options.state_policy,
-            pools,
-            host.tensor,
-            fence,
-            self._placer or in_calling_thread,
-            self._move,
-            self._sharing,
-        )
-        pages = self._register_extension(self._runner, kv_caches)
-        self._secondary.register(pages, self._place_thread)
+        try:
+            self._runner = JobRunner(
+                layout,
+                self._options.state_policy,
+                pools,
+                host.tensor,
+                fence,
+                self._placer or in_calling_thread,
+                self._move,
+                self._sharing,
+            )
+            pages = self._register_extension(self._runner, kv_caches)
+            self._secondary.register(pages, self._place_thread)
+        except BaseException:
+            # The process may go on without this engine.
+            self._host = self._runner = self._sharing = None
+            host.unmap()
+            raise
 
     def _share_memory(
         self, layout: KVLayout, device: torch.device, peers: HostPeers, node: int | None

@@ -129,7 +129,7 @@ class WorkerSegments:
     def _staging(self, num_bytes: int) -> HostBuffer:
         """Make staging memory that the pages' device can reach, of a power of two of bytes.
 
-        torch rounds pinned memory to powers of two.
+        So it seldom has to grow, and torch loses nothing if it has to pin it.
         """
         num_bytes = max(HOST_ALIGNMENT_BYTES, 1 << (num_bytes - 1).bit_length())
         return HostBuffer.allocate(num_bytes, self._pools.tensors[0].device)

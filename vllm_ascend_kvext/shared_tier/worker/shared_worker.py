@@ -12,6 +12,7 @@ from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.worker.extension import RegisteredPages
 from vllm_ascend_kvext.connector.worker.secondary_tier import SecondaryTierWorker
 from vllm_ascend_kvext.errors import SettingsError
+from vllm_ascend_kvext.shared_tier import why_torch
 from vllm_ascend_kvext.shared_tier.engine_identity import num_equal_ranks
 from vllm_ascend_kvext.shared_tier.messages import SharedJobs, SharedOutput, WorkerIdentity
 from vllm_ascend_kvext.shared_tier.worker.loaded_weights import LoadedWeights
@@ -33,6 +34,8 @@ class SharedWorker(SecondaryTierWorker):
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._options = options
+        assert options.shared_tier is not None
+        self.why_torch = why_torch(options.shared_tier)
         self._device = ""
         self._transfers: SharedTransfers | None = None
         self._weights: LoadedWeights | None = None

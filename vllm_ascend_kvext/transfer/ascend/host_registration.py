@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
-"""Pins memory that torch has not allocated, such as memory of several processes.
+"""Pins memory that torch has not allocated: a mapping of this process, or of several.
 
 ``aclrtHostRegisterV2`` with ``ACL_HOST_REG_PINNED`` pins a mapping; CANN has it since 8.5. CANN
 documents that linux up to 5.10 can register memory of ``aclrtMallocHost`` only. Without it, nothing
@@ -43,8 +43,8 @@ def pin_host(host: torch.Tensor) -> Callable[[], None]:
     release = re.match(r"(\d+)\.(\d+)", platform.release())
     if release is None or (int(release[1]), int(release[2])) < _OLDEST_KERNEL:
         raise BackendError(
-            f"pin_host: expected linux 5.11 or later, by which CANN can pin memory of several "
-            f"processes, found {platform.release()}."
+            "pin_host: expected linux 5.11 or later, on which CANN can pin memory that it has not "
+            f"allocated, found {platform.release()}."
         )
     runtime = _runtime()
     address, num_bytes = host.data_ptr(), host.numel()
