@@ -157,6 +157,7 @@ class ConnectorScheduler:
         self._keeps_apart = False
         self._cost = TransferCost(is_ignored=options.load_if_slower)
         self._note_shares()
+        self._has_tier = secondary is not None
         self.secondary = SecondaryTierScheduler()
         if secondary is not None:
             self.secondary = secondary.scheduler_side(parts, workers, self._cost, events)
@@ -229,7 +230,10 @@ class ConnectorScheduler:
         rule = self.extension.lookup_rule(request)
         if rule is LookupRule.WAIT:
             return None
-        may_load = rule is LookupRule.LOOK_UP and not self._check.is_first
+        # Before the first comparison, only what a tier brings can be found. It was compared where
+        # it was computed.
+        is_compared = self._has_tier or not self._check.is_first
+        may_load = rule is LookupRule.LOOK_UP and is_compared
         state = self._states[request.request_id]
         if may_load:
             pieces = partial(self.extension.pieces_to_get, request.request_id)
@@ -475,7 +479,8 @@ class ConnectorScheduler:
         self.abandon_stores()
         self._layout.keep_apart()
         self.tier.forget_sizes()
-        self.reset_cache()
+        self._forget_stored()
+        self.secondary.keep_apart()
         self._note_shares()
 
     def _note_shares(self) -> None:
@@ -556,10 +561,13 @@ class ConnectorScheduler:
 
     def reset_cache(self) -> None:
         """Forget what is stored. Transfers under way end by themselves."""
+        self._forget_stored()
+        self.secondary.reset()
+
+    def _forget_stored(self) -> None:
         self.tier.clear()
         self._stores.reset()
         self.extension.reset()
-        self.secondary.reset()
 
     def take_report(self) -> Report:
         """What has been counted since the last report, including the extension's counters."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from vllm_ascend_kvext.connector.common.messages import ExtraOutput
 from vllm_ascend_kvext.layout.model import KVLayout
+from vllm_ascend_kvext.layout.sharing import HostSharing
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
 from vllm_ascend_kvext.transfer.placement import Placer
 from vllm_ascend_kvext.transfer.pools import Pools
@@ -27,6 +28,7 @@ class RegisteredPages(NamedTuple):
         placer: Says where copies on the host run; None if a device makes all copies of pages, and
             the options name no CPUs.
         move: Moves rows, as ``page_transfer`` does.
+        sharing: How the worker shares the host buffer with other workers; None if it does not.
     """
 
     layout: KVLayout
@@ -35,6 +37,7 @@ class RegisteredPages(NamedTuple):
     host: torch.Tensor
     placer: Placer | None
     move: Callable[..., None]
+    sharing: HostSharing | None = None
 
 
 class ExtraMover(Protocol):
