@@ -139,6 +139,8 @@ def test_an_object_is_put_and_got_once_for_all_ranks(
         assert hits_all(made, "a", prompt)
         counters = made.side.counters
         assert counters.transfer_bytes["get"] == sum(got_bytes(calls)) > 0
+        # Patience is for the bytes of one memory, whoever gets them.
+        assert made.side.secondary._gets._busy_bytes == sum(got_bytes(calls))
         assert not any(counters.shared_failures.values())
         assert hits_all(made, "b", prompt)
         assert sum(counters.shared_requests.values()) == 1
@@ -339,6 +341,33 @@ def test_ranks_that_differ_put_and_get_the_bytes_of_each(
         assert made.side.counters.transfer_bytes["get"] > 0
     with differing(layout, tmp_path) as made:  # This one's ranks are equal.
         assert hit_tokens(made, plan_of("equal", prompts[1])) == 0
+
+
+def test_no_request_waits_for_a_get_from_before_the_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its entry will not be found. Its place is held until it ends."""
+    monkeypatch.setattr(limits, "MAX_HANG_S", 60.0)
+    prompt, other = prompt_of(FULL, 1), prompt_of(FULL, 2)
+    store_with(one_memory(FULL, tmp_path), FULL, prompt)
+    gate, get_into = threading.Event(), FilesTier.get_into
+
+    def slow(tier: FilesTier, what: SharedObject, on_bytes: Any) -> Answer:
+        assert gate.wait(60)
+        return get_into(tier, what, on_bytes)
+
+    monkeypatch.setattr(FilesTier, "get_into", slow)
+    with differing(FULL, tmp_path) as made:
+        let_differ(made)
+        made.add_request(plan_of("waits", prompt))
+        until(lambda: (made.step(), made.side.secondary._gets._awaited)[1], "the get")
+        serve_while_it_hangs(made, plan_of("shows it", other))
+        assert made.side._keeps_apart and made.side.counters.hit_tokens == 0
+        assert made.side.secondary._gets._under_way
+        gate.set()
+        until(lambda: (made.step(), not made.has_work())[1], "the end")
+        check_nothing_is_left(made)
+        assert hits_all(made, "again", prompt) and hits_all(made, "again, too", other)
 
 
 def test_ranks_that_differ_on_several_hosts_do_not_use_the_tier(
