@@ -76,7 +76,8 @@ class SimulatedWorker:
     ) -> None:
         rank = vllm_config.parallel_config.rank
         self.pages = pages = layout.make(num_blocks)
-        self.contents = PageContents(pages, rank if writers is None else writers)
+        self.writers = rank if writers is None else writers
+        self.contents = PageContents(pages, self.writers)
         self.transfers = ScriptedTransfers(script, rank)
         self._connector = KvextConnector(vllm_config, KVConnectorRole.WORKER, pages.config)
         extension = self._connector.extension
@@ -105,13 +106,15 @@ class SimulatedWorker:
         """What is not there when pages are registered."""
         # A real device decides whether rows can be addressed. Here it is a CPU for all layouts.
         build = partial(build_layout, addressing=self.pages.addressing)
-        # There is no model that could show how keys are rotated.
-        segments = partial(SimulatedSegments, self.pages, self.transfers)
         with (
             mock.patch.object(worker_side, "build_layout", build),
-            mock.patch.object(segments_worker, "WorkerSegments", segments),
+            mock.patch.object(segments_worker, "WorkerSegments", self.segments),
         ):
             yield
+
+    def segments(self, *of_worker: object) -> SimulatedSegments:
+        """What replaces `WorkerSegments`. There is no model that shows how keys are rotated."""
+        return SimulatedSegments(self.pages, self.transfers, *of_worker)
 
     def handshake(self) -> Any:
         with mock.patch.object(SharedWorker, "_layers", lambda _: [self._model]):
@@ -317,7 +320,15 @@ class SimulatedEngine(SchedulerEngine):
             for name in group.layer_names
         }
         contents = mock.patch.object(worker_side, "read_rank_contents", lambda *_: by_layer)
-        with self.workers[0].stand_ins(), contents:
+        # Each worker has stand-ins of its own for what is rank by rank.
+        segments = mock.patch.object(
+            segments_worker,
+            "WorkerSegments",
+            lambda config, *of_worker: self.workers[config.parallel_config.rank].segments(
+                config, *of_worker
+            ),
+        )
+        with self.workers[0].stand_ins(), segments, contents:
             failed = in_threads(lambda rank: self.workers[rank].register(), len(self.workers))
         for each in failed:
             if each is not None:

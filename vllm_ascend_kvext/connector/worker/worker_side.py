@@ -115,8 +115,7 @@ class WorkerSide:
         self._options = options
         self._move = move or _transfer_op(os.environ)
         self._meet = meet
-        # Rows of extensions are laid out by each worker alone.
-        self._no_sharing = _why_no_sharing(extension) if meet is not None else None
+        self._no_sharing = _why_no_sharing() if meet is not None else None
         if self._no_sharing is not None:
             self._meet = None
         self._extension = extension or WorkerExtension()
@@ -426,10 +425,8 @@ class WorkerSide:
             self._has_warned = True
 
 
-def _why_no_sharing(extension: WorkerExtension | None) -> str | None:
+def _why_no_sharing() -> str | None:
     """Why the workers of this engine have host memory of their own; None if they may share it."""
-    if extension is not None:
-        return "each worker lays out segments by itself"
     if parse_uses_ascend_kernel(os.environ):
         return "the AscendC kernel reads memory of one worker only"
     return None
