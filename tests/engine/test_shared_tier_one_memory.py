@@ -370,6 +370,37 @@ def test_no_request_waits_for_a_get_from_before_the_difference(
         assert hits_all(made, "again", prompt) and hits_all(made, "again, too", other)
 
 
+def test_an_answer_from_before_the_difference_begins_no_get(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: dict[str, list[int]]
+) -> None:
+    """Objects of the other name space have other sizes."""
+    monkeypatch.setattr(limits, "MAX_QUEUED_S", 60.0)
+    prompt, other = prompt_of(FULL, 1), prompt_of(FULL, 2)
+    store_with(one_memory(FULL, tmp_path), FULL, prompt)
+    gate, exist = threading.Event(), FilesTier.exist
+
+    def slow(tier: FilesTier, asked: Sequence[str]) -> list[str]:
+        found = exist(tier, asked)
+        assert gate.wait(60)
+        return found
+
+    with differing(FULL, tmp_path) as made:
+        let_differ(made)
+        with monkeypatch.context() as patched:
+            patched.setattr(FilesTier, "exist", slow)
+            made.add_request(plan_of("asks", prompt))
+            # The tier is not asked for a request with an adapter, which need not wait for it.
+            made.add_request(replace(plan_of("shows it", other), adapter="adapter-0"))
+            until(lambda: (made.step(), made.side._keeps_apart)[1], "the difference")
+            assert made.scheduler.requests, "the request must still wait for its answer"
+            calls.clear()
+            gate.set()
+            until(lambda: (made.step(), not made.has_work())[1], "the end")
+        assert not any(name.startswith("get_into") for name in calls)
+        assert not any(made.side.counters.shared_failures.values())
+        check_nothing_is_left(made)
+
+
 def test_ranks_that_differ_on_several_hosts_do_not_use_the_tier(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
