@@ -20,6 +20,7 @@ from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.shared_tier.backend import SharedObject
 from vllm_ascend_kvext.shared_tier.messages import SharedJobs
+from vllm_ascend_kvext.shared_tier.worker.object_ranks import object_ranks
 from vllm_ascend_kvext.shared_tier.worker.shared_transfers import SharedTransfers
 
 Direction = Literal["get", "put"]
@@ -127,7 +128,9 @@ class Ours(_InParts):
         super().__init__(geometry, memory_of(host))
         folder.mkdir(0o700)
         options = ConnectorOptions(shared_tier=f"file://{folder}", shared_tier_bytes=64 << 30)
-        self._transfers = SharedTransfers(options, 0, 1, memory_of(host), lambda: None)
+        self._transfers = SharedTransfers(
+            options, object_ranks(0, 1, None), memory_of(host), lambda: None
+        )
 
     def move(self, direction: Direction, prompts: Sequence[int]) -> float:
         objects = [

@@ -81,6 +81,17 @@ def test_what_is_equal_on_all_ranks_is_put_once(engines: list[Served], folder: P
     assert 0.9 * num_bytes < engines[1].report["own"]["transfer_bytes.put"] <= num_bytes
 
 
+def test_what_is_equal_on_all_ranks_is_got_once(
+    engines: list[Served], folder: Path, num_devices: int
+) -> None:
+    own = engines[2].report["own"]
+    assert own["host_sharing_workers"] == num_devices
+    # By more than one rank, more would be got than there is.
+    num_bytes = sum(path.stat().st_size for path in objects(folder))
+    print(num_devices, "devices got", own["transfer_bytes.get"], "of", num_bytes, "bytes")
+    assert num_bytes / 2 < own["transfer_bytes.get"] <= num_bytes
+
+
 def test_wrong_bytes_would_change_answers(
     engines: list[Served],
     serve: Callable[[Mapping[str, Any]], Served],

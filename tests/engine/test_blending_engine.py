@@ -94,7 +94,7 @@ class Setting(NamedTuple):
         return expected_reuse(answer, head_tokens, self.window_tokens, beginning)
 
 
-TWO_WORKERS = "crowd, two workers"
+TWO_WORKERS, ONE_HEAD = "crowd, two workers", "gemma3, two workers"
 SHORT, SHORT_WITH_WRONG_KEYS = "short documents", "short documents, wrong keys"
 ALL_SETTINGS = {
     "llama": Setting("full", ("orders", "exact", "controls"), HEADS_TOKENS),
@@ -109,6 +109,10 @@ ALL_SETTINGS = {
     "crowd": Setting("full", ("crowd",), engine=IN_SMALL_POOL),
     TWO_WORKERS: Setting(
         "full", ("crowd",), engine={**IN_SMALL_POOL, "tensor_parallel_size": 2}, is_main_only=True
+    ),
+    # One KV head, which both workers have, so they share host memory.
+    ONE_HEAD: Setting(
+        "one window", ("orders", "exact"), engine={"tensor_parallel_size": 2}, is_main_only=True
     ),
     SHORT: Setting("full", ("short",), learns=True),
     SHORT_WITH_WRONG_KEYS: Setting("full", ("short_with_wrong_keys",), learns=True),
@@ -129,7 +133,7 @@ Models = Callable[[str], Path]
 def reports(model_folder: Models, tmp_path_factory: pytest.TempPathFactory) -> LazyReports:
     """The reports, by setting. Two workers have a process with a CPU for each."""
     plans = {name: setting.plan(model_folder(setting.model)) for name, setting in SETTINGS.items()}
-    of_two = {name: plans.pop(name) for name in [*plans] if name == TWO_WORKERS}
+    of_two = {name: plans.pop(name) for name in [*plans] if plans[name].num_devices > 1}
     started = [({}, plans), (TWO_CPUS, of_two)]
     return LazyReports(tmp_path_factory, started)
 
@@ -264,6 +268,14 @@ def test_what_is_loaded_wrong_shows(reports: LazyReports, oracles: Oracles, labe
     assert answer.reused_tokens == num_tokens(reused) > 0
     error = oracle_error(oracles("llama"), answer, reused)
     assert error > WRONG if label.startswith("wrong") else error <= ORACLE_TOLERANCE
+
+
+@pytest.mark.skipif(IS_SAMPLE, reason="a sample has no engine of two workers")
+@pytest.mark.parametrize(("name", "num_workers"), [(TWO_WORKERS, 1), (ONE_HEAD, 2)])
+def test_workers_with_the_same_head_share_host_memory(
+    reports: LazyReports, name: str, num_workers: int
+) -> None:
+    assert reports[name].report["own"]["host_sharing_workers"] == num_workers
 
 
 # These answers must be exact.

@@ -415,7 +415,12 @@ class RequestMachine(RuleBasedStateMachine):
         engine["num_blocks"] = max(engine["num_blocks"], 1 + blocks_of_longest(layout))
         connector["chunk_tokens"] *= layout.unit_tokens
         options = offloading(layout, **connector)
-        self.engine = BlendingEngine(layout, EngineOptions(offloading=options, **engine), script)
+        num_contents = None
+        if engine["num_workers"] > 1:  # Workers with equal KV share host memory.
+            num_contents = data.draw(st.sampled_from([None, [1] * len(layout.groups)]))
+        self.engine = BlendingEngine(
+            layout, EngineOptions(offloading=options, **engine), script, num_contents
+        )
         self.steps_per_store = script.steps_per_transfer or 1
         assert self.engine.side.computes_holes
         assert (segments_of(self.engine.side) is not None) is self.is_blending

@@ -56,10 +56,17 @@ LONGEST = tuple(tokens(_rng, 300))
 
 @pytest.mark.parametrize("layout", [FULL, GPT_OSS], ids=["full", "windows"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
+@pytest.mark.parametrize(("num_workers", "num_heads"), [(1, 0), (2, 1), (4, 2)])
 def test_what_two_requests_have_had_is_reused_by_the_third(
-    layout: PagedLayout, is_async: bool
+    layout: PagedLayout, is_async: bool, num_workers: int, num_heads: int
 ) -> None:
-    with learning_engine(layout, is_async=is_async) as engine:
+    """Workers with the same heads share host memory."""
+    num_contents = [num_heads] * len(layout.groups) if num_heads else None
+    with learning_engine(
+        layout, is_async=is_async, num_workers=num_workers, num_contents=num_contents
+    ) as engine:
+        is_shared = [worker.side.describe().sharing is not None for worker in engine.workers]
+        assert is_shared == [bool(num_heads)] * num_workers
         # Otherwise a window covers all of such a short segment.
         engine.choose(min_head_tokens=0)
         engine.answer(ONE, OTHER)

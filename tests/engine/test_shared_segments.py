@@ -90,13 +90,18 @@ def test_a_reset_while_a_segment_is_being_stored(
         assert not any(path.name.startswith("S") for path in objects(tmp_path)[3:])
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize(("num_workers", "num_heads"), [(1, 0), (2, 0), (2, 1), (4, 2)])
 @pytest.mark.parametrize("layout", [FULL, GPT_OSS], ids=["full", "windows"])
 def test_a_segment_that_one_engine_has_stored_is_reused_by_another(
-    layout: PagedLayout, num_workers: int, tmp_path: Path
+    layout: PagedLayout, num_workers: int, num_heads: int, tmp_path: Path
 ) -> None:
-    store_in(tmp_path, ONE, OTHER, layout=layout, num_workers=num_workers)
-    with sharing(tmp_path, layout, num_workers=num_workers) as engine:
+    """Workers with the same heads share host memory, if ``num_heads`` says how many."""
+    workers = {
+        "num_workers": num_workers,
+        "num_contents": [num_heads] * len(layout.groups) if num_heads else None,
+    }
+    store_in(tmp_path, ONE, OTHER, layout=layout, **workers)
+    with sharing(tmp_path, layout, **workers) as engine:
         assert reused_tokens(engine, OTHER, ONE) == len(ONE) + len(OTHER) - 2 * HEAD_TOKENS
         counters = engine.side.counters
         assert counters.shared_requests["found"] == 1 and not engine.counts.stored_segments

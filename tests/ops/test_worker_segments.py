@@ -48,10 +48,12 @@ from vllm_ascend_kvext.layout.model import RowAddressing  # noqa: E402
 from vllm_ascend_kvext.layout.planner import TransferPlanner  # noqa: E402
 from vllm_ascend_kvext.layout.row_map import StoredChunk  # noqa: E402
 from vllm_ascend_kvext.layout.rows import TokenRange  # noqa: E402
+from vllm_ascend_kvext.layout.sharing import PlaneShare  # noqa: E402
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart  # noqa: E402
 from vllm_ascend_kvext.segments.messages import SegmentsOfWorker  # noqa: E402
 from vllm_ascend_kvext.segments.options import SegmentOptions, Selector  # noqa: E402
 from vllm_ascend_kvext.segments.token_rows import SegmentRows  # noqa: E402
+from vllm_ascend_kvext.segments.worker.section_share import SectionShare  # noqa: E402
 from vllm_ascend_kvext.segments.worker.segment_mover import SegmentMover  # noqa: E402
 from vllm_ascend_kvext.segments.worker.segments_worker import SegmentsWorker  # noqa: E402
 
@@ -572,6 +574,55 @@ def test_keys_are_checked_until_they_have_passed(make_worker) -> None:
         *(None, None, 1, None, None)
     ]
     assert not any(results.extras and results.extras.key_check_failure for results in found)
+
+
+def shares(*is_stored: bool) -> SectionShare:
+    """The share of a worker that stores some planes, by turns, and shares all of them."""
+    return SectionShare(1, 0, 0, tuple(PlaneShare(1, 0, each, 0) for each in is_stored))
+
+
+def test_what_another_worker_writes_is_checked_and_compared_in_pages(make_worker) -> None:
+    """Host memory may not have it yet."""
+    worker = make_worker(has_window=True)
+    worker.compute(3, STORED.token_ids, SOURCE)
+    mover = worker.mover
+    mover._share = shares(True)
+    digests = mover.digests([STORED], SOURCE)
+    assert len({each.digest for each in digests}) == len(digests) == len(mover.pages.planes)
+    mover._share = shares(False)
+    host = mover._host
+    host.random_(0, 255)
+    before = host.clone()
+    assert mover.store([STORED], SOURCE) == 0
+    mover.after_store([STORED])
+    assert mover.take_key_checks() == (1, "") and torch.equal(host, before)
+    assert mover.digests([STORED], SOURCE) == digests
+    for caches in worker.kv_caches.values():
+        caches.mul_(2)
+    assert all(
+        one.digest != other.digest
+        for one, other in zip(mover.digests([STORED], SOURCE), digests, strict=True)
+    )
+
+
+def test_of_a_store_that_two_workers_write_each_has_its_chunks(make_worker) -> None:
+    worker = make_worker(has_window=True)
+    worker.compute(3, STORED.token_ids, SOURCE)
+    mover = worker.mover
+    chunks = [
+        SegmentRows(3 + first, 3 + first + 8, offset, 8, 0, 0, STORED.token_ids[first : first + 8])
+        for first, offset in ((0, 0), (8, 64 * 101))
+    ]
+    written = []
+    for share in (shares(True, False), shares(False, True), shares(True)):
+        mover._share = share
+        mover._host.zero_()
+        num_bytes = mover.store(chunks, SOURCE)
+        written.append((num_bytes, mover._host.clone()))
+    sizes = [num_bytes for num_bytes, _ in written]
+    assert sizes[0] == sizes[1] == sizes[2] // 2 > 0
+    (_, first), (_, second), (_, both) = written
+    assert torch.equal(first + second, both) and first.any() and second.any()
 
 
 def test_keys_that_do_not_turn_are_reported_once(make_worker) -> None:

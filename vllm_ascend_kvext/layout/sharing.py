@@ -59,6 +59,11 @@ class HostSharing(NamedTuple):
         return len(self.ranks_of_host)
 
     @property
+    def position(self) -> int:
+        """The index of this rank among those of its host."""
+        return self.ranks_of_host.index(self.rank)
+
+    @property
     def num_copies(self) -> tuple[tuple[int, ...], ...]:
         """The copies of each plane, by group. All ranks have the same."""
         return tuple(tuple(share.num_copies for share in group) for group in self.planes)
@@ -74,8 +79,7 @@ class HostSharing(NamedTuple):
 
     def apart(self) -> HostSharing:
         """The same memory, in which every rank has all of its bytes itself."""
-        copy = self.ranks_of_host.index(self.rank)
-        share = PlaneShare(self.num_ranks, copy, True, self.rank)
+        share = PlaneShare(self.num_ranks, self.position, True, self.rank)
         return self._replace(planes=tuple((share,) * len(group) for group in self.planes))
 
 

@@ -9,6 +9,9 @@ for the rows of consecutive tokens, plane after plane. Each plane begins at a mu
 
     section of 3 rows    keys of layer 0: row 0 row 1 row 2 | values of layer 0: row 0 ...
 
+If the workers of a host share host memory, an entry has a section for each of their different
+contents, one behind the other.
+
 This module knows no requests, and imports no torch at run time.
 """
 
@@ -61,11 +64,15 @@ class SegmentLayout:
     """How one worker lays out its tokens in sections.
 
     ``row_bytes`` has the bytes of one token, by plane. ``window_tokens`` is the largest sliding
-    window, the reading token included; it is 0 if the model has no window.
+    window, the reading token included; it is 0 if the model has no window. ``num_sections`` is the
+    number of sections of an entry, one for each different content of the workers that have the same
+    host memory; ``section`` is that of this worker.
     """
 
     row_bytes: tuple[int, ...]
     window_tokens: int = 0
+    num_sections: int = 1
+    section: int = 0
 
     def plane_offsets_bytes(self, section_rows: int) -> list[int]:
         """The offsets at which the planes of a section begin, followed by the offset of its end."""
@@ -73,17 +80,21 @@ class SegmentLayout:
         aligned = (num_bytes + -num_bytes % HOST_ALIGNMENT_BYTES for num_bytes in sizes)
         return list(accumulate(aligned, initial=0))
 
-    def num_bytes(self, section_rows: int) -> int:
+    def section_bytes(self, section_rows: int) -> int:
         """Size of a section."""
         return self.plane_offsets_bytes(section_rows)[-1]
+
+    def num_bytes(self, section_rows: int) -> int:
+        """Size of an entry: of all its sections."""
+        return self.num_sections * self.section_bytes(section_rows)
 
 
 class SegmentRows(NamedTuple):
     """Consecutive tokens of a request, and their rows in one section.
 
-    The section begins at ``offset_bytes`` of the host buffer, a multiple of 64. It has room for
-    ``section_rows`` rows; ``first_row`` is the row of the first token. A load moves keys by
-    ``shift_tokens`` positions. A store has ``token_ids``, with which the keys are checked.
+    The entry begins at ``offset_bytes`` of the host buffer, a multiple of 64. Each of its sections
+    has room for ``section_rows`` rows; ``first_row`` is the row of the first token. A load moves
+    keys by ``shift_tokens`` positions. A store has ``token_ids``, with which the keys are checked.
     """
 
     first_tokens: int

@@ -17,7 +17,9 @@ from typing import Any
 from vllm_ascend_kvext.compat import installed_version
 from vllm_ascend_kvext.connector.common.host_layout import HostLayout
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup
+from vllm_ascend_kvext.layout.model import LayoutGroup
+from vllm_ascend_kvext.layout.rank_contents import divides_latents
+from vllm_ascend_kvext.layout.sharing import HostSharing
 from vllm_ascend_kvext.shared_tier.messages import WorkerIdentity
 from vllm_ascend_kvext.shared_tier.names import Identity
 
@@ -102,18 +104,31 @@ def identity_of(
         "weights": [list(each.weights) for each in workers],  # Each rank has its own weights.
         "model configuration": [_configuration(each) for each in models],
         "tensor parallel size": len(workers),
+        **({} if layout.sharing is None else _host_memory(layout.sharing)),
     }
 
 
-def num_equal_ranks(vllm_config: Any, layout: KVLayout) -> int:
+def apart(identity: Identity, sharing: HostSharing) -> Identity:
+    """The identity of an engine whose workers keep their bytes apart in shared host memory."""
+    return {**identity, **_host_memory(sharing)}
+
+
+def _host_memory(sharing: HostSharing) -> Identity:
+    """The part of an identity that says which ranks' bytes an entry of shared memory has."""
+    copies = [list(group) for group in sharing.num_copies]
+    return {"host memory": {"ranks": sharing.num_ranks, "copies": copies}}
+
+
+def num_equal_ranks(vllm_config: Any, groups: Sequence[LayoutGroup]) -> int:
     """The number of ranks of tensor parallelism that have the same KV: all ranks, or 1.
 
     If heads share a latent (MLA), each rank computes all of the latent. In this case alone, vLLM's
     own connectors read the KV of a single rank, too (``TransferTopology.replicates_kv_cache``).
-    Recurrent states are divided among ranks.
+    Recurrent states are divided among ranks, and so are latents by some options of vLLM-Ascend.
     """
     is_equal = all(getattr(each, "use_mla", False) for each in _models(vllm_config))
-    has_states = any(group.is_snapshot for group in layout.groups)
+    is_equal = is_equal and not divides_latents(vllm_config)
+    has_states = any(group.is_snapshot for group in groups)
     return vllm_config.parallel_config.tensor_parallel_size if is_equal and not has_states else 1
 
 

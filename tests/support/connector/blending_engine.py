@@ -8,7 +8,7 @@ not from stored rows. If the request begins again, or its load fails, all of its
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -45,8 +45,14 @@ class BlendingEngine(SimulatedEngine):
         own_plans: The requests of the engine itself. They learn ``own_segments``.
     """
 
-    def __init__(self, layout: PagedLayout, options: EngineOptions, script: TransferScript) -> None:
-        super().__init__(layout, options, script)
+    def __init__(
+        self,
+        layout: PagedLayout,
+        options: EngineOptions,
+        script: TransferScript,
+        num_contents: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(layout, options, script, num_contents)
         assert options.offloading is not None
         self.reused: dict[str, Reused] = {}
         self.num_loaded_tokens = 0

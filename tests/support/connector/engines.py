@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -22,9 +22,17 @@ from support.scheduler.workload import RequestPlan
 
 @contextmanager
 def engine_of(
-    layout: PagedLayout, script: TransferScript | None = None, **options: Any
+    layout: PagedLayout,
+    script: TransferScript | None = None,
+    num_contents: Sequence[int] | None = None,
+    hosts: Sequence[str] | None = None,
+    **options: Any,
 ) -> Iterator[SimulatedEngine]:
-    """An engine. By default, it stores everything, evicts nothing, and hits only in host memory."""
+    """An engine. By default, it stores everything, evicts nothing, and hits only in host memory.
+
+    Args:
+        num_contents: See `SimulatedEngine`, as for ``hosts``.
+    """
     values: dict[str, Any] = {
         "num_blocks": 1200,
         "max_num_seqs": 8,
@@ -33,7 +41,8 @@ def engine_of(
         "events": False,
         "offloading": offloading(layout),
     }
-    engine = SimulatedEngine(layout, EngineOptions(**values | options), script or TransferScript())
+    chosen = EngineOptions(**values | options)
+    engine = SimulatedEngine(layout, chosen, script or TransferScript(), num_contents, hosts)
     try:
         yield engine
     finally:

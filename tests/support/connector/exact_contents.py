@@ -211,7 +211,7 @@ class ExactContents:
             layout = worker.side._runner.mover.layout
             offsets = layout.plane_offsets_bytes(stored.num_rows)
             for offset, expected in zip(offsets, worker.contents.row_bytes(digests), strict=False):
-                place = entry.offset_bytes + offset
+                place = entry.offset_bytes + layout.section * offsets[-1] + offset
                 found = host[place : place + expected.size].reshape(expected.shape)
                 assert np.array_equal(found, expected), (
                     f"{entry}: its rows are not those of its segment"
@@ -237,9 +237,9 @@ class _Scratch:
         self._groups = groups
         self._layout = layout
         self._host = worker.side._host.tensor
-        self._planner = TransferPlanner(layout)
+        self._side = worker.side
         self._pools = Pools(storage_tensors(layout, pages.kv_caches))
-        self._contents = PageContents(pages, worker.side._vllm_config.parallel_config.rank)
+        self._contents = PageContents(pages, worker.writers)
 
     def check(self, entry: Entry, digests: Any) -> None:
         """Check that an entry holds the digests' rows, or the tails behind the last digest."""
@@ -252,7 +252,11 @@ class _Scratch:
         )
         tokens = TokenRange(piece.first_tokens if is_rows else 0, piece.end_tokens)
         chunk = StoredChunk(entry.row_map, entry.offset_bytes)
-        plan = self._planner.plan_load([chunk], tokens, self._parts, groups)
+        sharing = self._side._sharing
+        if sharing is not None and self._side._is_apart:
+            sharing = sharing.apart()
+        planner = TransferPlanner(self._layout, sharing=sharing)
+        plan = planner.plan_load([chunk], tokens, self._parts, groups)
         assert not plan.missing, f"{entry}: rows are missing: {plan.missing}"
         page_transfer(self._pools, self._host, plan.planes, plan.runs, Direction.HOST_TO_PAGES)
         for index in groups:

@@ -31,8 +31,14 @@ MAX_TOKENS = 400
 class LearningEngine(BlendingEngine):
     """Keeps its answers, and checks all of its steps."""
 
-    def __init__(self, layout: PagedLayout, options: EngineOptions, script: TransferScript) -> None:
-        super().__init__(layout, options, script)
+    def __init__(
+        self,
+        layout: PagedLayout,
+        options: EngineOptions,
+        script: TransferScript,
+        num_contents: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(layout, options, script, num_contents)
         self.answers: dict[str, list[int]] = {}
         self.contents = ExactContents(self, MAX_TOKENS)
         self.num_asked = 0
@@ -157,15 +163,17 @@ def learning_engine(
     script: TransferScript | None = None,
     connector: dict[str, Any] | None = None,
     segments: dict[str, Any] | None = None,
+    num_contents: Sequence[int] | None = None,
     **options: Any,
 ) -> Iterator[LearningEngine]:
-    """An engine that checks its keys."""
+    """An engine that checks its keys. See `SimulatedEngine` for ``num_contents``."""
     found = {"sink": SINK, "learn": True, "head_tokens": HEAD_TOKENS, **(segments or {})}
     config = offloading(layout, segments=found, **(connector or {}))
     engine = LearningEngine(
         layout,
         EngineOptions(**({"num_blocks": 400} | options), offloading=config),
         script or TransferScript(),
+        num_contents,
     )
     engine.choose(min_tokens=8)
     try:

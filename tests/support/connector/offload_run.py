@@ -40,8 +40,14 @@ class Offloaded:
     finish_reasons: dict[str, str] = field(default_factory=dict)
 
 
-def run_offloading(workload: OffloadWorkload) -> Offloaded:
-    """Run a workload with all checks, inside `offloading_installed`."""
+def run_offloading(
+    workload: OffloadWorkload, num_contents: Sequence[int] | None = None
+) -> Offloaded:
+    """Run a workload with all checks, inside `offloading_installed`.
+
+    Args:
+        num_contents: See `SimulatedEngine`.
+    """
     rng = random.Random(f"events/{workload.name}")
     result = Offloaded()
 
@@ -56,7 +62,7 @@ def run_offloading(workload: OffloadWorkload) -> Offloaded:
             check_nothing_is_left(engine)
 
     with adaptive_chosen() if workload.is_adaptive else nullcontext():
-        engine = SimulatedEngine(workload.layout, workload.options, workload.script)
+        engine = SimulatedEngine(workload.layout, workload.options, workload.script, num_contents)
     try:
         _serve(engine, workload.requests, result, disturb)
         _check_outputs(workload, result)

@@ -47,11 +47,17 @@ def moved_bytes(shifts: Any) -> Any:
 
 
 class PageContents:
-    """The pages of one worker. Each rank writes other bytes."""
+    """The pages of one worker.
 
-    def __init__(self, pages: LayoutFixture, rank: int = 0) -> None:
+    Args:
+        writers: By group: ranks with the same number write the same bytes; one number for all.
+    """
+
+    def __init__(self, pages: LayoutFixture, writers: int | Sequence[int] = 0) -> None:
+        if isinstance(writers, int):
+            writers = [writers] * pages.num_groups
         self._tensors = [
-            _TensorContents(tensor, salt=1000 * rank + number)
+            _TensorContents(tensor, salt=1000 * writers[tensor.group] + number)
             for number, tensor in enumerate(pages.tensors)
         ]
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import copy
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from support.connector.blended_stream import BlendedStream
 from support.connector.held import Held, held_by
+from support.connector.meetings import Meeting, in_threads
 from support.connector.page_contents import Digests, PageContents, Shifts, WrongBytesError
 from support.connector.paged_layouts import PagedLayout
 from support.connector.scripted_transfers import ScriptedTransfers, TransferScript
@@ -39,6 +41,7 @@ from vllm_ascend_kvext import loaded_models
 from vllm_ascend_kvext.connector.kvext_connector import KvextConnector
 from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
 from vllm_ascend_kvext.connector.worker import worker_side
+from vllm_ascend_kvext.connector.worker.shared_arena import HostPeers
 from vllm_ascend_kvext.connector.worker.worker_side import WorkerSide
 from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.patches.connector.core import drain_before_reset
@@ -56,14 +59,25 @@ class SimulatedWorker:
 
     See ``v1/worker/gpu_model_runner.py`` and ``kv_connector_model_runner_mixin.py``. Messages in
     both directions are pickled, as between processes.
+
+    Args:
+        writers: See `PageContents`; the rank by default.
+        meet: See `WorkerSide`.
     """
 
     def __init__(
-        self, layout: PagedLayout, num_blocks: int, vllm_config: Any, script: TransferScript
+        self,
+        layout: PagedLayout,
+        num_blocks: int,
+        vllm_config: Any,
+        script: TransferScript,
+        writers: Sequence[int] | None = None,
+        meet: Callable[[], HostPeers] | None = None,
     ) -> None:
         rank = vllm_config.parallel_config.rank
         self.pages = pages = layout.make(num_blocks)
-        self.contents = PageContents(pages, rank)
+        self.writers = rank if writers is None else writers
+        self.contents = PageContents(pages, self.writers)
         self.transfers = ScriptedTransfers(script, rank)
         self._connector = KvextConnector(vllm_config, KVConnectorRole.WORKER, pages.config)
         extension = self._connector.extension
@@ -74,22 +88,33 @@ class SimulatedWorker:
             pages.config,
             self._connector.options,
             move=self.transfers.move,
+            meet=meet,
             extension=None if extension is None else extension.worker_side(vllm_config),
             secondary=self.shared,
         )
-        # A real device decides whether rows can be addressed. Here it is a CPU for all layouts.
-        build = partial(build_layout, addressing=pages.addressing)
-        # There is no model that could show how keys are rotated.
-        segments = partial(SimulatedSegments, pages, self.transfers)
-        with (
-            mock.patch.object(worker_side, "build_layout", build),
-            mock.patch.object(segments_worker, "WorkerSegments", segments),
-        ):
-            self._connector.register_kv_caches(pages.kv_caches)
         # The model computes nothing. It has the weights of the model's folder.
         self._model = torch.nn.Identity()
         loaded_models.remember(self._model)
         loaded_models.note_files(Path(vllm_config.model_config.model).glob("*.safetensors"))
+
+    def register(self) -> None:
+        """Register the pages, within `stand_ins` of this worker or of one like it."""
+        self._connector.register_kv_caches(self.pages.kv_caches)
+
+    @contextmanager
+    def stand_ins(self) -> Iterator[None]:
+        """What is not there when pages are registered."""
+        # A real device decides whether rows can be addressed. Here it is a CPU for all layouts.
+        build = partial(build_layout, addressing=self.pages.addressing)
+        with (
+            mock.patch.object(worker_side, "build_layout", build),
+            mock.patch.object(segments_worker, "WorkerSegments", self.segments),
+        ):
+            yield
+
+    def segments(self, *of_worker: object) -> SimulatedSegments:
+        """What replaces `WorkerSegments`. There is no model that shows how keys are rotated."""
+        return SimulatedSegments(self.pages, self.transfers, *of_worker)
 
     def handshake(self) -> Any:
         with mock.patch.object(SharedWorker, "_layers", lambda _: [self._model]):
@@ -224,6 +249,11 @@ def _compute(worker: SimulatedWorker, rows: Sequence[_Row], expected: Sequence[_
 class SimulatedEngine(SchedulerEngine):
     """One scheduler, and its workers.
 
+    Args:
+        num_contents: By group, how many different contents the ranks have. The workers then share
+            host memory. None if each has memory of its own, and other contents.
+        hosts: The host of each worker that shares memory; one for all by default.
+
     Attributes:
         clock: The clock of the scheduler side, in seconds. It never goes back.
     """
@@ -231,9 +261,16 @@ class SimulatedEngine(SchedulerEngine):
     layout: PagedLayout
 
     def __init__(
-        self, layout: PagedLayout, options: EngineOptions, script: TransferScript = _PLAIN
+        self,
+        layout: PagedLayout,
+        options: EngineOptions,
+        script: TransferScript = _PLAIN,
+        num_contents: Sequence[int] | None = None,
+        hosts: Sequence[str] | None = None,
     ) -> None:
         self._script = script
+        self._num_contents = num_contents
+        self._hosts = hosts or ["here"] * options.num_workers
         self.workers: list[SimulatedWorker] = []
         self.clock: Callable[[], float] = time.monotonic
         super().__init__(layout, options)
@@ -247,14 +284,55 @@ class SimulatedEngine(SchedulerEngine):
         )
 
     def _new_runner(self, num_draft_tokens: int, read_check: ReadCheck) -> ModelRunner:
-        for rank in range(self.options.num_workers):
+        num_workers = self.options.num_workers
+        meeting = Meeting(num_workers)
+        for rank in range(num_workers):
             vllm_config = copy.copy(self.scheduler.vllm_config)
             vllm_config.parallel_config = copy.copy(vllm_config.parallel_config)
             vllm_config.parallel_config.rank = rank
+            writers = meet = None
+            if self._num_contents is not None:
+                writers = [rank * each // num_workers for each in self._num_contents]
+                meet = partial(HostPeers, rank, partial(meeting.exchange, rank), self._hosts[rank])
             self.workers.append(
-                SimulatedWorker(self.layout, self.options.num_blocks, vllm_config, self._script)
+                SimulatedWorker(
+                    self.layout,
+                    self.options.num_blocks,
+                    vllm_config,
+                    self._script,
+                    writers,
+                    meet,
+                )
             )
+        self._register()
         return PagedModelRunner(self.layout, self.workers, num_draft_tokens)
+
+    def _register(self) -> None:
+        """Let the workers register their pages: at the same time if they share host memory."""
+        if self._num_contents is None:
+            for worker in self.workers:
+                with worker.stand_ins():
+                    worker.register()
+            return
+        by_layer = {
+            name: self._num_contents[index]
+            for index, group in enumerate(self.workers[0].pages.config.kv_cache_groups)
+            for name in group.layer_names
+        }
+        contents = mock.patch.object(worker_side, "read_rank_contents", lambda *_: by_layer)
+        # Each worker has stand-ins of its own for what is rank by rank.
+        segments = mock.patch.object(
+            segments_worker,
+            "WorkerSegments",
+            lambda config, *of_worker: self.workers[config.parallel_config.rank].segments(
+                config, *of_worker
+            ),
+        )
+        with self.workers[0].stand_ins(), segments, contents:
+            failed = in_threads(lambda rank: self.workers[rank].register(), len(self.workers))
+        for each in failed:
+            if each is not None:
+                raise each
 
     @property
     def side(self) -> ConnectorScheduler:

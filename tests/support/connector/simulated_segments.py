@@ -18,6 +18,7 @@ from support.connector.page_contents import moved_bytes, token_axis_of
 from support.connector.scripted_transfers import ScriptedTransfers
 from support.layout.truth import LayoutFixture
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
+from vllm_ascend_kvext.layout.sharing import HostSharing, PlaneShare
 from vllm_ascend_kvext.segments.token_rows import (
     HostRows,
     SegmentLayout,
@@ -67,6 +68,10 @@ class SimulatedTokenPages:
             of_tensor = self._rows[index]
             of_tensor[pages, in_page] = place.reshape(len(pages), *of_tensor.shape[2:])
 
+    def read_plane(self, index: int, slots: Any) -> Any:
+        pages, in_page = divmod(slots, self.tokens_per_page[self._groups[index]])
+        return self._rows[index][pages, in_page].reshape(len(slots), -1)
+
     def _places(self, slots: Slots, rows: HostRows) -> Any:
         """For each plane: its index, its rows in host memory, and the rows' places in pages."""
         memory = rows.memory.numpy()
@@ -90,9 +95,11 @@ class SimulatedMover(SegmentMover):
         host: torch.Tensor,
         layout: SegmentLayout,
         transfers: ScriptedTransfers,
+        sharing: HostSharing | None,
+        shares: Sequence[PlaneShare],
     ) -> None:
         self._transfers = transfers
-        super().__init__(pages, host, layout, plain_staging)
+        super().__init__(pages, host, layout, plain_staging, sharing=sharing, shares=shares)
 
     def store(self, rows: Sequence[SegmentRows], block_ids: Any) -> int:
         return self._scripted(super().store, Direction.PAGES_TO_HOST, rows, block_ids)
@@ -145,9 +152,10 @@ class SimulatedSegments:
         del kv_caches
         return self.pages
 
-    def mover(self, host: torch.Tensor) -> SimulatedMover:
+    def mover(self, host: torch.Tensor, sharing: HostSharing | None) -> SimulatedMover:
         layout = SegmentLayout(
             tuple(plane.row_bytes for plane in self.pages.planes),
             max(paged.reach.window_tokens for paged in self._fixture.tensors),
         )
-        return SimulatedMover(self.pages, host, layout, self._transfers)
+        shares = [share for group in (sharing.planes if sharing else ()) for share in group]
+        return SimulatedMover(self.pages, host, layout, self._transfers, sharing, shares)

@@ -87,6 +87,9 @@ class Recording(SecondaryTierWorker):
     def describe(self) -> str:
         return "what it says"
 
+    def keep_apart(self) -> None:
+        self.calls.append("apart")
+
     def begin_step(self, jobs: Any) -> None:
         self.calls.append(jobs)
 
@@ -122,6 +125,20 @@ def test_a_worker_side_passes_on_what_is_the_tiers() -> None:
     worker.side.wait_for_end(0.25)
     worker.side.shutdown()
     assert tier.calls[3:] == [0.25, "shutdown"]
+
+
+def test_a_tier_is_told_once_and_before_a_step_that_bytes_are_kept_apart() -> None:
+    pytest.importorskip("torch")
+    from support.connector.small_workers import SmallWorker
+
+    tier = Recording()
+    worker = SmallWorker(secondary=tier)
+    for _ in range(2):
+        jobs = ConnectorMetadata(secondary=Jobs(), keeps_apart=True)
+        worker.side.run_before_step(jobs)
+        worker.side.begin_step(jobs)
+    assert tier.calls == ["register", "apart", Jobs(), Jobs()]
+    worker.side.shutdown()
 
 
 def test_reports_of_workers_are_joined() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from vllm_ascend_kvext.connector.common.messages import PlaneDigest, WorkerOutput
+from vllm_ascend_kvext.connector.common.messages import EXTRA_ROWS, PlaneDigest, WorkerOutput
 from vllm_ascend_kvext.connector.scheduler.sharing_check import SharingCheck
 from vllm_ascend_kvext.layout.sharing import HostSharing, PlaneShare
 
@@ -16,10 +16,10 @@ NUM_RANKS = 2
 GROUPS = frozenset({0, 1})
 
 
-def check_of(groups: frozenset[int] = GROUPS) -> SharingCheck:
+def check_of(groups: frozenset[int] = GROUPS, has_extras: bool = False) -> SharingCheck:
     share = PlaneShare(num_copies=1, copy=0, is_stored=True, content=0)
     sharing = HostSharing(0, tuple(range(NUM_RANKS)), ((share,),) * len(GROUPS))
-    return SharingCheck(sharing, NUM_RANKS, groups)
+    return SharingCheck(sharing, NUM_RANKS, groups, has_extras)
 
 
 def report(
@@ -93,3 +93,26 @@ def test_nothing_is_kept_when_the_check_has_ended(digest: bytes) -> None:
     check.note(report(1, 0, GROUPS))
     check.note(report(1, 1, GROUPS, digest))
     assert not check.is_pending and not check._under_way
+
+
+def test_rows_of_an_extension_are_compared_by_themselves() -> None:
+    check = check_of(has_extras=True)
+    assert check.compares_groups and check.compares_extras
+    for rank in range(NUM_RANKS):
+        check.note(report(1, rank, GROUPS))
+    assert check.is_pending and not check.compares_groups and check.compares_extras
+    for rank in range(NUM_RANKS):
+        check.note(report(2, rank, {EXTRA_ROWS}))
+    assert not (check.is_pending or check.compares_extras) and check.difference is None
+
+
+def test_rows_of_an_extension_that_differ_end_all_comparisons() -> None:
+    check = check_of(has_extras=True)
+    check.note(report(1, 0, {EXTRA_ROWS}))
+    check.note(report(1, 1, {EXTRA_ROWS}, b"other"))
+    assert check.difference == "plane 0 of an extension's rows on ranks 0 and 1"
+    assert not (check.is_pending or check.compares_groups or check.compares_extras)
+
+
+def test_without_an_extension_none_of_its_rows_are_waited_for() -> None:
+    assert not check_of().compares_extras

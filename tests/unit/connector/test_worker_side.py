@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from unittest.mock import ANY
 
 import pytest
@@ -359,8 +359,14 @@ def test_a_secondary_tier_may_need_memory_of_torch(
     make()
     tier = SecondaryTierWorker()
     tier.why_torch = "another library reads it."
-    make(secondary=tier)
+
+    def meet() -> NoReturn:
+        raise AssertionError("workers share no memory of torch")
+
+    side = make(secondary=tier, meet=meet).side
     assert reasons == [None, "another library reads it."]
+    said = side.describe().no_sharing
+    assert said == "torch does not share what it allocates: another library reads it"
 
 
 @pytest.mark.parametrize(("device", "node"), [("npu:5", 2), ("cuda:5", None)])

@@ -33,6 +33,18 @@ def test_ranks_are_equal_where_all_layers_have_a_latent(
         parallel_config=SimpleNamespace(tensor_parallel_size=4),
         speculative_config=draft and SimpleNamespace(draft_model_config=draft),
     )
-    groups = [SimpleNamespace(is_snapshot=False), SimpleNamespace(is_snapshot=has_states)]
-    layout: Any = SimpleNamespace(groups=groups)
-    assert num_equal_ranks(config, layout) == expected
+    groups: Any = [SimpleNamespace(is_snapshot=False), SimpleNamespace(is_snapshot=has_states)]
+    assert num_equal_ranks(config, groups) == expected
+
+
+@pytest.mark.parametrize("option", ["kvpp_config", "sparse_kv_offload_config"])
+def test_ranks_that_have_parts_of_a_latent_are_not_equal(option: str) -> None:
+    config = SimpleNamespace(
+        model_config=LATENT,
+        parallel_config=SimpleNamespace(tensor_parallel_size=4),
+        additional_config={option: {"enable": True}},
+    )
+    groups: Any = [SimpleNamespace(is_snapshot=False)]
+    assert num_equal_ranks(config, groups) == 1
+    config.additional_config = {"other": 1}
+    assert num_equal_ranks(config, groups) == 4

@@ -23,6 +23,7 @@ from vllm_ascend_kvext.shared_tier.backend import Answer, SharedObject, UsedObje
 from vllm_ascend_kvext.shared_tier.files import FilesTier
 from vllm_ascend_kvext.shared_tier.messages import SharedJobs, SharedOutput
 from vllm_ascend_kvext.shared_tier.worker import shared_transfers
+from vllm_ascend_kvext.shared_tier.worker.object_ranks import object_ranks
 from vllm_ascend_kvext.shared_tier.worker.shared_transfers import SharedTransfers
 
 NUM_BYTES = 3 << 20
@@ -37,7 +38,10 @@ class Worker:
         options = parse_options({"shared_tier": f"file://{folder}"}, 1)
         self.placed: list[str] = []
         self.transfers = SharedTransfers(
-            options, rank, num_equal_ranks, memoryview(self.memory), self._place
+            options,
+            object_ranks(rank, num_equal_ranks, None),
+            memoryview(self.memory),
+            self._place,
         )
         self.results = WorkerOutput()
 

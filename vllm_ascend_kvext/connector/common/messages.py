@@ -189,11 +189,15 @@ class ConnectorMetadata:
     keeps_apart: bool = False
 
 
+EXTRA_ROWS = -1
+"""The number that stands for the rows of an extension where groups of the layout have theirs."""
+
+
 class PlaneDigest(NamedTuple):
     """A digest of the rows that a worker has for one plane.
 
     Attributes:
-        group: The index of the plane's group in the layout.
+        group: The index of the plane's group in the layout; `EXTRA_ROWS` for an extension's.
         plane: The index of the plane in its group.
         content: Which ranks have equal rows: those with the same number.
     """

@@ -154,18 +154,21 @@ class ConnectorScheduler:
             clock,
         )
         self._layout = layout
-        self._check = SharingCheck(layout.sharing, len(workers), layout.stored_groups)
         self._keeps_apart = False
         self._cost = TransferCost(is_ignored=options.load_if_slower)
         self._note_shares()
+        self._finds_others = extension is not None or secondary is not None
         self.secondary = SecondaryTierScheduler()
         if secondary is not None:
             self.secondary = secondary.scheduler_side(parts, workers, self._cost, events)
         self.extension = self._make_extension(extension, parts, workers)
+        self._check = SharingCheck(
+            layout.sharing, len(workers), layout.stored_groups, self.extension.shares_rows
+        )
         self._loads = Loads(parts, self.extension, self._cost)
         self._room = self._loads.room
         self._stores = Stores(parts, options.store_policy, events, self.secondary, self._cost)
-        self._stores.are_compared = self._check.is_pending
+        self._stores.are_compared = self._check.compares_groups
         self._step_budget = StepBudget()
         self._states = RequestOffloadStates()
         self._step_loads: list[LoadJob] = []
@@ -231,7 +234,10 @@ class ConnectorScheduler:
         rule = self.extension.lookup_rule(request)
         if rule is LookupRule.WAIT:
             return None
-        may_load = rule is LookupRule.LOOK_UP and not self._check.is_first
+        # Before the first comparison, what may be found are rows of an extension that no workers
+        # share, and what a tier brings, which was compared where it was computed.
+        is_compared = self._finds_others or not self._check.is_first
+        may_load = rule is LookupRule.LOOK_UP and is_compared
         state = self._states[request.request_id]
         if may_load:
             pieces = partial(self.extension.pieces_to_get, request.request_id)
@@ -365,7 +371,10 @@ class ConnectorScheduler:
         self._has_news = False
         if wants_stats:
             self._next_stats_s = now_s + _STATS_EVERY_S
-        stores = (*self._stores.take_jobs(), *planned.stores)
+        of_extension = planned.stores
+        if self._check.compares_extras:
+            of_extension = [replace(job, is_compared=True) for job in of_extension]
+        stores = (*self._stores.take_jobs(), *of_extension)
         return ConnectorMetadata(
             stores_before,
             loads,
@@ -460,7 +469,7 @@ class ConnectorScheduler:
     def _check_sharing(self, results: WorkerOutput) -> None:
         """Compare what workers share. What is stored now has not been looked up yet."""
         self._check.note(results)
-        self._stores.are_compared = self._check.is_pending
+        self._stores.are_compared = self._check.compares_groups
         if self._check.difference is None:
             if not self._check.is_pending:
                 logger.info("KvextConnector: what the workers share is equal.")
@@ -476,8 +485,10 @@ class ConnectorScheduler:
             self._loads.cancel_pinned(state)  # Row maps are those of the old places.
         self.abandon_stores()
         self._layout.keep_apart()
+        self.extension.keep_apart()
         self.tier.forget_sizes()
-        self.reset_cache()
+        self._forget_stored()
+        self.secondary.keep_apart()
         self._note_shares()
 
     def _note_shares(self) -> None:
@@ -558,10 +569,13 @@ class ConnectorScheduler:
 
     def reset_cache(self) -> None:
         """Forget what is stored. Transfers under way end by themselves."""
+        self._forget_stored()
+        self.secondary.reset()
+
+    def _forget_stored(self) -> None:
         self.tier.clear()
         self._stores.reset()
         self.extension.reset()
-        self.secondary.reset()
 
     def take_report(self) -> Report:
         """What has been counted since the last report, including the extension's counters."""

@@ -54,6 +54,11 @@ class StepPlan(NamedTuple):
 class SchedulerExtension:
     """The scheduler side of an extension, for one engine."""
 
+    @property
+    def shares_rows(self) -> bool:
+        """Whether workers that share host memory share rows of the extension in it."""
+        return False
+
     def lookup_rule(self, request: Request) -> LookupRule:
         """The rule for a request that is to be admitted. The connector asks in every step."""
         return LookupRule.LOOK_UP
@@ -127,6 +132,12 @@ class SchedulerExtension:
 
     def release_pages(self) -> None:
         """Release pages that no transfer reads yet: the prefix cache is going to be reset."""
+
+    def keep_apart(self) -> None:
+        """Workers that share host memory keep their rows apart in it from now on.
+
+        Entries become larger. What is stored is being forgotten; see `reset`, which is called, too.
+        """
 
     def reset(self) -> None:
         """Forget what is stored."""

@@ -82,6 +82,13 @@ class SecondaryTierScheduler:
     def on_jobs_ended(self) -> None:
         """The jobs of the workers' latest report have ended."""
 
+    def keep_apart(self) -> None:
+        """Workers that share host memory keep their bytes apart in it from now on.
+
+        Entries have other bytes and sizes, and all that were stored are being forgotten. Called in
+        place of `reset`, before the workers are told.
+        """
+
     def reset(self) -> None:
         """Forget what is stored. The reason may be that the weights are replaced."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm_ascend_kvext.connector.common.messages import PlaneDigest, WorkerOutput
+from vllm_ascend_kvext.connector.common.messages import EXTRA_ROWS, PlaneDigest, WorkerOutput
 from vllm_ascend_kvext.layout.sharing import HostSharing
 
 OfRanks = dict[int, tuple[PlaneDigest, ...]]
@@ -38,6 +38,7 @@ class SharingCheck:
         sharing: How any worker shares its host memory; None if none does.
         num_workers: The number of workers.
         groups: The groups of the layout that are stored.
+        has_extras: Whether the workers share rows of an extension.
 
     Attributes:
         difference: What differs, for a message; None if nothing has been found to differ.
@@ -45,19 +46,33 @@ class SharingCheck:
     """
 
     def __init__(
-        self, sharing: HostSharing | None, num_workers: int, groups: frozenset[int]
+        self,
+        sharing: HostSharing | None,
+        num_workers: int,
+        groups: frozenset[int],
+        has_extras: bool = False,
     ) -> None:
         self._num_workers = num_workers
         shared = frozenset[int]() if sharing is None else sharing.shared_groups
-        self._unproven = set(shared & groups)
+        self._unproven = set(shared & groups) | ({EXTRA_ROWS} if has_extras else set())
         self._under_way: dict[int, _UnderWay] = {}
         self.difference: str | None = None
         self.is_first = bool(self._unproven)
 
     @property
     def is_pending(self) -> bool:
-        """Whether stores are to be compared, because a group has not been."""
+        """Whether stores are to be compared, because something has not been."""
         return bool(self._unproven) and self.difference is None
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether stores of groups of the layout are to be compared."""
+        return bool(self._unproven - {EXTRA_ROWS}) and self.difference is None
+
+    @property
+    def compares_extras(self) -> bool:
+        """Whether stores of rows of an extension are to be compared."""
+        return EXTRA_ROWS in self._unproven and self.difference is None
 
     def note(self, results: WorkerOutput) -> None:
         """Workers report a step. A store counts when all workers have ended it, and none failed."""
@@ -82,7 +97,8 @@ class SharingCheck:
         for (group, plane, _), found in sorted(digests.items()):
             if len(found) > 1:
                 first, second, *_ = found.values()
-                self.difference = f"plane {plane} of group {group} on ranks {first} and {second}"
+                what = "an extension's rows" if group == EXTRA_ROWS else f"group {group}"
+                self.difference = f"plane {plane} of {what} on ranks {first} and {second}"
                 self.is_first = False
                 return
         for group in list(self._unproven):

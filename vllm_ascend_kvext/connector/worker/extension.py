@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from vllm_ascend_kvext.connector.common.messages import ExtraOutput
+from vllm_ascend_kvext.connector.common.messages import ExtraOutput, PlaneDigest
 from vllm_ascend_kvext.layout.model import KVLayout
+from vllm_ascend_kvext.layout.sharing import HostSharing
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
 from vllm_ascend_kvext.transfer.placement import Placer
 from vllm_ascend_kvext.transfer.pools import Pools
@@ -27,6 +28,7 @@ class RegisteredPages(NamedTuple):
         placer: Says where copies on the host run; None if a device makes all copies of pages, and
             the options name no CPUs.
         move: Moves rows, as ``page_transfer`` does.
+        sharing: How the worker shares the host buffer with other workers; None if it does not.
     """
 
     layout: KVLayout
@@ -35,6 +37,7 @@ class RegisteredPages(NamedTuple):
     host: torch.Tensor
     placer: Placer | None
     move: Callable[..., None]
+    sharing: HostSharing | None = None
 
 
 class ExtraMover(Protocol):
@@ -51,7 +54,18 @@ class ExtraMover(Protocol):
         """Copy rows from host memory to pages; otherwise as `store`."""
 
     def after_store(self, rows: Sequence[Any]) -> None:
-        """All rows of a store are in host memory."""
+        """All rows of a store that this worker writes are in host memory."""
+
+    def digests(
+        self, rows: Sequence[Any], block_ids: Sequence[TablePart]
+    ) -> tuple[PlaneDigest, ...]:
+        """Digests of this worker's rows that it shares with other workers; empty if it shares none.
+
+        They are of pages, also for rows that another worker writes to host memory.
+        """
+
+    def keep_apart(self) -> None:
+        """From the next job on, keep the rows of this worker apart from those of others."""
 
 
 class WorkerExtension:

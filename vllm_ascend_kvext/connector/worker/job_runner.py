@@ -116,6 +116,8 @@ class JobRunner:
         if self._sharing is not None:
             self._planner = TransferPlanner(self.layout, self._states, self._sharing.apart())
         self._digests = None
+        if self.mover is not None:
+            self.mover.keep_apart()
 
     def run(self, job: Job, recorded: Any) -> Moved:
         """Move the bytes of a job, after the recorded kernels (see `ComputeFence`).
@@ -135,13 +137,20 @@ class JobRunner:
             if job.extras:
                 self._mover().after_store(job.extras)
             if job.is_compared and self._digests is not None:
-                read = partial(self._read, recorded)
-                moved = moved._replace(digests=self._digests.of(job, read))
+                digests = self._digests.of(job, partial(self._read, recorded))
+                moved = moved._replace(digests=digests + self._digests_of_extras(job, recorded))
             return moved
         try:
             return self._move_all(job, plans, recorded)
         except Exception as error:
             return self._load_apart(job, recorded, error)
+
+    def _digests_of_extras(self, job: StoreJob, recorded: Any) -> tuple[PlaneDigest, ...]:
+        found: list[PlaneDigest] = []
+        if job.extras:
+            digests = self._mover().digests
+            self.fence.run(recorded, lambda: found.extend(digests(job.extras, job.block_ids)))
+        return tuple(found)
 
     def _read(self, recorded: Any, plan: TransferPlan, buffer: torch.Tensor) -> None:
         move = partial(self._move, self.pools, buffer, plan.planes, plan.runs)

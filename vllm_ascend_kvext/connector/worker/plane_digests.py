@@ -31,6 +31,11 @@ Read = Callable[[TransferPlan, "torch.Tensor"], None]
 """Moves the bytes of a plan from the pages to a buffer, and waits for them."""
 
 
+def digest_of(content: bytes) -> bytes:
+    """The digest of the rows of one plane."""
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
+
+
 class PlaneDigests:
     """Makes the digests of one worker. Only one thread uses it at a time.
 

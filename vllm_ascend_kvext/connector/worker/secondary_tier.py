@@ -36,6 +36,13 @@ class SecondaryTierWorker:
         """What its scheduler side has to know of this worker: plain data."""
         return None
 
+    def keep_apart(self) -> None:
+        """Workers that share host memory keep their bytes apart in it from now on.
+
+        Calls of earlier steps that have not begun fail, because their places are those of bytes
+        that workers share. Those of the next `begin_step` do not.
+        """
+
     def begin_step(self, jobs: SecondaryJobs | None) -> None:
         """A step begins; ``jobs`` is what the scheduler side has planned for it."""
 

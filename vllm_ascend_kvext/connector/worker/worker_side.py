@@ -115,12 +115,11 @@ class WorkerSide:
         self._options = options
         self._move = move or _transfer_op(os.environ)
         self._meet = meet
-        # Rows of extensions, and objects of a secondary tier, are laid out by each worker alone.
-        self._no_sharing = _why_no_sharing(extension, secondary) if meet is not None else None
-        if self._no_sharing is not None:
-            self._meet = None
         self._extension = extension or WorkerExtension()
         self._secondary = secondary or SecondaryTierWorker()
+        self._no_sharing = _why_no_sharing(self._secondary) if meet is not None else None
+        if self._no_sharing is not None:
+            self._meet = None
         self._thread = TransferThread(self._run, self._place_thread)
         self._placer: Placer | None = None
         self._host_cpus = host_cpus or HostCpus()
@@ -249,6 +248,7 @@ class WorkerSide:
             self._host.tensor,
             self._placer,
             self._move,
+            self._sharing,
         )
         self._extension.register(pages)
         runner.mover = self._extension.mover
@@ -306,6 +306,7 @@ class WorkerSide:
         self._thread.drop()
         if self._runner is not None:
             self._runner.keep_apart()
+        self._secondary.keep_apart()
 
     def end_of_forward(self) -> None:
         """Begin the stores of the step whose forward is enqueued, if there is such a step."""
@@ -430,16 +431,12 @@ class WorkerSide:
             self._has_warned = True
 
 
-def _why_no_sharing(
-    extension: WorkerExtension | None, secondary: SecondaryTierWorker | None
-) -> str | None:
+def _why_no_sharing(secondary: SecondaryTierWorker) -> str | None:
     """Why the workers of this engine have host memory of their own; None if they may share it."""
-    if extension is not None:
-        return "each worker lays out segments by itself"
-    if secondary is not None:
-        return "each worker has objects of the secondary tier by itself"
     if parse_uses_ascend_kernel(os.environ):
         return "the AscendC kernel reads memory of one worker only"
+    if secondary.why_torch is not None:
+        return f"torch does not share what it allocates: {secondary.why_torch.rstrip('.')}"
     return None
 
 

@@ -97,7 +97,9 @@ def make_segments(
     blended = BlendedRequests(
         parts, store, blend_options, questions, learning, checks, counters, on_used
     )
-    return SegmentsSide(parts.view, store, stores, blended, learning, checks, counters)
+    sharing = parts.layout.sharing
+    num_sharing = 1 if sharing is None else sharing.num_ranks
+    return SegmentsSide(parts.view, store, stores, blended, learning, checks, counters, num_sharing)
 
 
 def _why_no_segments(parts: SchedulerParts, of_workers: Sequence[SegmentsOfWorker]) -> str | None:
@@ -106,7 +108,8 @@ def _why_no_segments(parts: SchedulerParts, of_workers: Sequence[SegmentsOfWorke
     for rank, worker in enumerate(of_workers):
         if worker.layout is None:
             return f"worker {rank}: {worker.refusal}"
-    if len({worker.layout.row_bytes for worker in of_workers if worker.layout}) > 1:
+    layouts = [worker.layout for worker in of_workers if worker.layout is not None]
+    if len({(layout.row_bytes, layout.num_sections) for layout in layouts}) > 1:
         return "the rows of its workers differ in size"
     if parts.view.has_other_connectors:
         return "other connectors of a MultiConnector would take approximate KV for exact"

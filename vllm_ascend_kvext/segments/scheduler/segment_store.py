@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -108,6 +109,15 @@ class SegmentStore:
         self._tier = tier
         self._layout = layout
         self.contexts = contexts
+
+    @property
+    def num_sections(self) -> int:
+        """The number of sections of an entry."""
+        return self._layout.num_sections
+
+    def keep_apart(self, num_workers: int) -> None:
+        """Entries have a section for each of the workers of a host from now on."""
+        self._layout = replace(self._layout, num_sections=num_workers)
 
     def prefix(self, token_ids: Sequence[int], sink: Sink) -> SegmentPrefix:
         """A segment behind a sink, with its keys."""

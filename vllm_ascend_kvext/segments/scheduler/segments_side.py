@@ -61,8 +61,10 @@ class SegmentsSide(SchedulerExtension):
         learning: SegmentLearning | None,
         checks: KeyChecks,
         counters: SegmentCounters,
+        num_sharing: int = 1,
     ) -> None:
         self._view = view
+        self._num_sharing = num_sharing
         self.store = store
         self.stores = stores
         self.blended = blended
@@ -74,6 +76,13 @@ class SegmentsSide(SchedulerExtension):
     def questions(self) -> Questions | None:
         """Compares questions of requests with segments; None if questions are not compared."""
         return self.blended.questions
+
+    @property
+    def shares_rows(self) -> bool:
+        return self._num_sharing > self.store.num_sections
+
+    def keep_apart(self) -> None:
+        self.store.keep_apart(self._num_sharing)
 
     def add_request(self, request: Request) -> None:
         """Add a new request, before any part of the engine has looked at it.

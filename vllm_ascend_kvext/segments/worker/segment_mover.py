@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -20,7 +21,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from vllm_ascend_kvext.connector.common.messages import EXTRA_ROWS, PlaneDigest
+from vllm_ascend_kvext.connector.worker.plane_digests import digest_of
 from vllm_ascend_kvext.errors import SegmentError
+from vllm_ascend_kvext.layout.sharing import HostSharing, PlaneShare
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
 from vllm_ascend_kvext.segments.keys.key_check import check_keys
 from vllm_ascend_kvext.segments.keys.rotary import KeyPlane, key_rotation, torch_dtype
@@ -33,6 +37,7 @@ from vllm_ascend_kvext.segments.token_rows import (
     TokenPlane,
     slots_of,
 )
+from vllm_ascend_kvext.segments.worker.section_share import SectionShare, apart, section_share
 from vllm_ascend_kvext.transfer.key_rotation import rotated_page_transfer
 from vllm_ascend_kvext.transfer.placement import Placer, in_calling_thread
 from vllm_ascend_kvext.transfer.pools import Pools
@@ -75,7 +80,8 @@ class SegmentMover:
     ``host`` is the host buffer, dtype: uint8, shape: [num_bytes]. ``make_staging`` makes host
     memory of a given size, which the device of the pages can reach. ``pages`` is None while the
     memory of the pages is taken away. After a wake-up or a reset, ``pages`` is set to new pages
-    with the same rows.
+    with the same rows. ``sharing`` says how the worker shares the host buffer, and ``shares`` how
+    it shares the planes of ``layout``; None, and nothing, if it does not.
     """
 
     def __init__(
@@ -85,11 +91,15 @@ class SegmentMover:
         layout: SegmentLayout,
         make_staging: Callable[[int], Staging],
         placer: Placer = in_calling_thread,
+        sharing: HostSharing | None = None,
+        shares: Sequence[PlaneShare] = (),
     ) -> None:
-        self.layout = layout
+        self._sharing = sharing
+        self._share_sections(layout, section_share(sharing, shares))
         self.pages: TokenPages | None = pages
         self._host = host
         self._placer = placer
+        self._own_rows: dict[int, torch.Tensor] = {}  # See `_keep_own_keys`.
         self._token_bytes = sum(layout.row_bytes)
         self._max_tokens = max(1, MAX_STAGING_BYTES // self._token_bytes)
         self._staging: Staging | None = None
@@ -107,19 +117,59 @@ class SegmentMover:
         if staging is not None:
             staging.unmap()
 
+    def _share_sections(self, layout: SegmentLayout, share: SectionShare) -> None:
+        self._share = share
+        self.layout = replace(layout, num_sections=share.num_sections, section=share.section)
+
+    def keep_apart(self) -> None:
+        """From the next job on, this worker has its own section of each entry."""
+        if self._sharing is not None:
+            self._share_sections(self.layout, apart(self._sharing))
+
+    def digests(
+        self, rows: Sequence[SegmentRows], block_ids: Sequence[TablePart]
+    ) -> tuple[PlaneDigest, ...]:
+        """Digests of what this worker has in its pages for the first chunk of a store."""
+        if not self._share.planes:
+            return ()
+        pages = self._require_pages()
+        slots = self._check(pages, rows[0], block_ids)
+        found = (pages.read_plane(i, slots[each.group]) for i, each in enumerate(pages.planes))
+        content = self._share.content
+        return tuple(
+            PlaneDigest(EXTRA_ROWS, index, content, digest_of(each.tobytes()))
+            for index, each in enumerate(found)
+        )
+
     def store(self, rows: Sequence[SegmentRows], block_ids: Sequence[TablePart]) -> int:
         """Copy tokens of a request out of pages into their sections; returns the number of bytes.
 
         ``block_ids`` has one part of the request's table per KV cache group. Keys are not rotated.
+        Of sections that workers share, this worker writes some, and another worker the others.
 
         Raises:
             SegmentError: A place of a token is wrong. No byte has been written.
         """
         pages = self._require_pages()
         slots = [self._check(pages, each, block_ids) for each in rows]
+        written = []
         for each, of_rows in zip(rows, slots, strict=True):
-            pages.read(of_rows, self._section(each))
-        return self._num_bytes(rows)
+            if self._share.writes(each.offset_bytes):
+                pages.read(of_rows, self._section(each))
+                written.append(each)
+        self._own_rows = {}
+        if len(written) < len(rows) and not self._are_keys_settled:
+            self._keep_own_keys(pages, slots)
+        return self._num_bytes(written)
+
+    def _keep_own_keys(self, pages: TokenPages, slots: Sequence[Slots]) -> None:
+        """Keep the rows that `after_store` checks: another worker may not have written them yet."""
+        import torch
+
+        for index, plane in enumerate(pages.planes):
+            if plane.layer_name == pages.planes[0].layer_name:
+                found = [pages.read_plane(index, each[plane.group]) for each in slots]
+                self._own_rows[index] = torch.from_numpy(np.concatenate(found).reshape(-1))
 
     def load(self, rows: Sequence[SegmentRows], block_ids: Sequence[TablePart]) -> int:
         """Copy tokens out of their sections into pages; for arguments and errors, see `store`.
@@ -143,6 +193,7 @@ class SegmentMover:
             if self._are_keys_settled:
                 return
             failure = self.check_keys(rows)
+            self._own_rows = {}
             if failure is None:
                 return
             self._are_keys_settled = True
@@ -176,7 +227,7 @@ class SegmentMover:
         planes = self._require_pages().planes
         layer_name = planes[0].layer_name
         keys, *values = (
-            partial(_numbers, self._host, self._row_offsets_bytes(rows, index), plane)
+            partial(_numbers, *self._rows_of_plane(rows, index), plane)
             for index, plane in enumerate(planes)
             if plane.layer_name == layer_name
         )
@@ -187,6 +238,16 @@ class SegmentMover:
             position for each in rows for position in range(each.first_tokens, each.end_tokens)
         ]
         return check_keys(token_ids, positions, signature, keys, values)
+
+    def _rows_of_plane(
+        self, rows: Sequence[SegmentRows], plane_index: int
+    ) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
+        """The memory with the rows of tokens in one plane, and their offsets. shape: [tokens]."""
+        own = self._own_rows.get(plane_index)
+        if own is None:
+            return self._host, self._row_offsets_bytes(rows, plane_index)
+        row_bytes = self.layout.row_bytes[plane_index]
+        return own, np.arange(0, own.numel(), row_bytes, dtype=np.int64)
 
     def _row_offsets_bytes(
         self, rows: Sequence[SegmentRows], plane_index: int
@@ -290,9 +351,8 @@ class SegmentMover:
 
     def _section(self, rows: SegmentRows) -> HostRows:
         offsets = self.layout.plane_offsets_bytes(rows.section_rows)
-        return HostRows(
-            self._host, [rows.offset_bytes + offset for offset in offsets[:-1]], rows.first_row
-        )
+        first = rows.offset_bytes + self.layout.section * offsets[-1]
+        return HostRows(self._host, [first + offset for offset in offsets[:-1]], rows.first_row)
 
     def _check(self, pages: TokenPages, rows: SegmentRows, block_ids: Sequence[TablePart]) -> Slots:
         """The slots of the tokens; raises if one of their places is wrong."""

@@ -69,7 +69,7 @@ class SegmentsWorker(WorkerExtension):
                 self._cpu_backend,
                 pages.move,
             )
-            self._mover = segments.mover(pages.host)
+            self._mover = segments.mover(pages.host, pages.sharing)
             self._segments = segments
         except Exception as error:
             self._refusal = _refusal_of(error)

@@ -17,6 +17,7 @@ from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.errors import BlendingError
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup
+from vllm_ascend_kvext.layout.sharing import HostSharing, PlaneShare
 from vllm_ascend_kvext.layout.views import tensors_of
 from vllm_ascend_kvext.loaded_models import model_with
 from vllm_ascend_kvext.segments.keys.attention_keys import LayerKeys, read_layer_keys, shares_pages
@@ -72,6 +73,7 @@ class WorkerSegments:
         self._move = move
         self._compilation = vllm_config.compilation_config
         self._has_microbatches = getattr(vllm_config.parallel_config, "use_ubatching", False)
+        self._groups = layout.groups
         self._group_of_layer = _groups_by_layer(layout)
         self._num_pages = layout.num_pages
         self._keys = _read_keys(vllm_config, kv_caches, self._group_of_layer)
@@ -92,17 +94,35 @@ class WorkerSegments:
         ]
         return CpuTokenPages(layers, backend.write_rows)
 
-    def mover(self, host: torch.Tensor) -> SegmentMover:
+    def mover(self, host: torch.Tensor, sharing: HostSharing | None = None) -> SegmentMover:
         """Make the mover of tokens between the pages and a host buffer.
 
         Args:
             host: The host buffer. dtype: uint8, shape: [num_bytes].
+            sharing: How the worker shares the host buffer; None if it does not.
         """
         windows = [group.window_tokens for group in self._group_of_layer.values()]
         windows += [keys.window_tokens for keys in self._keys.values()]
         row_bytes = tuple(plane.row_bytes for plane in self.pages.planes)
         layout = SegmentLayout(row_bytes, max(windows))
-        return SegmentMover(self.pages, host, layout, self._staging, self._placer)
+        return SegmentMover(
+            self.pages,
+            host,
+            layout,
+            self._staging,
+            self._placer,
+            sharing,
+            self._shares_of(sharing),
+        )
+
+    def _shares_of(self, sharing: HostSharing | None) -> list[PlaneShare]:
+        """How the worker shares the planes of segments."""
+        return [
+            share
+            for group, shares in zip(self._groups, sharing.planes if sharing else (), strict=False)
+            for plane, share in zip(group.planes, shares, strict=True)
+            if plane.layer_name in self._keys
+        ]
 
     def probe(self, check_layer: int | None, is_asked_for: bool) -> QuestionProbe:
         """Make the probe of questions; see `question_probe.check_layer_of`.

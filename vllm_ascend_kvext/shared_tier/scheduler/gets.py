@@ -3,10 +3,10 @@
 """Objects that are being brought from the shared tier into host memory, and patience with them.
 
 Each get fills one entry of the host tier, as a store does. A get ends well when all workers have
-the bytes. If a get fails, its entry is dropped. While requests wait for a get, it is *awaited*. If
-they wait no longer, the object may still come, and later requests may use it. A get that hangs is
-*abandoned*: its entry is not found any more, and its place in host memory is not used before the
-get ends.
+the bytes: each worker those of its own memory, or one worker those of the memory of its host. If a
+get fails, its entry is dropped. While requests wait for a get, it is *awaited*. If they wait no
+longer, the object may still come, and later requests may use it. A get that hangs is *abandoned*:
+its entry is not found any more, and its place in host memory is not used before the get ends.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Gets:
         self._abandoned: dict[Entry, str] = {}  # The names of the objects, by entry.
         self._awaited: dict[Entry, int] = {}  # The tokens that each get saves.
         self._busy_since_s = 0.0  # Since this time, some get has always been awaited.
-        self._busy_bytes = 0.0  # The bytes that have come since then, on each worker.
+        self._busy_bytes = 0.0  # The bytes that have come since then, in each host memory.
         self._last_bytes_s = 0.0  # The time at which bytes came last.
         self._num_silent = 0  # The number of workers' reports since bytes came last.
         self._overtaken_s = 0.0  # Gets that began before this time were overtaken by others.
@@ -162,6 +162,10 @@ class Gets:
 
     # Waiting.
 
+    def await_nothing(self) -> None:
+        """Let no request wait for the gets under way: no lookup will find their entries."""
+        self._awaited.clear()
+
     def join(self, waiting: list[Entry], entry: Entry | None) -> None:
         """Let a request wait for an entry, too, if the entry is being got.
 
@@ -176,7 +180,7 @@ class Gets:
         return not self._awaited.keys().isdisjoint(entries)
 
     def note_bytes(self, num_bytes: float) -> None:
-        """Take note of the bytes that have come on each worker."""
+        """Take note of the bytes that have come into each host memory."""
         self._busy_bytes += num_bytes
         self._last_bytes_s = self._clock()
         self._num_silent = 0
@@ -244,8 +248,8 @@ class Gets:
             self._counters.shared_failures["get_hung"] += len(hanging)
             logger.warning(
                 "Shared tier: %d object(s) have not come for more than %.0f s, such as %s. They "
-                "are computed, and others are asked for. Of host memory, %d bytes on each worker "
-                "are not used before they come.",
+                "are computed, and others are asked for. Of each host memory, %d bytes are not "
+                "used before they come.",
                 len(hanging),
                 limits.MAX_HANG_S,
                 next(iter(hanging.values())),

@@ -69,6 +69,11 @@ class Puts:
         self._num_bytes += entry.num_bytes
         entry.is_shared = True
 
+    def drop_new(self) -> None:
+        """Drop the puts that the workers have not been told of."""
+        for what in self.take_new():
+            self._shared.jobs.drop(what.number)
+
     def _end(self, entry: Entry, load: Load, has_failed: bool) -> None:
         self._num_bytes -= entry.num_bytes
         if has_failed:

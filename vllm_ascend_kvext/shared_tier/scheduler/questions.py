@@ -30,11 +30,13 @@ class SharedRequest:
 
     Attributes:
         question: The open question; None if the request waits for no answer.
+        namespace: The name space for which it was asked.
         found: The answer, once ``is_answered`` is set. The thread writes it.
         gets: The entries that are got for the request.
     """
 
     question: Question | None = None
+    namespace: str = ""
     asked_s: float = 0.0
     found: Sequence[FoundObject] = ()
     is_answered: threading.Event = field(default_factory=threading.Event)
@@ -74,7 +76,10 @@ class Questions:
                 self._ask(known, question)
         if known.question is not None:
             if known.is_answered.is_set():
-                self._gets.begin(request, known.gets, known.question, known.found)
+                # Objects of another name space may have other sizes.
+                is_current = known.namespace == self._shared.namespace
+                found = known.found if is_current else ()
+                self._gets.begin(request, known.gets, known.question, found)
             elif self._is_late():
                 self._counters.shared_requests["late"] += 1
                 self._gets.pause("an answer takes too long")
@@ -105,6 +110,7 @@ class Questions:
             self._counters.shared_requests["paused"] += 1
             return
         known.question = question
+        known.namespace = self._shared.namespace
         known.asked_s = self._clock()
         self._last_asked = known
         self._num_asked += 1

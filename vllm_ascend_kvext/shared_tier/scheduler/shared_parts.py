@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from vllm_ascend_kvext.connector.scheduler.parts import SchedulerParts
 from vllm_ascend_kvext.connector.scheduler.worker_jobs import WorkerJobs
@@ -35,6 +35,10 @@ class TierJobs:
         self.num_under_way += 1
         return self._jobs.begin(partial(self._end, on_end))
 
+    def drop(self, number: int) -> None:
+        """End a job that the workers have not been told of. It has failed."""
+        self._jobs.end(number, self._jobs.num_workers, has_failed=True)
+
     def _end(self, on_end: Callable[[bool], None], has_failed: bool) -> None:
         self.num_under_way -= 1
         self.note_change()
@@ -51,13 +55,15 @@ class TierJobs:
         return self.num_under_way > 0 and not is_quiet
 
 
-class SharedParts(NamedTuple):
+@dataclass(slots=True)
+class SharedParts:
     """The parts that asking, getting, putting and touching share.
 
     Attributes:
         core: The parts of the connector's scheduler side.
         backend: The tier, as rank 0 uses it.
-        namespace: The name space of the engine.
+        namespace: The name space of the engine. It changes if workers begin to keep their bytes
+            apart, because entries then have other bytes.
     """
 
     core: SchedulerParts

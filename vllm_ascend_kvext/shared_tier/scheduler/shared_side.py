@@ -25,6 +25,7 @@ from vllm_ascend_kvext.connector.scheduler.secondary_tier import SecondaryTierSc
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.shared_tier import names, open_tier
 from vllm_ascend_kvext.shared_tier.backend import SharedTier, logger
+from vllm_ascend_kvext.shared_tier.engine_identity import apart
 from vllm_ascend_kvext.shared_tier.messages import SharedJobs, SharedOutput
 from vllm_ascend_kvext.shared_tier.scheduler.gets import Gets
 from vllm_ascend_kvext.shared_tier.scheduler.puts import Puts
@@ -56,13 +57,24 @@ class SharedSide(SecondaryTierScheduler):
     ) -> None:
         assert options.shared_tier is not None
         self._counters = parts.counters
-        self._num_workers = parts.jobs.num_workers
+        self._layout = parts.layout
+        self._url = options.shared_tier
+        self._identity = identity
+        sharing = parts.layout.sharing
+        self._ranks_of_memory = 1 if sharing is None else sharing.num_ranks
+        self._num_memories = parts.jobs.num_workers // self._ranks_of_memory
         self._puts_all = options.store_policy is StorePolicy.ALL
         namespace = names.namespace_of(identity)
         self._backend = backend or open_tier(options.shared_tier, options.shared_tier_bytes, rank=0)
-        _introduce(self._backend, options.shared_tier, namespace, identity)
+        _introduce(self._backend, self._url, namespace, identity)
+        if self._ranks_of_memory > 1:
+            logger.info(
+                "Shared tier %s: of the %d workers of a host, one gets and puts each object.",
+                self._url,
+                self._ranks_of_memory,
+            )
         self._jobs = TierJobs(parts.jobs, parts.clock)
-        shared = SharedParts(parts, self._backend, namespace, self._jobs)
+        self._shared = shared = SharedParts(parts, self._backend, namespace, self._jobs)
         self._gets = Gets(shared, cost, events)
         self._questions = Questions(shared, self._gets)
         self._puts = Puts(shared, options.spare_bytes)
@@ -120,7 +132,7 @@ class SharedSide(SecondaryTierScheduler):
         for number, absent in told.absent_objects.items():
             self._uses.note_absent(number, absent)
         if told.got_bytes:
-            self._gets.note_bytes(told.got_bytes / self._num_workers)
+            self._gets.note_bytes(told.got_bytes / self._num_memories)
         for name, number in told.failures.items():
             self._counters.shared_failures[name] += number
             if name == "get_unreachable":
@@ -133,6 +145,28 @@ class SharedSide(SecondaryTierScheduler):
 
     def reset(self) -> None:
         self._turn_off("its connector was reset, as is done when weights are replaced in memory")
+
+    def keep_apart(self) -> None:
+        # Entries have other bytes from now on, so their objects are others'. What waits to be put
+        # has bytes that the comparison has not found equal.
+        sharing = self._layout.sharing
+        assert sharing is not None
+        self._puts.drop_new()
+        self._gets.await_nothing()
+        if self._puts.is_off:
+            return
+        if self._num_memories > 1:
+            # The workers know the tier's objects as those of one host, or of all.
+            self._turn_off("its workers keep their bytes apart, on several hosts")
+            return
+        identity = apart(self._identity, sharing)
+        self._shared.namespace = names.namespace_of(identity)
+        logger.warning(
+            "Shared tier %s: the workers keep their bytes apart, so objects have the bytes of all "
+            "of them from now on, and are shared with such engines only.",
+            self._url,
+        )
+        _introduce(self._backend, self._url, self._shared.namespace, identity)
 
     def _turn_off(self, why: str) -> None:
         """Use the tier no longer. The weights may have changed, and no file shows the change."""

@@ -2,6 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Moves objects between the shared tier and the host memory of one worker.
 
+One rank moves an object for all ranks that have the same host memory. The others end the job at
+once, without bytes. The scheduler side counts a job as ended when all ranks have ended it, so no
+rank loads what another one is still getting. A failure on any rank makes the job fail for all.
+
 A request waits for gets, but no request waits for puts. So each kind has its own threads. A call
 that hangs is left behind, and is reported when it ends, if ever. Until then, nothing else uses the
 call's place in host memory.
@@ -12,7 +16,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import zlib
 from functools import partial
 
 from vllm_ascend_kvext.connector.common.messages import Direction, Traffic, WorkerOutput
@@ -27,6 +30,7 @@ from vllm_ascend_kvext.shared_tier.backend import (
     UsedObjects,
 )
 from vllm_ascend_kvext.shared_tier.messages import SharedJobs, SharedOutput
+from vllm_ascend_kvext.shared_tier.worker.object_ranks import ObjectRanks
 
 logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
 
@@ -43,9 +47,7 @@ class SharedTransfers:
 
     Args:
         options: The options with the tier.
-        rank: The rank of the worker.
-        num_equal: The number of ranks, from rank 0 on, that have the same KV. Each object is put by
-            one of them, chosen by its name, and got by all.
+        ranks: Which objects this worker moves, and which ones other ranks move.
         memory: The worker's host memory; dtype: uint8.
         before_move: Called in a thread each time before it moves an object.
 
@@ -56,23 +58,21 @@ class SharedTransfers:
     def __init__(
         self,
         options: ConnectorOptions,
-        rank: int,
-        num_equal: int,
+        ranks: ObjectRanks,
         memory: memoryview,
         before_move: Call,
     ) -> None:
         assert options.shared_tier is not None
         self._before_move = before_move
-        self._rank = rank
-        self._num_equal = num_equal
-        shared_rank = rank if num_equal == 1 else 0
-        self._tier = open_tier(options.shared_tier, options.shared_tier_bytes, shared_rank)
+        self._ranks = ranks
+        self._tier = open_tier(options.shared_tier, options.shared_tier_bytes, ranks.of_objects)
         self._tier.register(memory)
         self._threads: dict[Direction, TierThread] = {
             "get": TierThread("kvext-shared-gets", self._tier.num_get_threads),
             "put": TierThread("kvext-shared-puts"),
         }
         self._stale_before_s: dict[Direction, float] = {"get": 0.0, "put": 0.0}
+        self._dropped_before_s = 0.0
         self._changed = threading.Condition()  # Guards the rest.
         self._num_left = 0
         self._output = WorkerOutput()
@@ -82,12 +82,24 @@ class SharedTransfers:
         """Move objects at a later time. The calls of each kind begin in their order."""
         self._leave_hanging_behind()
         for what in jobs.gets:
-            self._submit("get", partial(self._move, "get", what, time.monotonic()))
+            self._submit_move("get", what, self._ranks.gets(what.name))
         for what in jobs.puts:
-            self._submit("put", partial(self._move, "put", what, time.monotonic()))
+            self._submit_move("put", what, self._ranks.puts(what.name))
         # Touches come behind puts, because a touch may concern an object that these puts store.
         for used in jobs.touches:
             self._submit("put", partial(self._touch, used, time.monotonic()))
+
+    def _submit_move(self, direction: Direction, what: SharedObject, is_own: bool) -> None:
+        if is_own:
+            self._submit(direction, partial(self._move, direction, what, time.monotonic()))
+            return
+        with self._changed:  # Another rank moves the object.
+            self._output.jobs_ended[what.number] = 1
+            self._changed.notify_all()
+
+    def drop(self) -> None:
+        """Begin no get and no put that has been submitted. These jobs fail."""
+        self._dropped_before_s = time.monotonic()
 
     def _submit(self, direction: Direction, call: Call) -> None:
         with self._changed:
@@ -150,15 +162,12 @@ class SharedTransfers:
     def _move(self, direction: Direction, what: SharedObject, submitted_s: float) -> None:
         answer = Answer.UNREACHABLE
         began_s = time.monotonic()
+        is_dropped = submitted_s < self._dropped_before_s
         try:
             self._before_move()
-            if submitted_s >= self._stale_before_s[direction]:
+            if not is_dropped and submitted_s >= self._stale_before_s[direction]:
                 if direction == "get":
                     answer = self._tier.get_into(what, self._note_bytes)
-                elif not self._is_own(what.name):
-                    # Another rank puts the object.
-                    answer = Answer.WHOLE
-                    what = what._replace(num_bytes=0)
                 else:
                     answer = self._tier.put(what)
         finally:
@@ -169,16 +178,17 @@ class SharedTransfers:
                 self._num_left -= 1
                 output = self._output
                 output.jobs_ended[what.number] = 1
-                if answer is Answer.WHOLE and what.num_bytes:
+                if answer is Answer.WHOLE:
                     output.traffic[direction].add(Traffic(what.num_bytes, ended_s - began_s, 1))
-                elif answer is not Answer.WHOLE:
+                else:
                     output.failed_jobs.add(what.number)
-                    self._report.failures[f"{direction}_{answer.value}"] += 1
+                    if not is_dropped:
+                        self._report.failures[f"{direction}_{answer.value}"] += 1
                 self._changed.notify_all()
 
     def _touch(self, used: UsedObjects, submitted_s: float) -> None:
         began_s = time.monotonic()
-        own = [number for number, name in enumerate(used.names) if self._is_own(name)]
+        own = [number for number, name in enumerate(used.names) if self._ranks.puts(name)]
         found: list[bool] | None = None
         try:
             if submitted_s >= self._stale_before_s["put"]:
@@ -196,10 +206,6 @@ class SharedTransfers:
                         number for number, is_there in zip(own, found, strict=True) if not is_there
                     }
                 self._changed.notify_all()
-
-    def _is_own(self, name: str) -> bool:
-        """Whether this rank puts and touches an object. Among ranks with equal KV, one does."""
-        return (zlib.crc32(name.encode()) - self._rank) % self._num_equal == 0
 
     def _note_duration(
         self, direction: Direction, began_s: float, ended_s: float, is_unreachable: bool

@@ -16,6 +16,7 @@ from vllm_ascend_kvext.shared_tier import why_torch
 from vllm_ascend_kvext.shared_tier.engine_identity import num_equal_ranks
 from vllm_ascend_kvext.shared_tier.messages import SharedJobs, SharedOutput, WorkerIdentity
 from vllm_ascend_kvext.shared_tier.worker.loaded_weights import LoadedWeights
+from vllm_ascend_kvext.shared_tier.worker.object_ranks import object_ranks
 from vllm_ascend_kvext.shared_tier.worker.shared_transfers import SharedTransfers
 
 if TYPE_CHECKING:
@@ -42,10 +43,11 @@ class SharedWorker(SecondaryTierWorker):
 
     def register(self, pages: RegisteredPages, place_thread: Callable[[], object]) -> None:
         self._device = _device_name(pages.pools.tensors[0].device)
+        rank = self._vllm_config.parallel_config.rank
+        num_equal = num_equal_ranks(self._vllm_config, pages.layout.groups)
         self._transfers = SharedTransfers(
             self._options,
-            self._vllm_config.parallel_config.rank,
-            num_equal_ranks(self._vllm_config, pages.layout),
+            object_ranks(rank, num_equal, pages.sharing),
             memoryview(pages.host.numpy()),
             place_thread,
         )
@@ -63,6 +65,10 @@ class SharedWorker(SecondaryTierWorker):
         groups = self._kv_cache_config.kv_cache_groups
         names = [name for group in groups for name in group.layer_names]
         return [layers[name] for name in names if name in layers]
+
+    def keep_apart(self) -> None:
+        if self._transfers is not None:
+            self._transfers.drop()
 
     def begin_step(self, jobs: SecondaryJobs | None) -> None:
         if self._transfers is not None:
