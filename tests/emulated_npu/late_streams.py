@@ -19,6 +19,7 @@ import argparse
 import gc
 import hashlib
 import json
+import mmap
 import multiprocessing
 import os
 import random
@@ -444,6 +445,8 @@ def main() -> None:
     parser.add_argument("--without", nargs="*", default=(), metavar="NAME")
     parser.add_argument("--without-seeds", type=int, default=20)
     options = parser.parse_args()
+    # Copies of this process go on with the engine, so they need its host memory, too.
+    setattr(mmap, "MADV_DONTFORK", mmap.MADV_DOFORK)  # noqa: B010
     engine = LateEngine(options.model, KINDS[options.kind])
     engine.make_references()
     gc.collect()
