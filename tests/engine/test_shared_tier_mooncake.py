@@ -20,7 +20,7 @@ from support.connector.offload_workloads import offloading
 from support.connector.paged_layouts import FULL, LAYOUTS, STATE_LAYOUTS, PagedLayout
 from support.connector.simulated_engine import SimulatedEngine
 from support.mooncake import Servers
-from support.sample import IS_LONG
+from support.sample import IS_LONG, IS_SAMPLE
 from test_shared_tier import _equal_seeds, floor, hit_tokens, prompt_of, timed_steps, weights
 
 from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES
@@ -62,7 +62,7 @@ def store_in(servers: Servers, layout: PagedLayout, *prompts: Sequence[int], **m
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [2] if IS_SAMPLE else [1, 2])
 @pytest.mark.parametrize("layout", SAMPLED, ids=lambda layout: layout.name)
 def test_another_engine_hits_what_one_has_stored(
     layout: PagedLayout, num_workers: int, running: Servers

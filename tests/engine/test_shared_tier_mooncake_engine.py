@@ -22,6 +22,8 @@ from test_shared_tier_engine import HITS, MODELS, Sharing, check, floor, own, un
 
 from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, seal_of
 
+pytestmark = pytest.mark.skipif(IS_SAMPLE, reason="not in the sample")
+
 long_only = pytest.mark.skipif(not IS_LONG, reason="engines that differ little from those above")
 
 
@@ -62,7 +64,7 @@ class Stored:
         store.close()
 
 
-@pytest.fixture(scope="module", params=MODELS[:1] if IS_SAMPLE else MODELS)
+@pytest.fixture(scope="module", params=MODELS)
 def stored(
     request: pytest.FixtureRequest,
     model_folder: Callable[[str], Path],
