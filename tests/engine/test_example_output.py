@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.sample import IS_SAMPLE
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MAX_LINES = 12
@@ -43,7 +42,7 @@ def run(folder: Path, *command: str, **environ: str) -> subprocess.CompletedProc
     )
 
 
-@pytest.mark.skipif(IS_SAMPLE, reason="not in the sample")
+@pytest.mark.main_version
 def test_an_example_prints_no_line_of_vllm(tmp_path: Path) -> None:
     ended = run(tmp_path, str(EXAMPLES / "offload_hybrid.py"))
     assert ended.returncode == 0, ended.stdout

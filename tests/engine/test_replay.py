@@ -17,7 +17,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from support.sample import IS_SAMPLE
+from support.sample import IS_LONG
 from support.scheduler.layouts import Attention, Group, Layout
 from support.scheduler.options import EngineOptions, build_vllm_config
 from vllm.sampling_params import SamplingParams
@@ -329,7 +329,7 @@ def test_the_command_plays_every_variant(tmp_path: Path) -> None:
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
 
-@pytest.mark.skipif(IS_SAMPLE, reason="not in the sample")
+@pytest.mark.skipif(not IS_LONG, reason="the error is tested without a command, too")
 def test_a_pool_that_is_too_small_is_said_of_each_variant(tmp_path: Path) -> None:
     request = LoggedRequest(1, 0.0, 4000, 5, range(1000, 1250), (), 16)
     log = write_log(tmp_path / "log.jsonl", [request])
@@ -340,7 +340,7 @@ def test_a_pool_that_is_too_small_is_said_of_each_variant(tmp_path: Path) -> Non
     assert found.stdout.count("refused: line 1: expected a pool that holds the request") >= 5
 
 
-@pytest.mark.skipif(IS_SAMPLE, reason="not in the sample")
+@pytest.mark.main_version
 def test_the_line_of_the_page_plays_a_trace_of_production(tmp_path: Path) -> None:
     page = (CHECKOUT / "docs" / "replay.md").read_text()
     (line,) = re.findall(

@@ -1132,14 +1132,17 @@ def test_a_queue_before_a_tier_that_hangs_a_little_is_left(
     monkeypatch.setattr(limits, "MAX_LOOKUP_S", 20.0)
     monkeypatch.setattr(limits, "MAX_QUEUED_S", 0.05)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        serve(engine, plan_of("alone", prompt_of(FULL, "alone")))
+        calls_per_question = len(asked)
         serve(engine, *(plan_of(str(seed), prompt_of(FULL, seed)) for seed in range(40)))
         results = engine.side.counters.shared_requests
-        assert results["late"] > 0 and results["late"] + results["absent"] == 40
+        assert results["late"] > 0 and results["late"] + results["absent"] == 41
         until(
             engine.side.secondary._questions._last_asked.is_answered.is_set,
             "the thread's last question",
         )
-        assert len(asked) < 40, "questions must be dropped when no request waits for them"
+        are_dropped = len(asked) < 41 * calls_per_question
+        assert are_dropped, "questions must be dropped when no request waits for them"
         check_nothing_is_left(engine)
 
 

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 from support.mooncake import Servers, raw_client
-from support.sample import IS_LONG, IS_SAMPLE
+from support.sample import IS_LONG
 from support.scenarios.answers import LOGPROB_TOLERANCE, Served
 from support.scenarios.connector import SHARED_TOKENS
 from test_shared_tier_engine import HITS, MODELS, Sharing, check, floor, own, until
 
 from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, seal_of
 
-pytestmark = pytest.mark.skipif(IS_SAMPLE, reason="not in the sample")
+pytestmark = pytest.mark.main_version
 
 long_only = pytest.mark.skipif(not IS_LONG, reason="engines that differ little from those above")
 
@@ -64,7 +64,7 @@ class Stored:
         store.close()
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=MODELS if IS_LONG else MODELS[:1])
 def stored(
     request: pytest.FixtureRequest,
     model_folder: Callable[[str], Path],
