@@ -426,6 +426,18 @@ def test_each_host_gets_an_object_once(tmp_path: Path, calls: dict[str, list[int
     assert {len(each) for each in calls.values()} == {2}
 
 
+def test_engines_with_other_ranks_on_each_host_do_not_meet(tmp_path: Path) -> None:
+    """Both have 2 of 4 heads on each host, but not the same ones."""
+    prompt, engine = prompt_of(FULL, 1), one_memory(FULL, tmp_path, 8, num_heads=4)
+    neighbours, others = "aaaabbbb", "aabbaabb"
+    for hosts, is_found in ((neighbours, False), (others, False), (neighbours, True)):
+        with engine_of(FULL, hosts=hosts, **engine) as made:
+            assert hits_all(made, "a", prompt) == is_found
+            assert not any(made.side.counters.shared_failures.values())
+    with engine_of(FULL, hosts=others, **engine) as made:
+        assert hits_all(made, "a", prompt)
+
+
 # A soak: two engines, one after the other, on one folder. Faults occur all the time.
 
 

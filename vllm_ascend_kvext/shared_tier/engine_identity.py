@@ -50,12 +50,16 @@ _OF_MEDIA = (
 
 
 def identity_of(
-    vllm_config: Any, layout: HostLayout, workers: Sequence[WorkerIdentity]
+    vllm_config: Any,
+    layout: HostLayout,
+    workers: Sequence[WorkerIdentity],
+    hosts: Sequence[Sequence[int]] = (),
 ) -> Identity:
     """The identity of an engine whose workers have registered their pages.
 
     Args:
         workers: The identities of the workers, by rank.
+        hosts: The ranks of each host, if workers share host memory.
 
     Raises:
         SettingsError: If the engine's block hashes differ from process to process, or if its
@@ -104,19 +108,22 @@ def identity_of(
         "weights": [list(each.weights) for each in workers],  # Each rank has its own weights.
         "model configuration": [_configuration(each) for each in models],
         "tensor parallel size": len(workers),
-        **({} if layout.sharing is None else _host_memory(layout.sharing)),
+        **({} if layout.sharing is None else _host_memory(layout.sharing, hosts)),
     }
 
 
 def apart(identity: Identity, sharing: HostSharing) -> Identity:
-    """The identity of an engine whose workers keep their bytes apart in shared host memory."""
-    return {**identity, **_host_memory(sharing)}
+    """The identity of an engine whose workers keep their bytes apart, in memory of one host."""
+    return {**identity, **_host_memory(sharing, [sharing.ranks_of_host])}
 
 
-def _host_memory(sharing: HostSharing) -> Identity:
-    """The part of an identity that says which ranks' bytes an entry of shared memory has."""
+def _host_memory(sharing: HostSharing, hosts: Sequence[Sequence[int]]) -> Identity:
+    """The part of an identity that says which ranks' bytes an entry of shared memory has.
+
+    With the same number of copies, other ranks on a host may have other contents.
+    """
     copies = [list(group) for group in sharing.num_copies]
-    return {"host memory": {"ranks": sharing.num_ranks, "copies": copies}}
+    return {"host memory": {"hosts": sorted(map(list, hosts)), "copies": copies}}
 
 
 def num_equal_ranks(vllm_config: Any, groups: Sequence[LayoutGroup]) -> int:

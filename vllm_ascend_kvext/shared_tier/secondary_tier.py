@@ -33,7 +33,8 @@ class SharedSecondaryTier(SecondaryTier):
         events: TierEvents,
     ) -> SharedSide:
         of_workers = [worker.secondary for worker in workers]
-        identity = identity_of(self._vllm_config, parts.layout, of_workers)
+        hosts = {each.sharing.ranks_of_host for each in workers if each.sharing is not None}
+        identity = identity_of(self._vllm_config, parts.layout, of_workers, sorted(hosts))
         return SharedSide(parts, self._options, identity, cost, events)
 
     def worker_side(self, kv_cache_config: Any) -> SharedWorker:

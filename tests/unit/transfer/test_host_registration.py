@@ -60,6 +60,26 @@ def test_memory_is_mapped_and_pinned_until_it_is_given_back(runtime: Runtime) ->
     assert not is_registered(memory())
 
 
+def test_another_thread_may_pin_memory_meanwhile(runtime: Runtime) -> None:
+    """Segments get their staging memory in the thread of transfers. Stores ask in another one."""
+    unpin = []
+
+    class Address(int):
+        """The address of memory that is looked up while other memory is being pinned."""
+
+        def __ge__(self, other: int) -> bool:
+            unpin.append(pin_host(memory(FIRST << len(unpin) + 1)))
+            return int(self) >= other
+
+    unpin.append(pin_host(memory()))
+    try:
+        assert not is_registered(memory(Address(FIRST // 2)))
+        assert len(unpin) > 1
+    finally:
+        for each in unpin:
+            each()
+
+
 def test_a_refusal_is_an_error_and_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     set_runtime(monkeypatch, Runtime(107000))
     with pytest.raises(BackendError, match=r"error code 107000 .* for 65536 bytes"):

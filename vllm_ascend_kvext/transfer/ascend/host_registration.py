@@ -70,7 +70,7 @@ def is_registered(host: torch.Tensor) -> bool:
     address, num_bytes = host.data_ptr(), host.numel()
     return any(
         first <= address and address + num_bytes <= first + pinned_bytes
-        for first, pinned_bytes in _REGISTERED.items()
+        for first, pinned_bytes in tuple(_REGISTERED.items())  # Another thread may pin memory.
     )
 
 
