@@ -31,7 +31,10 @@ from vllm_ascend_kvext.segments.scheduler.segment_store import SegmentPrefix
 
 __all__ = ["_equal_seeds", "_patience", "weights"]
 
-pytestmark = pytest.mark.usefixtures("offloading_in_effect", "weights")
+pytestmark = [
+    pytest.mark.usefixtures("offloading_in_effect", "weights"),
+    pytest.mark.main_version,
+]
 
 DOCUMENTS = [tuple(tokens(random.Random(number), 40)) for number in range(NUM_DOCUMENTS + 3)]
 FIRST, LATER = DOCUMENTS[:NUM_DOCUMENTS], DOCUMENTS[NUM_DOCUMENTS:]

@@ -47,7 +47,10 @@ from vllm_ascend_kvext.shared_tier.names import differences
 from vllm_ascend_kvext.shared_tier.scheduler import limits
 from vllm_ascend_kvext.store.entries import Kind
 
-pytestmark = pytest.mark.usefixtures("offloading_in_effect", "weights")
+pytestmark = [
+    pytest.mark.usefixtures("offloading_in_effect", "weights"),
+    pytest.mark.main_version,
+]
 
 SOME_LAYOUTS = LAYOUTS + STATE_LAYOUTS if IS_LONG else (FULL, LAYOUTS[1], STATE_LAYOUTS[0])
 every_layout = pytest.mark.parametrize(

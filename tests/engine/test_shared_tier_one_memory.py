@@ -48,7 +48,10 @@ from vllm_ascend_kvext.shared_tier.files import FilesTier
 from vllm_ascend_kvext.shared_tier.scheduler import limits
 
 __all__ = ["_equal_seeds", "_patience", "weights"]
-pytestmark = pytest.mark.usefixtures("offloading_in_effect", "weights")
+pytestmark = [
+    pytest.mark.usefixtures("offloading_in_effect", "weights"),
+    pytest.mark.main_version,
+]
 
 every_layout = pytest.mark.parametrize(
     "layout", LAYOUTS + STATE_LAYOUTS, ids=lambda layout: layout.name
