@@ -189,9 +189,12 @@ def test_too_little_memory_is_an_error_before_anything_is_taken(
     assert not taken
 
 
-def test_memory_that_one_worker_cannot_pin_is_shared_by_none(
-    torch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def one_worker_cannot_pin(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[int]:
+    """Let the second of two workers fail when it pins what they share.
+
+    Returns:
+        The sizes of what is unpinned.
+    """
     unpinned: list[int] = []
     count = iter(range(2))
 
@@ -199,10 +202,17 @@ def test_memory_that_one_worker_cannot_pin_is_shared_by_none(
         @staticmethod
         def pin_host(host: Any) -> Any:
             if host.numel() == NUM_BYTES and next(count) == 1:
-                raise BackendError("error code 107000")
+                raise error
             return lambda: unpinned.append(host.numel())
 
     monkeypatch.setattr(host_buffer, "transfers_on", lambda _: Transfers)
+    return unpinned
+
+
+def test_memory_that_one_worker_cannot_pin_is_shared_by_none(
+    torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpinned = one_worker_cannot_pin(monkeypatch, BackendError("error code 107000"))
     found = share(torch, 2, device="npu")
     assert found[0] == found[1]
     assert "cannot pin the memory of its host (error code 107000)" in found[0]
@@ -212,17 +222,7 @@ def test_memory_that_one_worker_cannot_pin_is_shared_by_none(
 def test_memory_is_unpinned_if_another_worker_fails_meanwhile(
     torch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unpinned: list[int] = []
-    count = iter(range(2))
-
-    class Transfers:
-        @staticmethod
-        def pin_host(host: Any) -> Any:
-            if host.numel() == NUM_BYTES and next(count) == 1:
-                raise ValueError("no such flags")
-            return lambda: unpinned.append(host.numel())
-
-    monkeypatch.setattr(host_buffer, "transfers_on", lambda _: Transfers)
+    unpinned = one_worker_cannot_pin(monkeypatch, ValueError("no such flags"))
     kind: Any = type("Device", (), {"type": "npu"})
     meeting = Meeting(2)
 
