@@ -40,7 +40,7 @@ class SecondaryTierWorker:
         """Workers that share host memory keep their bytes apart in it from now on.
 
         Calls of earlier steps that have not begun fail, because their places are those of bytes
-        that workers share. Those of the next `begin_step` do not.
+        that workers share. Calls of the next `begin_step` do not fail.
         """
 
     def begin_step(self, jobs: SecondaryJobs | None) -> None:

@@ -145,7 +145,7 @@ class SegmentMover:
         """Copy tokens of a request out of pages into their sections; returns the number of bytes.
 
         ``block_ids`` has one part of the request's table per KV cache group. Keys are not rotated.
-        Of sections that workers share, this worker writes some, and another worker the others.
+        Workers that share sections divide them: this worker writes some, another one the others.
 
         Raises:
             SegmentError: A place of a token is wrong. No byte has been written.

@@ -248,7 +248,7 @@ class Gets:
             self._counters.shared_failures["get_hung"] += len(hanging)
             logger.warning(
                 "Shared tier: %d object(s) have not come for more than %.0f s, such as %s. They "
-                "are computed, and others are asked for. Of each host memory, %d bytes are not "
+                "are computed, and others are asked for. %d bytes of each host memory are not "
                 "used before they come.",
                 len(hanging),
                 limits.MAX_HANG_S,
