@@ -5,7 +5,9 @@
     python benchmarks/host_memory_taken.py [--device npu] [--gib 1 3 5 9] [--workers 1 2 4]
 
 Each worker is a process of its own, without an engine around it. ``taken`` is the proportional
-share (Pss) of all workers together with their page tables, by what was asked for. ``Shmem`` and
+share (Pss) of all workers together with their page tables, by what was asked for. Files, such as
+libraries, are left out: their share changes with every process that starts or ends beside. It needs
+Linux 5.4. ``Shmem`` and
 ``group`` say by how much the machine's shared memory has grown, and what is counted for the control
 group of this process; whatever else runs there disturbs them. ``left`` is Pss after the end.
 
@@ -31,7 +33,7 @@ from vllm_ascend_kvext.connector.common.host_memory import tightest_bound
 
 GIB = 1 << 30
 _QUICK_GIB = 0.1
-_PROCESS_FILES = ("smaps_rollup", "Pss"), ("status", "VmPTE")
+_PROCESS_FILES = ("smaps_rollup", "Pss_Anon"), ("smaps_rollup", "Pss_Shmem"), ("status", "VmPTE")
 _TABLE = report.Table(
     "device:<7", "kind:<7", "GiB:>5", "workers:>8", "taken:>7", "Shmem:>7", "group:>7", "left:>7"
 )

@@ -120,7 +120,7 @@ def test_workers_take_the_host_memory_that_was_asked_for(run: Run, tmp_path: Pat
     printed = run("host_memory_taken.py", *arguments).splitlines()
     assert [line.split()[1] for line in printed] == ["kind", "apart", "shared"]
     for row in json.loads((tmp_path / "cpu.json").read_text()):
-        assert 0.95 < row["taken"] < 1.1 and abs(row["left"]) < 0.2
+        assert 0.98 < row["taken"] < 1.05 and abs(row["left"]) < 0.05
 
 
 @pytest.mark.parametrize("name", [*WRITERS, *TRACES])
