@@ -160,6 +160,29 @@ def test_one_worker_that_cannot_compare_leaves_it_at_heads(
     assert found.learning is not None and not found.learning.learns_new
 
 
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (SegmentLayout((64, 32)), "worker 1 has other bytes per token than worker 0"),
+        (SegmentLayout((64,), num_sections=2), "worker 1 is on a host with 2 different contents"),
+    ],
+    ids=["row bytes", "sections"],
+)
+def test_workers_that_differ_turn_segments_off(
+    other: SegmentLayout, says: str, mocker: MockerFixture
+) -> None:
+    logger = mocker.patch.object(make_segments, "logger")
+    place = mocker.Mock(computes_holes=True)
+    workers = [
+        WorkerLayout(None, 0, SegmentsOfWorker(each))  # type: ignore[arg-type]
+        for each in (SegmentLayout((64,)), other)
+    ]
+    options = SegmentOptions()
+    assert make_segments.make_segments(place, options, False, NO_SEGMENT_TOKENS, workers) is None
+    (call,) = logger.warning.mock_calls
+    assert (call.args[0] % call.args[1]).startswith(f"KvextConnector: segments are off: {says}")
+
+
 def test_the_first_pass_computes_what_is_in_no_segment_and_the_question() -> None:
     questions, _ = questions_of()
     plan = questions.begin(request_of(130), PLAN)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.connector.common.messages import PlaneDigest, StoreJob
@@ -29,11 +30,12 @@ _DIGEST_BYTES = 16
 
 Read = Callable[[TransferPlan, "torch.Tensor"], None]
 """Moves the bytes of a plan from the pages to a buffer, and waits for them."""
+_new_hash = partial(hashlib.blake2b, digest_size=_DIGEST_BYTES)
 
 
 def digest_of(content: bytes) -> bytes:
     """The digest of the rows of one plane."""
-    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
+    return _new_hash(content).digest()
 
 
 class PlaneDigests:
@@ -78,7 +80,7 @@ class PlaneDigests:
                     continue
                 begin = first_byte + int(planes[plane, PlaneColumn.HOST_OFFSET_BYTES])
                 end = begin + num_rows * int(planes[plane, PlaneColumn.ROW_BYTES])
-                made = hashes.setdefault((group, plane), hashlib.blake2b(digest_size=_DIGEST_BYTES))
+                made = hashes.setdefault((group, plane), _new_hash())
                 made.update(host[begin:end])
         return [
             PlaneDigest(group, plane, self._sharing.planes[group][plane].content, made.digest())

@@ -108,9 +108,15 @@ def _why_no_segments(parts: SchedulerParts, of_workers: Sequence[SegmentsOfWorke
     for rank, worker in enumerate(of_workers):
         if worker.layout is None:
             return f"worker {rank}: {worker.refusal}"
-    layouts = [worker.layout for worker in of_workers if worker.layout is not None]
-    if len({(layout.row_bytes, layout.num_sections) for layout in layouts}) > 1:
-        return "the rows of its workers differ in size"
+        first = of_workers[0].layout
+        if first is not None and worker.layout.row_bytes != first.row_bytes:
+            return f"worker {rank} has other bytes per token than worker 0"
+        if first is not None and worker.layout.num_sections != first.num_sections:
+            return (
+                f"worker {rank} is on a host with {worker.layout.num_sections} different contents "
+                f"of pages, and worker 0 on a host with {first.num_sections}: place as many ranks "
+                "on each host"
+            )
     if parts.view.has_other_connectors:
         return "other connectors of a MultiConnector would take approximate KV for exact"
     return None
