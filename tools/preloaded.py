@@ -39,12 +39,20 @@ IMPORTED = (
     "transformers.modeling_utils",
     "transformers.models.auto.image_processing_auto",
     "transformers.processing_utils",
+    "fastapi.openapi.models",
     "openai.types.responses",
+    "opentelemetry.sdk.metrics",
+    "xgrammar.structural_tag",
     "mistral_common.tokens.tokenizers.mistral",
     "gguf",
 )
 ENVIRON = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 """Variables that torch reads when it is imported. They apply to all programs."""
+
+ISOLATED = ("-I",)
+HASHED_ALIKE = ("-s", "-P")
+"""The flags of an interpreter that obeys ``PYTHONHASHSEED``, which is 0 for the server. A script
+also finds the modules of its folder."""
 
 _MAX_START_S = 300.0
 _PR_SET_PDEATHSIG = 1
@@ -124,13 +132,21 @@ def _connect(socket: str) -> Connection:
 
 
 @contextmanager
-def served(python: Path, log: Path, imported: Sequence[str] = IMPORTED) -> Iterator[str]:
-    """Start a server, and yield its socket. The server ends with the block."""
+def served(
+    python: Path, log: Path, imported: Sequence[str] = IMPORTED, flags: Sequence[str] = ISOLATED
+) -> Iterator[str]:
+    """Start a server, and yield its socket. The server ends with the block.
+
+    Args:
+        flags: The flags of the interpreter, `ISOLATED` or `HASHED_ALIKE`. They apply to all
+            programs.
+    """
     with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
         socket = str(Path(folder) / "socket")
+        environ = {name: text for name, text in os.environ.items() if name[:6] != "PYTHON"}
         server = subprocess.Popen(
-            [str(python), "-I", __file__, socket, *imported],
-            env={**os.environ, **ENVIRON},
+            [str(python), *flags, __file__, socket, *imported],
+            env={**environ, **ENVIRON, "PYTHONHASHSEED": "0"},
             stdout=output,
             stderr=subprocess.STDOUT,
         )
@@ -177,7 +193,7 @@ def main() -> None:
 
 
 def _become(program: Program) -> None:
-    """Run a program as ``python -I`` does."""
+    """Run a program as a new interpreter with the server's flags does."""
     os.setsid()
     os.environ.clear()
     os.environ.update(program.environ)
@@ -185,11 +201,16 @@ def _become(program: Program) -> None:
     output = os.open(program.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
+    if "torch" in sys.modules:
+        # The backend of a device reads the environment, and it is the server's so far.
+        sys.modules["torch"]._import_device_backends()
     if program.arguments[0] == "-m":
         sys.argv = [*program.arguments[1:]]
         runpy.run_module(program.arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = [*program.arguments]
+        if not sys.flags.isolated:
+            sys.path.insert(0, str(Path(program.arguments[0]).parent))
         runpy.run_path(program.arguments[0], run_name="__main__")
 
 

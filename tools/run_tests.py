@@ -54,6 +54,9 @@ NOT_IN_SAMPLE = (
 """The files of `tests/emulated_npu` that take minutes. With the main release, only `make
 test-ascend` runs them."""
 
+EMULATED_NPU = "emulated-npu-"
+"""What the names of the environments with an emulated NPU begin with."""
+
 AARCH64_COMPILER = ROOT / ".venv" / "wheels" / "build" / "compiler-aarch64" / "c++"
 """The compiler of this machine that makes programs for aarch64, for modules that tests compile."""
 
@@ -227,9 +230,16 @@ class Suite:
 
     @property
     def imports_vllm(self) -> bool:
-        """Whether `preloaded` saves time. It does not in the environments of vLLM-Ascend."""
-        folders = ("ascend/", "benchmarks/", "engine/")
-        return self.environment.startswith("vllm-") and f"{self.paths[0]}/".startswith(folders)
+        """Whether `preloaded` saves time."""
+        folders = ("ascend/", "benchmarks/", "emulated_npu/", "engine/")
+        environments = ("vllm-", EMULATED_NPU)
+        return self.environment.startswith(environments) and f"{self.paths[0]}/".startswith(folders)
+
+    @property
+    def flags(self) -> Sequence[str]:
+        """The flags of the interpreter. With a seed of late streams, sets need the same order."""
+        is_emulated = self.environment.startswith(EMULATED_NPU)
+        return preloaded.HASHED_ALIKE if is_emulated else preloaded.ISOLATED
 
     @property
     def report(self) -> Path:
@@ -292,8 +302,9 @@ def suites(
                 if not ascend_sources(ascend):
                     continue  # There is no vLLM-Ascend for this Python.
                 variables |= ASCENDS_MANAGERS
+                environ = variables | SAMPLE
                 chosen.append(
-                    Suite(f"managers, {on}", f"vllm-{vllm}", ON_ASCENDS_MANAGERS, variables)
+                    Suite(f"managers, {on}", f"vllm-{vllm}", ON_ASCENDS_MANAGERS, environ)
                 )
             whole = Suite(f"{folder}, {on}", f"vllm-{vllm}", (folder,), variables)
             chosen += engine_rows(whole) if folder == "engine" else [whole]
@@ -360,7 +371,7 @@ def emulated_npu_suites(upstreams: list[str], is_sample: bool = False) -> Iterat
             name = row[-1].removeprefix("test_").removesuffix(".py")
             yield Suite(
                 f"vLLM-Ascend {ascend} on the emulated NPU: {name}",
-                f"emulated-npu-{ascend}",
+                f"{EMULATED_NPU}{ascend}",
                 tuple(f"emulated_npu/{file}" for file in row),
                 SAMPLE if is_sample else {},
             )
@@ -449,9 +460,10 @@ def run(suite: Suite, sockets: Mapping[str, str]) -> Result:
         environ[preloaded.VARIABLE] = socket
     # The suite does not run in the checkout, so that processes of tests do not import from it.
     program = preloaded.Program(pytest, environ, str(REPORTS), str(log))
-    # The flag -I leaves out the checkout, the user's packages and PYTHONPATH, so that the installed
+    # The flags leave out the checkout, the user's packages and PYTHONPATH, so that the installed
     # package is tested.
-    interpreter = (str(ROOT / ".venv" / suite.environment / "bin" / "python"), "-I")
+    environ.pop("PYTHONPATH", None)
+    interpreter = (str(ROOT / ".venv" / suite.environment / "bin" / "python"), *suite.flags)
     try:
         exit_code = preloaded.run_either_way(program, suite.max_s, interpreter, socket)
     except (OSError, EOFError, subprocess.TimeoutExpired) as error:
@@ -537,9 +549,13 @@ def main() -> int:
     with ExitStack() as stack:
         sockets = {
             name: stack.enter_context(
-                preloaded.served(ROOT / ".venv" / name / "bin" / "python", REPORTS / f"{name}.txt")
+                preloaded.served(
+                    ROOT / ".venv" / name / "bin" / "python", REPORTS / f"{name}.txt", flags=flags
+                )
             )
-            for name in {suite.environment for suite in chosen if suite.imports_vllm}
+            for name, flags in {
+                suite.environment: suite.flags for suite in chosen if suite.imports_vllm
+            }.items()
         }
         executor = stack.enter_context(ThreadPoolExecutor(max_workers=num_processes))
         running = {

@@ -8,15 +8,25 @@ import mmap
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch_npu
+from support.scenarios import processes
 from torch_npu import emulation
 from torch_npu.kernels import kernel, like
 
 from vllm_ascend_kvext.transfer.ascend.host_registration import pin_host
 from vllm_ascend_kvext.transfer.errors import BackendError
+
+SCRIPT = """
+import torch
+from torch_npu import emulation
+
+torch.ones(8, device="npu").add_(1)
+print(torch.npu.device_count(), "devices, late:", emulation.num_in_flight() > 0)
+"""
 
 
 @pytest.fixture(params=[None, 0, 3], ids=["synchronous", "seed 0", "seed 3"], autouse=True)
@@ -29,6 +39,21 @@ def schedule(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def on_npu(*sizes: int) -> torch.Tensor:
     return torch.arange(torch.Size(sizes).numel(), dtype=torch.float32, device="npu").view(sizes)
+
+
+# --- the environment
+
+
+@pytest.mark.parametrize("seed", ["", "3"])
+@pytest.mark.parametrize("schedule", [None], indirect=True)
+def test_a_process_obeys_its_environment(seed: str, tmp_path: Path) -> None:
+    """It may be a copy of a process that has imported torch in another environment."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environ = {"EMULATED_NPU_DEVICES": "3", "EMULATED_NPU_SEED": seed}
+    ended = processes.run(script, [], environ, processes.NPU)
+    assert ended.exit_code == 0, ended.log
+    assert ended.log.splitlines()[-1] == f"3 devices, late: {bool(seed)}"
 
 
 # --- views and memory

@@ -63,6 +63,21 @@ def test_a_program_has_its_own_environment_and_folder(
     assert other == "to the other stream"
 
 
+def test_programs_hash_alike_where_it_is_asked_for(
+    preloaded: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "beside.py").touch()
+    text = f"import beside, sys; print(hash('block'), {str(tmp_path)!r} in sys.path[1:])"
+    hashes = set()
+    for _ in range(2):
+        flags = preloaded.HASHED_ALIKE
+        with preloaded.served(Path(sys.executable), tmp_path / "log", ["csv"], flags) as socket:
+            assert preloaded.run(socket, program(preloaded, tmp_path, text), 60) == 0
+        hashes.add((tmp_path / "output").read_text())
+    assert len(hashes) == 1 and hashes.pop().endswith("False\n")
+
+
 def test_an_error_and_a_signal_are_exit_codes(
     preloaded: ModuleType, socket: str, tmp_path: Path
 ) -> None:

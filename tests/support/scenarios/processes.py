@@ -227,11 +227,13 @@ def run(
         for name, value in os.environ.items()
         if not name.startswith(("VLLM_ASCEND_KVEXT_", "VLLM_PREFIX_CACHE_"))
     }
-    is_preloaded = platform is CPU and not IS_V2_RUNNER
+    environ = {**inherited, **platform.environ, **environ}
+    # What is preloaded depends on this variable.
+    is_preloaded = "VLLM_USE_V2_MODEL_RUNNER" not in environ
     with tempfile.NamedTemporaryFile("r", errors="replace") as log:
         program = preloaded.Program(
             [str(script), *arguments],
-            {**inherited, **platform.environ, **environ},
+            environ,
             str(working_folder or Path.cwd()),
             log.name,
         )

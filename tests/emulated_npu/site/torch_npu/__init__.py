@@ -20,7 +20,7 @@ import torch
 from torch_npu import _emulator
 
 torch.utils.rename_privateuse1_backend("npu")
-_emulator.start(int(os.environ.get("EMULATED_NPU_DEVICES", "1")))
+_emulator.start(1)
 
 from torch_npu import npu  # noqa: E402 (torch has to know the device before)
 
@@ -57,12 +57,20 @@ for _name, _function in _operators.items():
         _function,
     )
 _emulator.set_memory_limit(npu.MEMORY_BYTES)
-_seed = os.environ.get("EMULATED_NPU_SEED")
-emulation.set_seed(int(_seed) if _seed else None)
 
 
 def _autoload() -> None:
-    """Do nothing: importing this module has done everything."""
+    """Read the environment. torch calls it when it is imported.
+
+    `tools/preloaded.py` calls it again in a copy of its process that has another environment.
+    """
+    os.environ["TRITON_INTERPRET"] = "1"  # See `stand_ins.interpreted_kernels`.
+    _emulator.start(int(os.environ.get("EMULATED_NPU_DEVICES", "1")))
+    seed = os.environ.get("EMULATED_NPU_SEED")
+    emulation.set_seed(int(seed) if seed else None)
+
+
+_autoload()
 
 
 def __getattr__(name: str) -> Any:
