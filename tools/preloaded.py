@@ -185,6 +185,9 @@ def main() -> None:
             connection.close()
             _become(program)
             return
+        # An interrupt of all processes ends the client, and so the connection, and so the program.
+        for interrupt in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(interrupt, signal.SIG_IGN)
         if connection in wait([connection, os.pidfd_open(process_id)]):
             os.killpg(process_id, signal.SIGKILL)  # The client has closed the connection.
         else:

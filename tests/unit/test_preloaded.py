@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -101,10 +103,29 @@ def test_what_takes_too_long_is_killed_with_its_processes(
         preloaded.run(socket, program(preloaded, tmp_path, SLEEP), 3)
     process_ids = [*map(int, (tmp_path / "output").read_text().split())]
     assert len(process_ids) == 2
-    deadline_s = time.monotonic() + 30
-    while any(is_running(process_id) for process_id in process_ids):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(is_running, process_ids)))
+
+
+@pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_of_everything_leaves_no_program(
+    interrupt: signal.Signals, preloaded: ModuleType, tmp_path: Path
+) -> None:
+    """A terminal sends it to all processes of the client's group, and the program has its own."""
+    chosen = program(preloaded, tmp_path, SLEEP)
+    client = tmp_path / "client.py"
+    client.write_text(
+        f"import sys; sys.path.insert(0, {str(TOOLS)!r})\n"
+        "import preloaded, pathlib\n"
+        f"log = pathlib.Path({str(tmp_path / 'log')!r})\n"
+        "with preloaded.served(pathlib.Path(sys.executable), log, ['csv']) as socket:\n"
+        f"    preloaded.run(socket, preloaded.Program(*{tuple(chosen)!r}), 600)\n"
+    )
+    with subprocess.Popen([sys.executable, client], start_new_session=True) as running:
+        output = tmp_path / "output"
+        wait_until(lambda: output.exists() and len(output.read_text().split()) == 2)
+        os.killpg(running.pid, interrupt)
+    process_ids = [*map(int, output.read_text().split())]
+    wait_until(lambda: not any(map(is_running, process_ids)))
 
 
 @pytest.mark.parametrize("is_preloaded", [True, False])
@@ -133,6 +154,13 @@ def test_nobody_who_listens_is_waited_for(
     monkeypatch.setattr(preloaded, "_MAX_START_S", 0.5)
     with pytest.raises(TimeoutError, match="nobody listens"):
         preloaded.run(str(tmp_path / "socket"), program(preloaded, tmp_path, REPORT), 60)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
 
 
 def is_running(process_id: int) -> bool:
