@@ -62,7 +62,7 @@ pytestmark = pytest.mark.usefixtures("offloading_in_effect")
 SMALL_LAYOUTS = LAYOUTS + STATE_LAYOUTS
 ALL_LAYOUTS = SMALL_LAYOUTS + UPSTREAM_LAYOUTS
 
-NUM_SEEDS = sampled(4)
+NUM_SEEDS = 4 if IS_LONG else 2
 NUM_REQUESTS = dict.fromkeys(SMALL_LAYOUTS, 20) | dict.fromkeys(UPSTREAM_LAYOUTS, 10)
 """The number of requests of one random run."""
 

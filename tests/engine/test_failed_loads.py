@@ -21,7 +21,7 @@ from pytest_mock import MockerFixture
 from support import family
 from support.installed import installed, repairs_installed, retention_installed
 from support.retention.checkpoints import adaptive_retention
-from support.sample import sampled
+from support.sample import IS_LONG
 from support.scheduler.block_manager import retention_interval
 from support.scheduler.connector import ScriptedConnector
 from support.scheduler.engine import SchedulerEngine
@@ -51,7 +51,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_ascend_kvext.patches.repairs.scheduler import _failed_request_ids
 
 FEATURE = "failed-loads"
-NUM_SEEDS = sampled(4)
+NUM_SEEDS = 4 if IS_LONG else 2
 LAYOUTS = [
     WINDOW,
     FULL_WINDOW,

@@ -23,7 +23,7 @@ from pytest_mock import MockerFixture
 from support import family
 from support.installed import installed
 from support.retention.checkpoints import adaptive_chosen
-from support.sample import sampled
+from support.sample import IS_LONG
 from support.scheduler.block_manager import (
     BlockManager,
     full,
@@ -43,7 +43,7 @@ from vllm_ascend_kvext.features import FAST_PREFIX_CACHE, FEATURES
 from vllm_ascend_kvext.patches.fast_prefix_cache.kv_cache_coordinator import describe_lookup
 from vllm_ascend_kvext.upstream_state import BlockManagerState
 
-NUM_SEEDS = sampled(5)
+NUM_SEEDS = 5 if IS_LONG else 3
 
 
 @dataclass(frozen=True)

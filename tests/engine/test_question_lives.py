@@ -23,7 +23,7 @@ from support.connector.paged_layouts import FULL, GEMMA, GPT_OSS, PagedLayout
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import PagedModelRunner, SimulatedEngine
 from support.connector.simulated_segments import SimulatedSegments
-from support.sample import sampled
+from support.sample import IS_LONG
 from support.scheduler.options import EngineOptions
 from support.scheduler.workload import RequestPlan
 from vllm.v1.outputs import ModelRunnerOutput
@@ -34,7 +34,7 @@ from vllm_ascend_kvext.segments.prompt_segments import SEGMENTS_KEY, STORE_KEY
 from vllm_ascend_kvext.segments.scheduler import make_segments
 from vllm_ascend_kvext.segments.scheduler.segments_side import segments_of
 
-NUM_LIVES = sampled(12)
+NUM_LIVES = 12 if IS_LONG else 6
 """The number of lives of each layout."""
 
 NUM_STEPS = 150
