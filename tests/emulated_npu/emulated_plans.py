@@ -42,5 +42,16 @@ SLEEPING = {
 """Arguments of an engine that can sleep."""
 
 
+def graphs(mode: str, *sizes: int) -> dict[str, Any]:
+    """Arguments of an engine that captures graphs, and compiles nothing.
+
+    Args:
+        mode: A name of vLLM's ``CUDAGraphMode``.
+        sizes: The numbers of tokens for which graphs are captured. Smaller batches are padded.
+    """
+    compilation = {"mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": sizes}
+    return {"enforce_eager": False, "compilation_config": compilation}
+
+
 def pool_of(model: str, blocks: dict[int, int] = FULL_POOL_BLOCKS) -> dict[str, Any]:
     return {"num_gpu_blocks_override": blocks[GROUPS[model]]}

@@ -165,6 +165,7 @@ class Engine:
         self.has_connector = False
         self.worker_side: Any = None  # Several workers have their own processes.
         self.batched_copies.clear()
+        self.first_replay = self.num_replays()
         if core is None:
             return
         self.scheduler = core.scheduler
@@ -318,10 +319,16 @@ class Engine:
             "is_v2_runner": self.scheduler.use_v2_model_runner,
             "left": self.left(),
             "batched copies": dict(self.batched_copies),
+            "replays": self.num_replays() - self.first_replay,
         }
         if self.has_connector:
             report["own"] = self.side.counters.totals()
         return report
+
+    def num_replays(self) -> int:
+        """The replays of graphs on the emulated NPU. Zero on other devices."""
+        emulation = sys.modules.get("torch_npu.emulation")
+        return int(emulation.num_replays()) if emulation else 0
 
     @property
     def batched_copies(self) -> Counter[str]:
