@@ -22,6 +22,7 @@ from emulated_plans import (
     FULL_POOL_BLOCKS,
     GROUPS,
     IS_0_23,
+    PIECES,
     RUNNERS,
     SLEEPING,
     connector,
@@ -50,9 +51,10 @@ A state needs all tokens before it. docs/offload.md says why for drafts.
 WITH_TAILS = {"windows", "sinks, windows, experts", "states"}
 """Models with groups (windows, states) of which host memory holds only pages for a boundary."""
 DENSE = ("full attention", "windows", "latent attention, experts")
-WITH_GRAPHS = ("windows",) if IS_SAMPLE else ("full attention", "windows")
+WITH_GRAPHS = ("full attention", "windows", "latent attention, experts", "states")
 """Models whose decode steps are captured as graphs."""
 GRAPHS = graphs("FULL_DECODE_ONLY", 1, 2, 4, 10)
+GRAPHS_OF_PIECES = graphs("PIECEWISE", 1, 2, 4, 10, 64, 128)
 MIN_REPLAYS = 200
 """An engine without graphs has no replays. The scenarios of a case have some hundred steps."""
 MODELS = ("windows",) if IS_SAMPLE else tuple(GROUPS)
@@ -205,11 +207,12 @@ CASES = {
     ),
 }
 if not IS_0_23:
-    CASES["graphs"] = Case(
-        WITH_GRAPHS, ALL, ADAPTIVE, check_graphs, connector() | GRAPHS, shares_process=IS_SAMPLE
+    CASES["graphs"] = Case(WITH_GRAPHS, ALL, ADAPTIVE, check_graphs, connector() | GRAPHS)
+    CASES["graphs of pieces"] = Case(
+        ("windows",), ALL, {**ADAPTIVE, **PIECES}, check_graphs, connector() | GRAPHS_OF_PIECES
     )
     CASES["graphs, crowded"] = Case(
-        () if IS_SAMPLE else WITH_GRAPHS,
+        ("windows",),
         ("storm", "eviction"),
         ADAPTIVE,
         check_graphs_of_a_crowd,

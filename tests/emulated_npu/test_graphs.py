@@ -523,6 +523,19 @@ def test_groups_and_updates_are_where_they_can_be() -> None:
         captured(lambda: torch.npu.graph_task_group_begin(torch.npu.current_stream()))
 
 
+def test_the_device_can_be_waited_for_during_an_update() -> None:
+    updated = Updated(numbers(1.0), waits=False)
+    with torch.npu.stream(updated.update_stream):
+        torch.npu.graph_task_update_begin(updated.update_stream, updated.handle)
+        torch.npu.synchronize()
+        with pytest.raises(RuntimeError, match="not permitted during an update"):
+            updated.update_stream.synchronize()
+        updated.add(updated.page, 5)
+        torch.npu.graph_task_update_end(updated.update_stream)
+    updated.graph.replay()
+    assert is_all(updated.page, 70.0)
+
+
 def test_an_error_in_a_replay_has_the_operators_name() -> None:
     def fails(tensor: torch.Tensor) -> None:
         raise ValueError("no such row")

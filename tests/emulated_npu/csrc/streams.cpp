@@ -380,7 +380,8 @@ void Scheduler::synchronize(const MarkerPtr& marker) {
 }
 
 void Scheduler::synchronize_device() {
-  if (const auto recorder = this->recorder()) recorder->refuse("the host waits for the device");
+  const auto recorder = this->recorder();
+  if (recorder && recorder->memory()) recorder->refuse("the host waits for the device");  // a capture, of whatever thread
   run_until(nullptr, [this] { return num_pending() == 0; });
 }
 

@@ -128,7 +128,10 @@ def load_nothing(worker: Any, is_on: bool) -> None:
 
 
 def _allow_compilation() -> None:
-    """Allow compilation. `processes.ENGINE_ENVIRON` turns it off for all processes."""
+    """Allow compilation. `processes.ENGINE_ENVIRON` turns it off for all processes.
+
+    The emulated NPU does not compile: README.md of ``tests/emulated_npu``.
+    """
     import torch._dynamo
 
     os.environ |= {"TORCHDYNAMO_DISABLE": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"}
@@ -147,7 +150,7 @@ class Engine:
 
         self.plan = plan
         arguments = COMMON | dict(self.defaults) | plan["engine"]
-        if not arguments["enforce_eager"]:
+        if not arguments["enforce_eager"] and "torch_npu" not in sys.modules:
             _allow_compilation()
         self.llm = LLM(plan["model"], **arguments)
         self.request_ids = count()
