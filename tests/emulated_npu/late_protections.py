@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The protections that keep copies, kernels and host memory apart, and how to remove each.
 
-This module has the fences, events and references between the model and transfers of its pages.
-The tests name those whose absence seeds of late streams detect. Unit tests detect the absence of
-the others.
+This module has the fences, events and references between the model and transfers of its pages
+whose absence some seeds of late streams detect. Unit tests detect the absence of other protections.
 The stream of the copies is not among them: without it transfers would be slow, but not wrong.
 """
 
@@ -22,7 +21,6 @@ from vllm_ascend_kvext.connector.worker.job_runner import JobRunner
 from vllm_ascend_kvext.connector.worker.worker_side import WorkerSide
 from vllm_ascend_kvext.segments.worker.device_token_pages import DeviceTokenPages
 from vllm_ascend_kvext.transfer.accelerator.device import InFlight, device_module
-from vllm_ascend_kvext.transfer.accelerator.fence import StreamFence
 
 run_job = JobRunner.run
 
@@ -37,24 +35,6 @@ def _run_stores_at_once(self: JobRunner, job: Any, recorded: Any) -> Any:
 def _begin_stores_with_loads(self: WorkerSide, jobs: Any) -> None:
     self._extension.begin_step(jobs.extras)
     self._submit((*jobs.loads, *jobs.stores))
-
-
-def _run_loads_at_once(self: JobRunner, job: Any, recorded: Any) -> Any:
-    event = recorded if isinstance(job, StoreJob) else device_module("npu").Event()
-    return run_job(self, job, event)
-
-
-def _end_before_copies(self: StreamFence, recorded: Any, copy: Callable[[], None]) -> float:
-    stream = self._stream()
-    with self._module.stream(stream):
-        stream.wait_event(recorded)
-        copy()
-    return 0.0
-
-
-def _begin_stores_before(self: WorkerSide, jobs: Any) -> None:
-    self._follow(jobs)
-    self._submit(jobs.stores_before)
 
 
 def _no_references(owner: str) -> None:
@@ -101,12 +81,6 @@ PROTECTIONS: dict[str, Callable[[], None]] = {
     "pages of stores": partial(_no_references, "Stores._store"),
     "pages of segments": partial(_no_references, "SegmentStores.note_step"),
     "windows of segments": partial(_no_references, "SegmentStores._hold_windows"),
-    # A load waits for the kernels before it, which may write pages that it fills.
-    "loads wait": partial(setattr, JobRunner, "run", _run_loads_at_once),
-    # A transfer has ended when its copies have: ``synchronize`` in `StreamFence.run`.
-    "copies end": partial(setattr, StreamFence, "run", _end_before_copies),
-    # Stores end before a step that overwrites their pages.
-    "stores before a step": partial(setattr, WorkerSide, "run_before_step", _begin_stores_before),
     # Transfers end before memory is unmapped.
     "no transfers in sleep": partial(setattr, WorkerSide, "end_transfers", lambda self: None),
 }

@@ -51,7 +51,7 @@ A state needs all tokens before it. docs/offload.md says why for drafts.
 WITH_TAILS = {"windows", "sinks, windows, experts", "states"}
 """Models with groups (windows, states) of which host memory holds only pages for a boundary."""
 DENSE = ("full attention", "windows", "latent attention, experts")
-WITH_GRAPHS = ("full attention", "windows", "latent attention, experts", "states")
+WITH_GRAPHS = ("windows", "states")
 """Models whose decode steps are captured as graphs."""
 GRAPHS = graphs("FULL_DECODE_ONLY", 1, 2, 4, 10)
 GRAPHS_OF_PIECES = graphs("PIECEWISE", 1, 2, 4, 10, 64, 128)

@@ -27,7 +27,11 @@ SHOWN = {
     "windows of segments": 40,
     "no transfers in sleep": 20,
 }
-"""Protections, and the number of seeds after which the absence of each is detected."""
+"""Protections, and the number of seeds after which the absence of each is detected.
+
+Forty seeds did not detect the absence of two others, which eager seeds with 0.23.0 detect:
+"stores behind the forward" and "pages of stores".
+"""
 
 Run = Callable[..., dict[str, Any]]
 
@@ -56,7 +60,7 @@ def test_no_order_changes_an_answer(run: Run, kind: str, mode: str) -> None:
     counted = report["counted"]
     for name in ("batched copies", "failed copies", "connector", "preemptions", "aborts"):
         assert counted.get(name, 0) > 0, name
-    assert counted["replays"] > 10 * NUM_SEEDS
+    assert counted["replays"] > 5 * NUM_SEEDS
 
 
 @pytest.mark.parametrize("name", SHOWN)
