@@ -41,6 +41,7 @@ NOT_IN_SAMPLE = (
     "test_fine_states.py",
     "test_kernel_or_dma.py",
     "test_kimi_states.py",
+    "test_late_graphs.py",
     "test_official_answers.py",
     "test_serve_lines.py",
     "test_settings_start.py",
@@ -123,6 +124,7 @@ NOT_ON_OTHER_VLLMS = ("engine/test_serve_lines.py",)
 QUICK_ON_EMULATED_NPU = (
     "test_backend.py",
     "test_compressed_attention_operators.py",
+    "test_graphs.py",
     "test_host_memory.py",
     "test_operators.py",
     "test_streams.py",
@@ -136,7 +138,9 @@ ON_OTHER_EMULATED_NPUS = (
     "test_compressed_attention_operators.py",
     "test_features.py",
     "test_fine_states.py",
+    "test_graphs.py",
     "test_kimi_states.py",
+    "test_late_graphs.py",
     "test_models.py",
     "test_official_answers.py",
     "test_official_lines.py",
@@ -158,6 +162,7 @@ IN_OTHER_SAMPLES = ("test_official_lines.py", "test_settings_start.py")
 
 NOT_ON_MAIN_EMULATED_NPU = (
     "test_kimi_states.py",
+    "test_late_graphs.py",
     "test_states_beside_connectors.py",
     "test_states_inside_blocks.py",
     "test_window_blocks.py",

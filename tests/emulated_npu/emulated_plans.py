@@ -42,5 +42,20 @@ SLEEPING = {
 """Arguments of an engine that can sleep."""
 
 
+def graphs(mode: str, *sizes: int) -> dict[str, Any]:
+    """Arguments of an engine that captures graphs.
+
+    Args:
+        mode: A name of vLLM's ``CUDAGraphMode``. Those with pieces need `PIECES`.
+        sizes: The numbers of tokens for which graphs are captured. Smaller batches are padded.
+    """
+    compilation = {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes}
+    return {"enforce_eager": False, "compilation_config": compilation}
+
+
+PIECES = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
+"""The environment in which vLLM captures pieces of models that it has not compiled."""
+
+
 def pool_of(model: str, blocks: dict[int, int] = FULL_POOL_BLOCKS) -> dict[str, Any]:
     return {"num_gpu_blocks_override": blocks[GROUPS[model]]}

@@ -5,7 +5,8 @@
 Each seed runs in a copy of one engine's process. Every answer is compared with the answer of a
 device that is never late.
 
-    python late_streams.py REPORT MODEL --first 0 --seeds 20 [--kind KIND] [--without NAME ...]
+    python late_streams.py REPORT MODEL --first 0 --seeds 20 [--kind KIND] [--graphs MODE]
+        [--without NAME ...]
 
 A seed decides which requests are sent and when, which batched copies fail, in which order the
 streams of the device run, and how far the transfer thread gets while the model's thread goes on.
@@ -38,7 +39,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import kimi_model
 import late_protections
 import transfer_gate
-from emulated_plans import SLEEPING, connector
+from emulated_plans import SLEEPING, connector, graphs
 from support.scenarios import connector as scenarios
 from support.scenarios.answers import NPU_TOLERANCE, Answer, logprob_error
 from support.scenarios.engine import STORED, Prompt, answer_of, random_tokens, sampling_of
@@ -56,6 +57,12 @@ NUM_CONVERSATIONS = 5
 DOCUMENTS_TOKENS = (150, 190, 230)
 ORDERS = ((0, 1), (1, 0), (2, 0))
 WAVES = 2
+GRAPH_SIZES = {
+    "FULL_DECODE_ONLY": (1, 2, 5),
+    "PIECEWISE": (1, 2, 5, 64, 128, 256),
+    "FULL_AND_PIECEWISE": (1, 2, 5, 64, 128, 256),
+}
+"""The numbers of tokens of graphs, by mode. Pieces are captured for steps with prompts, too."""
 HANGS_S = 120
 """A seed that takes longer than this is reported as one that hangs."""
 MAX_WITHOUT_S = 600
@@ -128,11 +135,13 @@ class DifferenceError(AssertionError):
 class LateEngine(scenarios.Engine):
     """An engine that gets requests in waves."""
 
-    def __init__(self, model: str, kind: Kind) -> None:
+    def __init__(self, model: str, kind: Kind, graph_mode: str | None = None) -> None:
         engine = ENGINE | connector(
             host_memory_gib=HOST_MEMORY_GIB, segments={} if kind.has_segments else None
         )
         engine |= {"num_gpu_blocks_override": kind.pool_blocks, **kind.engine}
+        if graph_mode is not None:
+            engine |= graphs(graph_mode, *GRAPH_SIZES[graph_mode])
         if kind.mixes_latents:
             latents_by_block.install()
         if kind.has_drafts:
@@ -288,6 +297,7 @@ class LateEngine(scenarios.Engine):
         for tensor in self.worker_side._runner.pools.tensors:
             tensor.fill_(0x44)  # 785.07 in float32
         before = self.counted.copy()
+        first_replay = self.num_replays()
         gate = self.gate
         gate.close(rng)
         emulation.set_seed(seed)
@@ -311,6 +321,7 @@ class LateEngine(scenarios.Engine):
             self.counted.update(gate.counted)
             gate.open()
             emulation.set_seed(None)
+        self.counted["replays"] += self.num_replays() - first_replay
         self.counted["swapped requests"] += self.side.counters.swapped_requests
         self.reset()
         left = self.left()
@@ -439,6 +450,7 @@ def main() -> None:
     parser.add_argument("report", type=Path)
     parser.add_argument("model")
     parser.add_argument("--kind", choices=KINDS, default="windows", help="of the model")
+    parser.add_argument("--graphs", choices=GRAPH_SIZES, help="the mode, with graphs")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=float("inf"))
@@ -447,7 +459,7 @@ def main() -> None:
     options = parser.parse_args()
     # Copies of this process go on with the engine, so they need its host memory, too.
     setattr(mmap, "MADV_DONTFORK", mmap.MADV_DOFORK)  # noqa: B010
-    engine = LateEngine(options.model, KINDS[options.kind])
+    engine = LateEngine(options.model, KINDS[options.kind], options.graphs)
     engine.make_references()
     gc.collect()
     gc.freeze()  # Copies of this process share these objects.

@@ -169,7 +169,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "npu_x: expected tensors on npu",
     ),
     "no such device": (lambda: torch.empty(2, device="npu:7"), "invalid device"),
-    "graphs": (lambda: torch.npu.NPUGraph(), "not emulated"),
 }
 
 

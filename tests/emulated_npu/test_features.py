@@ -21,9 +21,12 @@ from emulated_plans import (
     CROWDED_BLOCKS,
     FULL_POOL_BLOCKS,
     GROUPS,
+    IS_0_23,
+    PIECES,
     RUNNERS,
     SLEEPING,
     connector,
+    graphs,
     pool_of,
     small_connector,
 )
@@ -48,6 +51,12 @@ A state needs all tokens before it. docs/offload.md says why for drafts.
 WITH_TAILS = {"windows", "sinks, windows, experts", "states"}
 """Models with groups (windows, states) of which host memory holds only pages for a boundary."""
 DENSE = ("full attention", "windows", "latent attention, experts")
+WITH_GRAPHS = ("windows", "states")
+"""Models whose decode steps are captured as graphs."""
+GRAPHS = graphs("FULL_DECODE_ONLY", 1, 2, 4, 10)
+GRAPHS_OF_PIECES = graphs("PIECEWISE", 1, 2, 4, 10, 64, 128)
+MIN_REPLAYS = 200
+"""An engine without graphs has no replays. The scenarios of a case have some hundred steps."""
 MODELS = ("windows",) if IS_SAMPLE else tuple(GROUPS)
 ENGINES: dict[str, dict[str, Any]] = {
     # vLLM caches no prefixes of such a model unless an argument says so. Parts of prompts are whole
@@ -109,6 +118,17 @@ def check_four_devices(found: Served, model: str) -> None:
     """All devices have the same latents. Each of them stores a part of these."""
     check_holes(found, model)
     assert found.report["own"]["host_sharing_workers"] == 4
+
+
+def check_graphs(found: Served, model: str) -> None:
+    """All steps without prompts are replays of graphs."""
+    check_features(found, model)
+    assert found.report["replays"] > MIN_REPLAYS
+
+
+def check_graphs_of_a_crowd(found: Served, model: str) -> None:
+    check_crowd(found, model)
+    assert found.report["replays"] > MIN_REPLAYS
 
 
 def check_sleep(found: Served, model: str) -> None:
@@ -186,6 +206,19 @@ CASES = {
         NO_PREFIX_CACHING,
     ),
 }
+if not IS_0_23:
+    CASES["graphs"] = Case(WITH_GRAPHS, ALL, ADAPTIVE, check_graphs, connector() | GRAPHS)
+    CASES["graphs of pieces"] = Case(
+        ("windows",), ALL, {**ADAPTIVE, **PIECES}, check_graphs, connector() | GRAPHS_OF_PIECES
+    )
+    CASES["graphs, crowded"] = Case(
+        ("windows",),
+        ("storm", "eviction"),
+        ADAPTIVE,
+        check_graphs_of_a_crowd,
+        small_connector() | GRAPHS,
+        CROWDED_BLOCKS,
+    )
 if IS_LONG:
     CASES["tensor parallel 4"] = Case(
         ("latent attention, experts",),

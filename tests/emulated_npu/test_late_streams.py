@@ -8,15 +8,12 @@ One engine has stores, loads, holes, segments, preemption, aborts and failed cop
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.sample import IS_SAMPLE
-from support.scenarios import processes
 
 NUM_SEEDS = 20 if IS_SAMPLE else 200
 REPLAYED_SEED = 7
@@ -38,33 +35,14 @@ seeds, a few also detected loads that do not wait, and loads that do not arrive.
 
 TAKEN_AWAY = ("stores wait",) if IS_SAMPLE else tuple(SHOWN)
 
-MODELS = {
-    "windows": "one window",
-    "latents": "latent attention, experts",
-    "states": "states",
-}
-"""Models of `random_models`, by kind."""
 NUM_SEEDS_OF_OTHERS = 40
 
 Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def run(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    @cache
-    def run(*options: str, kind: str = "windows", disabled: str = "") -> dict[str, Any]:
-        report = tmp_path_factory.mktemp("report") / "report.json"
-        ended = processes.run(
-            Path(__file__).with_name("late_streams.py"),
-            [str(report), str(folder_of(MODELS[kind])), "--kind", kind, *options],
-            {"VLLM_ASCEND_KVEXT_DISABLE": disabled} if disabled else {},
-            processes.NPU,
-        )
-        assert not ended.exit_code, ended.log[-6000:]
-        found: dict[str, Any] = json.loads(report.read_text())
-        return found
-
-    return run
+def run(run_late_streams: Run) -> Run:
+    return cache(run_late_streams)
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +66,9 @@ def test_no_order_changes_an_answer_of_other_models(run: Run, kind: str) -> None
 
 
 @pytest.mark.skipif(IS_SAMPLE, reason="not in the sample")
-def test_states_are_wrong_without_the_repair_of_their_copies(run: Run) -> None:
-    assert run("--seeds", "20", kind="states", disabled="state-copies")["failed"]
+def test_states_are_wrong_without_the_repair_of_their_copies(run_late_streams: Run) -> None:
+    environ = {"VLLM_ASCEND_KVEXT_DISABLE": "state-copies"}
+    assert run_late_streams("--seeds", "20", kind="states", environ=environ)["failed"]
 
 
 def test_seeds_meet_what_they_are_for(report: dict[str, Any]) -> None:

@@ -215,7 +215,9 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   stack->erase(first, stack->end());
   OnDevice on(common_device(op.schema().name(), traits, arguments));
   if (traits.is_view) return run_view(op, std::move(arguments), stack);
-  if (traits.needs_values || !Scheduler::get().is_late()) return run_now(op, traits, std::move(arguments), stack);
+  auto& scheduler = Scheduler::get();
+  const bool is_queued = scheduler.is_late() || scheduler.recorder_of(scheduler.current_stream(current_device()));
+  if (traits.needs_values || !is_queued) return run_now(op, traits, std::move(arguments), stack);
   Stack outputs;
   if (!traits.is_inferred) {
     for (const auto written : traits.written_argument) outputs.push_back(arguments[written]);

@@ -3,6 +3,7 @@
 #include "memory.h"
 
 #include "device.h"
+#include "graphs.h"
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
@@ -134,8 +135,9 @@ void free_block(void* context) {
   std::unique_ptr<BlockPtr> reference(static_cast<BlockPtr*>(context));
   if (!reference) return;
   auto block = *reference;
-  if (!block->is_pooled) count_bytes(-static_cast<int64_t>(block->num_bytes));
   auto& scheduler = Scheduler::get();
+  if (block->graph) return note_freed(block);
+  if (!block->is_pooled) count_bytes(-static_cast<int64_t>(block->num_bytes));
   if (!scheduler.is_late()) return;
   Task poison{"poison of freed memory", [block] { block->poison(); }, nullptr, nullptr};
   if (block->used_on.empty()) return scheduler.append(block->stream, std::move(poison));
@@ -156,6 +158,10 @@ struct NpuAllocator final : c10::Allocator {
     if (!num_bytes) return {nullptr, nullptr, &free_block, device};
     auto block = std::make_shared<Block>(num_bytes, Scheduler::get().current_stream(device.index()));
     auto* data = block->data;
+    if (const auto recorder = Scheduler::get().recorder_of(block->stream)) {
+      block->graph = recorder->memory();
+      recorder->note_allocated(block);
+    }
     if (block->is_pooled) add_to_pool(block);
     return {data, new BlockPtr(std::move(block)), &free_block, device};
   }
@@ -198,7 +204,10 @@ Block::Block(size_t num_bytes, c10::Stream stream) : num_bytes(num_bytes), strea
   data = get_bytes(num_bytes, num_bytes, 512, npu_ranges());
 }
 
-Block::~Block() { give_back_bytes(data, npu_ranges()); }
+Block::~Block() {
+  if (graph) count_bytes(-static_cast<int64_t>(num_bytes));
+  give_back_bytes(data, npu_ranges());
+}
 
 void Block::poison() const { std::memset(data, holds_floats ? kNotANumber : kNoIndex, num_bytes); }
 
@@ -215,8 +224,15 @@ c10::Allocator* pinned_allocator() {
 BlockPtr block_of(const c10::StorageImpl& storage) {
   const auto& data = storage.data_ptr();
   if (!data.get_context()) return nullptr;
-  TORCH_CHECK(data.get_deleter() == &free_block, "a tensor on npu whose memory the emulated NPU has not allocated");
+  TORCH_CHECK(data.get_deleter() == &free_block || data.get_deleter() == &drop_reference, "a tensor on npu whose memory the emulated NPU has not allocated");
   return *static_cast<BlockPtr*>(data.get_context());
+}
+
+c10::Storage weak_storage_of(const c10::Storage& storage) {
+  const auto block = block_of(*storage.unsafeGetStorageImpl());
+  c10::DataPtr data(nullptr, storage.device());
+  if (block) data = c10::DataPtr(block->data, new BlockPtr(block), &drop_reference, storage.device());
+  return c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), npu_allocator(), false);
 }
 
 c10::Storage cpu_storage_of(const BlockPtr& block, size_t num_bytes) {

@@ -6,6 +6,7 @@
 // caching allocator does to them, which may hand them out again on the stream that they were
 // allocated on, is emulated by a poison: a fill on that stream, behind what it has been given so far.
 // So work of another stream, which nobody has made known with record_stream, may read the poison.
+// What a capture allocates belongs to its graph: graphs.h.
 #pragma once
 
 #include "streams.h"
@@ -36,6 +37,8 @@ class Block {
   std::atomic<bool> is_mapped{true};  // see unmap
   std::mutex mutex;
   std::vector<c10::Stream> used_on;  // record_stream
+  std::shared_ptr<GraphMemory> graph;  // whose capture has allocated it; null: none
+  std::atomic<uint64_t> freed_at{0};   // by its graph's clock; 0: a tensor has it
 };
 using BlockPtr = std::shared_ptr<Block>;
 
@@ -47,6 +50,9 @@ struct MemoryStatistics {
 
 c10::Allocator* npu_allocator();
 c10::Allocator* pinned_allocator();
+
+// Storage on the bytes of another one. It does not count as their owner: they are free when the others are gone.
+c10::Storage weak_storage_of(const c10::Storage& storage);
 
 // The block behind an npu storage; null if it has no bytes.
 BlockPtr block_of(const c10::StorageImpl& storage);

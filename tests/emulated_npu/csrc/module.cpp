@@ -2,6 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 // What the Python package torch_npu uses of the emulated NPU.
 #include "device.h"
+#include "graphs.h"
 #include "tensors.h"
 
 #include <torch/csrc/utils/pybind.h>
@@ -21,6 +22,10 @@ SharedFunction shared(py::function function) {
     py::gil_scoped_acquire gil;
     delete one;
   });
+}
+
+c10::Stream stream_of(int64_t id, int device) {
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(kNpu, static_cast<c10::DeviceIndex>(device)), id);
 }
 
 std::function<void()> callable(py::function function) {
@@ -89,6 +94,8 @@ void enqueue_copies(const at::Tensor& sources, const at::Tensor& destinations, c
     TORCH_CHECK(tensor->numel() == sources.numel(), "swap_blocks_batch: expected tensors of one length");
   }
   TORCH_CHECK(direction >= kToDevice && direction <= kOnDevice, "swap_blocks_batch: invalid direction ", direction);
+  const auto recorder = Scheduler::get().recorder_of(Scheduler::get().current_stream(current_device()));
+  if (recorder) recorder->refuse("swap_blocks_batch (its capture is not emulated)");
   HostArray from("src_ptrs", sources), to("dst_ptrs", destinations), bytes("sizes", sizes);
   enqueue("swap_blocks_batch", [=, count = sources.numel(), quarantine = std::make_shared<Quarantine>()] {
     copy_batch(from, to, bytes, count, direction);
@@ -113,8 +120,7 @@ PYBIND11_MODULE(_emulated_npu, m) {
     return Scheduler::get().current_stream(static_cast<c10::DeviceIndex>(device)).id();
   });
   m.def("set_current_stream", [](int64_t id, int device) {
-    const c10::Device of(kNpu, static_cast<c10::DeviceIndex>(device));
-    Scheduler::get().exchange_current_stream(c10::Stream(c10::Stream::UNSAFE, of, id));
+    Scheduler::get().exchange_current_stream(stream_of(id, device));
   });
   m.def("elapsed_ms", [](uintptr_t first, uintptr_t second) {
     return elapsed_ms(reinterpret_cast<void*>(first), reinterpret_cast<void*>(second));
@@ -131,6 +137,29 @@ PYBIND11_MODULE(_emulated_npu, m) {
     for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
     return new_npu_tensor(sizes, strides, type);
   });
+
+  m.def("weak_reference", &weak_reference);
+
+  py::class_<Graph>(m, "Graph")
+      .def(py::init<>())
+      .def("begin", &Graph::begin)
+      .def("end", &Graph::end)
+      .def("replay", &Graph::replay)
+      .def("reset", &Graph::reset)
+      .def("pool", &Graph::pool);
+  py::class_<TaskGroup, TaskGroupPtr>(m, "TaskGroup");
+  py::class_<ExternalEvent>(m, "ExternalEvent")
+      .def(py::init<>())
+      .def("record", [](ExternalEvent& event, int64_t id, int device) { event.record(stream_of(id, device)); })
+      .def("wait", [](ExternalEvent& event, int64_t id, int device) { event.wait(stream_of(id, device)); })
+      .def("reset", [](ExternalEvent& event, int64_t id, int device) { event.reset(stream_of(id, device)); });
+  m.def("new_graph_pool", &new_graph_pool);
+  m.def("is_capturing", [](int64_t id, int device) { return is_capturing(stream_of(id, device)); });
+  m.def("num_replays", &num_replays);
+  m.def("begin_task_group", [](int64_t id, int device) { begin_task_group(stream_of(id, device)); });
+  m.def("end_task_group", [](int64_t id, int device) { return end_task_group(stream_of(id, device)); });
+  m.def("begin_update", [](int64_t id, int device, TaskGroupPtr group) { begin_update(stream_of(id, device), std::move(group)); });
+  m.def("end_update", [](int64_t id, int device) { end_update(stream_of(id, device)); });
 
   m.def("allocated_bytes", [] { return memory_statistics().allocated_bytes; });
   m.def("peak_bytes", [] { return memory_statistics().peak_bytes; });

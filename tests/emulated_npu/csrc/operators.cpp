@@ -20,8 +20,9 @@ at::Tensor poisoned(at::Tensor made) {
   auto block = block_of(*made.storage().unsafeGetStorageImpl());
   if (!block) return made;
   block->holds_floats = made.is_floating_point() || made.is_complex();
-  if (Scheduler::get().is_late())
-    Scheduler::get().append(block->stream, {"poison of fresh memory", [block] { block->poison(); }, nullptr, nullptr});
+  Task poison{"poison of fresh memory", [block] { block->poison(); }, nullptr, nullptr};
+  if (block->graph) Scheduler::get().enqueue(block->stream, std::move(poison));
+  else if (Scheduler::get().is_late()) Scheduler::get().append(block->stream, std::move(poison));
   return made;
 }
 
@@ -67,11 +68,14 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   at::AutoDispatchBelowADInplaceOrView guard;
   OnDevice on(is_npu(to) ? to.device() : from.device());
   CpuAliases aliases;
-  const bool is_late = Scheduler::get().is_late();
+  auto& scheduler = Scheduler::get();
+  const bool is_captured = scheduler.recorder_of(scheduler.current_stream(current_device())) != nullptr;
+  const bool is_late = scheduler.is_late() || is_captured;
   if (is_npu(from) && is_npu(to)) {
     enqueue_copy("copy on the device", aliases.of(to), aliases.of(from));
   } else if (is_npu(to)) {
     const bool is_direct = is_pinned(from.const_data_ptr()) && from.dtype() == to.dtype() && from.is_contiguous();
+    if (is_captured && !is_direct && from.dim()) synchronize_current_stream();  // which is refused
     const bool is_kept = !is_late || !non_blocking || is_direct;
     enqueue_copy("copy to the device", aliases.of(to), is_kept ? from : from.clone());
     if (!non_blocking) synchronize_current_stream();

@@ -55,6 +55,11 @@ void reach(const MarkerPtr& marker) {
 
 enum class Scheduler::Draw : uint64_t { kWeight, kRace, kUrgency, kUrgent, kEagerness, kEager, kCount, kFurther };
 
+Recorder::Recorder() : number([] {
+    static std::atomic<uint64_t> count{0};
+    return ++count;
+  }()) {}
+
 bool is_in_task() { return task_depth > 0; }
 
 WithoutGil::WithoutGil() {
@@ -111,6 +116,7 @@ void Scheduler::append(c10::Stream stream, Task task) {
   std::lock_guard lock(queues_);
   auto& queue = queue_of(stream);
   ++queue.num_appended;
+  ++num_queued_;
   queue.tasks.push_back(std::move(task));
 }
 
@@ -119,23 +125,21 @@ void Scheduler::append_after(std::vector<MarkerPtr> markers, Task task) {
   transient_.emplace_back(new Queue{--num_transient_, true});
   auto& queue = *transient_.back();
   queue.num_appended = markers.size() + 1;
+  num_queued_ += markers.size() + 1;
   for (auto& marker : markers) queue.tasks.push_back({"wait", {}, std::move(marker), nullptr});
   queue.tasks.push_back(std::move(task));
 }
 
 void Scheduler::enqueue(c10::Stream stream, Task task) {
   TORCH_CHECK(!is_in_task(), task.name, ": work on the emulated NPU cannot enqueue work. A kernel's body takes CPU tensors only.");
-  if (!is_late_) {
-    TaskScope scope;
-    if (task.run) task.run();
-    reach(task.reaches);
-    return;
-  }
+  if (const auto recorder = recorder_of(stream)) return recorder->add(stream, std::move(task));
+  if (!is_late_) return run_at_once(stream, std::move(task));
   uint64_t count = 0;
   {
     std::lock_guard lock(queues_);
     auto& queue = queue_of(stream);
     const auto sequence = queue.num_appended++ - queue.num_before_seed;
+    ++num_queued_;
     queue.tasks.push_back(std::move(task));
     const auto phase = sequence / kPhaseTasks;
     const auto eagerness = kEagerness[draw(queue, phase, Draw::kEagerness) % kEagerness.size()];
@@ -146,17 +150,75 @@ void Scheduler::enqueue(c10::Stream stream, Task task) {
   if (count) run_some(count);
 }
 
+void Scheduler::run_at_once(c10::Stream stream, Task task) {
+  if (!num_queued_ && (!task.waits_for || task.waits_for->is_reached)) {
+    TaskScope scope;
+    if (task.run) task.run();
+    reach(task.reaches);
+    return;
+  }
+  append(stream, std::move(task));
+  {
+    WithoutGil without_gil;
+    while (run_one(nullptr)) {}
+  }
+  raise_failure();
+}
+
 // ------------------------------------------------------------------ events
 
 MarkerPtr Scheduler::record(c10::Stream stream) {
   auto marker = std::make_shared<Marker>();
   marker->stream = stream;
+  if (const auto recorder = recorder_of(stream)) marker->recorded_in = recorder->number;
   enqueue(stream, {"record", {}, nullptr, marker});
   return marker;
 }
 
 void Scheduler::wait(c10::Stream stream, const MarkerPtr& marker) {
-  if (marker && !marker->is_reached) enqueue(stream, {"wait", {}, marker, nullptr});
+  if (!marker) return;
+  if (const auto recorder = this->recorder())
+    if (recorder->add_wait(stream, marker)) return;
+  refuse_if_recorded(marker, "a stream waits for it");
+  if (!marker->is_reached) enqueue(stream, {"wait", {}, marker, nullptr});
+}
+
+// ------------------------------------------------------------------ recording
+
+void Scheduler::begin_recording(RecorderPtr recorder) {
+  std::lock_guard lock(recorders_);
+  TORCH_CHECK(!recorder_, "npu: a second capture or update at the same time is not emulated");
+  recorder_ = std::move(recorder);
+  is_recording_ = true;
+}
+
+void Scheduler::end_recording() {
+  RecorderPtr ended;  // what it holds goes without the lock
+  std::lock_guard lock(recorders_);
+  ended.swap(recorder_);
+  is_recording_ = false;
+}
+
+RecorderPtr Scheduler::recorder() const {
+  if (!is_recording_) return nullptr;
+  std::lock_guard lock(recorders_);
+  return recorder_;
+}
+
+RecorderPtr Scheduler::recorder_of(c10::Stream stream) const {
+  auto recorder = this->recorder();
+  return recorder && recorder->takes(stream) ? recorder : nullptr;
+}
+
+void Scheduler::refuse_while_recorded(c10::Stream stream, const char* what) const {
+  if (const auto recorder = recorder_of(stream)) recorder->refuse(what);
+}
+
+void Scheduler::refuse_if_recorded(const MarkerPtr& marker, const char* what) const {
+  if (!marker || !marker->recorded_in) return;
+  const auto recorder = this->recorder();
+  if (recorder && recorder->number == marker->recorded_in) recorder->refuse(what);
+  TORCH_CHECK(false, "npu: the event was recorded in a capture, and ", what);
 }
 
 // ------------------------------------------------------------------ what runs next
@@ -178,7 +240,8 @@ bool Scheduler::is_runnable(const Queue& queue) {
 
 // What has to run first so that this one gets on.
 Scheduler::Queue* Scheduler::next_towards(Queue* queue) {
-  while (!queue->tasks.empty() && !queue->is_running) {
+  // Streams that wait for each other until an external event comes go in circles.
+  for (size_t steps = by_stream_.size() + 1; steps && !queue->tasks.empty() && !queue->is_running; --steps) {
     const auto& marker = queue->tasks.front().waits_for;
     if (!marker || marker->is_reached) return queue;
     queue = &queue_of(marker->stream);
@@ -229,6 +292,7 @@ bool Scheduler::run_one(Queue* wanted) {
   execute(task, queue->id);
   std::lock_guard lock(queues_);
   queue->is_running = false;
+  --num_queued_;
   ++queue->num_finished;
   if (queue->is_transient && queue->tasks.empty())
     for (auto one = transient_.begin(); one != transient_.end(); ++one)
@@ -262,7 +326,7 @@ void Scheduler::run_some(uint64_t count) {
 
 void Scheduler::run_until(Queue* wanted, const std::function<bool()>& is_done) {
   TORCH_CHECK(!is_in_task(), "npu: a kernel's body waits for the device. It takes CPU tensors only.");
-  if (is_late_) {
+  if (is_late_ || num_queued_) {
     WithoutGil without_gil;
     while (!is_done())
       TORCH_CHECK(run_one(wanted) || is_done(), "npu: nothing can run, and somebody waits (seed ", seed_, ")");
@@ -290,6 +354,7 @@ void Scheduler::raise_failure() {
 // ------------------------------------------------------------------ waiting
 
 void Scheduler::synchronize(c10::Stream stream) {
+  refuse_while_recorded(stream, "the host waits for its stream");
   Queue* queue;
   uint64_t end;
   {
@@ -305,6 +370,7 @@ void Scheduler::synchronize(c10::Stream stream) {
 
 void Scheduler::synchronize(const MarkerPtr& marker) {
   if (!marker) return;
+  refuse_if_recorded(marker, "the host waits for it");
   Queue* queue;
   {
     std::lock_guard lock(queues_);
@@ -314,10 +380,13 @@ void Scheduler::synchronize(const MarkerPtr& marker) {
 }
 
 void Scheduler::synchronize_device() {
+  const auto recorder = this->recorder();
+  if (recorder && recorder->memory()) recorder->refuse("the host waits for the device");  // a capture, of whatever thread
   run_until(nullptr, [this] { return num_pending() == 0; });
 }
 
 bool Scheduler::query(c10::Stream stream) {
+  refuse_while_recorded(stream, "the host asks whether its stream is done");
   uint64_t count = 0;
   {
     std::lock_guard lock(queues_);
@@ -332,6 +401,7 @@ bool Scheduler::query(c10::Stream stream) {
 }
 
 bool Scheduler::query(const MarkerPtr& marker) {
+  refuse_if_recorded(marker, "the host asks whether it has passed");
   if (!marker || marker->is_reached) return true;
   query(marker->stream);
   return marker->is_reached;

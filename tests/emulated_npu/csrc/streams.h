@@ -32,6 +32,7 @@ constexpr auto kNpu = c10::DeviceType::PrivateUse1;
 struct Marker {
   std::atomic<bool> is_reached{false};
   std::atomic<double> time_s{0};
+  uint64_t recorded_in = 0;  // the recorder's number; 0 for a marker of a queue
   c10::Stream stream{c10::Stream::DEFAULT, c10::Device(kNpu, 0)};
 };
 using MarkerPtr = std::shared_ptr<Marker>;
@@ -42,6 +43,32 @@ struct Task {
   MarkerPtr waits_for;        // not run before
   MarkerPtr reaches;          // reached when run
 };
+
+class Block;
+struct GraphMemory;
+
+// Takes the work of some streams in the place of their queues: a capture, or an update (graphs.h).
+class Recorder {
+ public:
+  Recorder();
+  virtual ~Recorder() = default;
+  Recorder(const Recorder&) = delete;
+  Recorder& operator=(const Recorder&) = delete;
+
+  virtual bool takes(c10::Stream stream) const = 0;
+  virtual void add(c10::Stream stream, Task task) = 0;
+  // Takes a stream's wait for an event, or not.
+  virtual bool add_wait(c10::Stream stream, const MarkerPtr& marker) = 0;
+  // What the memory belongs to that is allocated on a stream whose work is taken; null: to nobody.
+  virtual std::shared_ptr<GraphMemory> memory() const { return nullptr; }
+  virtual void note_allocated(const std::shared_ptr<Block>&) {}
+  virtual void note_freed(const std::shared_ptr<Block>&) {}
+  // Raises: this must not be done meanwhile.
+  [[noreturn]] virtual void refuse(const std::string& what) = 0;
+
+  const uint64_t number;
+};
+using RecorderPtr = std::shared_ptr<Recorder>;
 
 class Scheduler {
  public:
@@ -55,7 +82,14 @@ class Scheduler {
   c10::Stream current_stream(c10::DeviceIndex device) const;
   c10::Stream exchange_current_stream(c10::Stream stream);
 
-  // Appends to a stream, and runs some work if the seed says so.
+  // One at a time. Without one, work goes to the queues.
+  void begin_recording(RecorderPtr recorder);
+  void end_recording();
+  // The recorder that takes the work of a stream, if one does.
+  RecorderPtr recorder_of(c10::Stream stream) const;
+
+  // Appends to a stream, and runs some work if the seed says so. Without a seed the work runs, unless
+  // it waits for an event that is to come: then the stream goes on when that has come.
   void enqueue(c10::Stream stream, Task task);
   // Appends only: for destructors.
   void append(c10::Stream stream, Task task);
@@ -93,6 +127,10 @@ class Scheduler {
   MarkerPtr tail(Queue& queue, c10::Stream stream);
   uint64_t draw(const Queue& queue, uint64_t sequence, Draw purpose) const;
   double draw_share(const Queue& queue, uint64_t sequence, Draw purpose) const;
+  RecorderPtr recorder() const;
+  void refuse_while_recorded(c10::Stream stream, const char* what) const;
+  void refuse_if_recorded(const MarkerPtr& marker, const char* what) const;
+  void run_at_once(c10::Stream stream, Task task);
   static bool is_runnable(const Queue& queue);
   Queue* next_towards(Queue* queue);
   Queue* next_of_all();
@@ -109,6 +147,10 @@ class Scheduler {
   std::vector<std::unique_ptr<Queue>> transient_;
   int64_t num_streams_ = 0;
   int64_t num_transient_ = 0;
+  std::atomic<size_t> num_queued_{0};  // tasks that are in queues, or run from there
+  mutable std::mutex recorders_;
+  RecorderPtr recorder_;
+  std::atomic<bool> is_recording_{false};
   std::atomic<bool> is_late_{false};
   std::atomic<bool> has_failed_{false};
   uint64_t seed_ = 0;

@@ -74,6 +74,11 @@ at::Tensor view_of(const at::Tensor& base, const at::Tensor& like) {
   return shaped_like(like, base.storage(), keys, c10::TensorImpl::VIEW);
 }
 
+at::Tensor weak_reference(const at::Tensor& tensor) {
+  const auto keys = tensor.key_set().remove(c10::DispatchKey::Conjugate).remove(c10::DispatchKey::Negative);
+  return shaped_like(tensor, weak_storage_of(tensor.storage()), keys);
+}
+
 at::Tensor to_meta(const at::Tensor& tensor) {
   if (!tensor.defined()) return tensor;
   c10::DataPtr nothing(nullptr, c10::Device(c10::kMeta));

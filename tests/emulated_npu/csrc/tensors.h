@@ -40,6 +40,9 @@ at::Tensor to_npu_now(const at::Tensor& cpu);
 // A tensor with another's storage and keys: what is made outside of inference mode stays normal.
 at::Tensor view_of(const at::Tensor& base, const at::Tensor& like);
 
+// The same tensor, which does not keep its memory: torch_npu's reference for what a graph has.
+at::Tensor weak_reference(const at::Tensor& tensor);
+
 // A tensor without bytes, for kernels that know shapes only.
 at::Tensor to_meta(const at::Tensor& tensor);
 

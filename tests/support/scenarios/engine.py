@@ -128,7 +128,10 @@ def load_nothing(worker: Any, is_on: bool) -> None:
 
 
 def _allow_compilation() -> None:
-    """Allow compilation. `processes.ENGINE_ENVIRON` turns it off for all processes."""
+    """Allow compilation. `processes.ENGINE_ENVIRON` turns it off for all processes.
+
+    The emulated NPU does not compile: README.md of ``tests/emulated_npu``.
+    """
     import torch._dynamo
 
     os.environ |= {"TORCHDYNAMO_DISABLE": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"}
@@ -147,7 +150,7 @@ class Engine:
 
         self.plan = plan
         arguments = COMMON | dict(self.defaults) | plan["engine"]
-        if not arguments["enforce_eager"]:
+        if not arguments["enforce_eager"] and "torch_npu" not in sys.modules:
             _allow_compilation()
         self.llm = LLM(plan["model"], **arguments)
         self.request_ids = count()
@@ -165,6 +168,7 @@ class Engine:
         self.has_connector = False
         self.worker_side: Any = None  # Several workers have their own processes.
         self.batched_copies.clear()
+        self.first_replay = self.num_replays()
         if core is None:
             return
         self.scheduler = core.scheduler
@@ -318,10 +322,16 @@ class Engine:
             "is_v2_runner": self.scheduler.use_v2_model_runner,
             "left": self.left(),
             "batched copies": dict(self.batched_copies),
+            "replays": self.num_replays() - self.first_replay,
         }
         if self.has_connector:
             report["own"] = self.side.counters.totals()
         return report
+
+    def num_replays(self) -> int:
+        """The replays of graphs on the emulated NPU. Zero on other devices."""
+        emulation = sys.modules.get("torch_npu.emulation")
+        return int(emulation.num_replays()) if emulation else 0
 
     @property
     def batched_copies(self) -> Counter[str]:

@@ -71,6 +71,8 @@ NPU = Platform(
         "PYTHONHASHSEED": "0",
         # With this variable, each process would compile everything that it imports.
         "PYTHONDONTWRITEBYTECODE": "",
+        # Models with graphs are of vLLM's mode with compilation, which is turned off above.
+        "VLLM_USE_AOT_COMPILE": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
     },
 )

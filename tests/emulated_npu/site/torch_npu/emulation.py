@@ -19,3 +19,8 @@ def set_seed(seed: int | None) -> None:
 def num_in_flight() -> int:
     """Number of enqueued operations that have not run, including waits and records of events."""
     return _emulator.num_in_flight()
+
+
+def num_replays() -> int:
+    """Number of replays of graphs in this process."""
+    return _emulator.num_replays()

@@ -15,7 +15,8 @@ tests call it with CPU tensors. Two decorators give it to the device and leave t
   its arguments.
 
 A name is one of ``torch_npu``. With the prefix ``_C_ascend.`` it is one of vLLM-Ascend's own
-library, or the operator's schema if the body's signature does not determine it.
+library, or the operator's schema if the body's signature does not determine it. A name that ends in
+`OUT` is a variant of an operator of ``torch_npu``.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ Outputs = Callable[[SimpleNamespace], Sequence[tuple[Sequence[int], torch.dtype]
 """Returns shapes and types of the results. Its parameter has the arguments of the call, by name."""
 Returned = Callable[[list[torch.Tensor], SimpleNamespace], Any]
 """Returns the caller's value. Its parameters are the outputs and the arguments of the call."""
+
+OUT = ".out"
+"""The end of the name of an operator that writes to given tensors.
+
+It is an attribute of the operator that has the rest of the name.
+"""
 
 _library = torch.library.Library("_C_ascend", "FRAGMENT")
 _of_torch_npu: dict[str, Body] = {}
@@ -84,6 +91,8 @@ def register_operators() -> dict[str, Body]:
     """Define vLLM-Ascend's operators, and return the operators of ``torch_npu`` by name."""
     for module in pkgutil.iter_modules(importlib.import_module("torch_npu.operators").__path__):
         importlib.import_module(f"torch_npu.operators.{module.name}")
+    for name in [name for name in _of_torch_npu if name.endswith(OUT)]:
+        vars(_of_torch_npu[name.removesuffix(OUT)])["out"] = _of_torch_npu.pop(name)
     return _of_torch_npu
 
 

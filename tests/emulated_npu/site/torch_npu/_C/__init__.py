@@ -4,12 +4,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch_npu import _emulator
 
-
-class _NPUTaskGroupHandle:
-    """State of graphs, which are not emulated."""
-
-
-def _weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+_NPUTaskGroupHandle = _emulator.TaskGroup
+_weak_ref_tensor = _emulator.weak_reference

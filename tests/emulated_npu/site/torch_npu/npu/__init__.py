@@ -9,24 +9,11 @@ import types
 import torch
 
 from torch_npu.npu.devices import *  # noqa: F403
+from torch_npu.npu.graphs import *  # noqa: F403
 from torch_npu.npu.memory import *  # noqa: F403
 from torch_npu.npu.streams import *  # noqa: F403
 
 config = types.SimpleNamespace(allow_internal_format=True)
-
-
-class NPUGraph:
-    def __init__(self, *arguments: object, **named: object) -> None:
-        raise NotImplementedError("graphs are not emulated: use enforce_eager")
-
-
-def graph_pool_handle() -> tuple[int, int]:
-    """The handle of memory that graphs would share. Graphs are not emulated."""
-    return (0, 0)
-
-
-def is_current_stream_capturing() -> bool:
-    return False
 
 
 def is_available() -> bool:

@@ -69,9 +69,6 @@ class Event(torch.Event):
         return _emulator.elapsed_ms(self.event_id, later.event_id)
 
 
-ExternalEvent = Event
-
-
 def _known_stream(stream_id: int, index: int) -> Stream:
     return Stream(stream_id=stream_id, device_index=index, device_type=NPU)
 

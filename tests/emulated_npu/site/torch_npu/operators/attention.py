@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_npu.kernels import kernel_operator, operator, require
+from torch_npu.kernels import kernel_operator, nothing, operator, require
 from torch_npu.operators.paged_cache import read_pages
 
 UNLIMITED = 2147483647
@@ -210,6 +210,55 @@ def npu_fused_infer_attention_score_v2(
     return output, lse if return_softmax_lse else torch.zeros(1)
 
 
+# Graphs have attention in this form. Their updates give it other lengths and the same memory.
+
+
+def workspace(query: Tensor, *others: Tensor, **options: Any) -> Tensor:
+    """Memory that the operator would compute in, of which one byte is enough here."""
+    return torch.empty(1, dtype=torch.uint8, device=query.device)
+
+
+operator("_npu_fused_infer_attention_score_get_max_workspace")(workspace)
+operator("_npu_fused_infer_attention_score_v2_get_max_workspace")(workspace)
+
+
+def write(out: Sequence[Tensor], output: Tensor, lse: Tensor, has_lse: bool) -> None:
+    """Write the results to ``out``: the output, and the logarithms if they were asked for."""
+    out[0].copy_(output.view(out[0].shape))
+    if has_lse:
+        out[1].copy_(lse.view(out[1].shape))
+
+
+@kernel_operator("npu_fused_infer_attention_score.out")
+def npu_fused_infer_attention_score_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    workspace: Tensor,
+    out: Sequence[Tensor],
+    **options: Any,
+) -> None:
+    """Writes the results of ``npu_fused_infer_attention_score`` to ``out``."""
+    found = npu_fused_infer_attention_score(query, key, value, **options)
+    write(out, *found, options.get("softmax_lse_flag", False))
+
+
+@kernel_operator("npu_fused_infer_attention_score_v2.out", nothing, None, ["options"])
+def npu_fused_infer_attention_score_v2_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    workspace: Tensor,
+    out: Sequence[Tensor],
+    **options: Any,
+) -> None:
+    """Writes the results of ``npu_fused_infer_attention_score_v2`` to ``out``."""
+    found = npu_fused_infer_attention_score_v2(query, key, value, **options)
+    write(out, *found, options.get("return_softmax_lse", False))
+
+
 def _check(
     name: str,
     mask: Mask,
@@ -280,3 +329,12 @@ def _rows(
 def npu_fusion_attention(*args: object, **kwargs: object) -> None:
     """Exists because transformers imports it. vllm-ascend calls it only for encoders."""
     raise NotImplementedError("npu_fusion_attention is not emulated")
+
+
+@operator("_npu_paged_attention")
+def _npu_paged_attention(*args: object, **kwargs: object) -> None:
+    """Exists because updates of graphs compare operators with it.
+
+    vllm-ascend calls it only for decode steps of the sizes that an option names.
+    """
+    raise NotImplementedError("_npu_paged_attention is not emulated")
