@@ -42,6 +42,7 @@ NOT_IN_SAMPLE = (
     "test_kernel_or_dma.py",
     "test_kimi_states.py",
     "test_official_answers.py",
+    "test_prefill_decode.py",
     "test_serve_lines.py",
     "test_settings_start.py",
     "test_several_connectors.py",

@@ -249,11 +249,15 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> bool:
         """Store a request that vLLM-Ascend's recompute scheduler is about to preempt.
 
+        The other way costs a prefill on another node, a transfer, and the queues of both. Nothing
+        here measures that, and a decode node measures no prefill either.
+
         Returns:
-            Whether the request can go on from host memory. Otherwise that scheduler ends it, and the
-            proxy sends it to a prefill node again.
+            Whether the request can go on from host memory. Otherwise that scheduler ends it, and
+            the proxy sends it to a prefill node again.
         """
-        return self.scheduler_side is not None and self.scheduler_side.preempt(request)
+        side = self.scheduler_side
+        return side is not None and side.preempt(request, at_any_cost=True)
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """The Mooncake connectors of vLLM-Ascend, whose engine is the one of `transfer_engine`.
 
-    {"kv_connector": "MooncakeConnectorV1", "kv_connector_module_path": MODULE}
+{"kv_connector": "MooncakeConnectorV1", "kv_connector_module_path": MODULE}
 """
 
 from __future__ import annotations

@@ -69,10 +69,10 @@ class Conversations:
         num_rounds = 0
         while waiting or running:
             num_rounds += 1
-            if waiting and rng.random() < 0.5:
-                running.append(self.proxy.send(waiting.pop(), rng.choice((8, 24, 120))))
+            if waiting and rng.random() < 0.8:
+                running.append(self.proxy.send(waiting.pop(), rng.choice((8, 100, 250))))
                 if rng.random() < 0.35:
-                    leaving[running[-1].request_id] = num_rounds + rng.randrange(40)
+                    leaving[running[-1].request_id] = num_rounds + rng.randrange(60)
             self.proxy.pump(0.005)
             if num_rounds == 60 and is_held:
                 decode.call("let_transfers_go")

@@ -11,6 +11,7 @@ messages are `nodes.Reply` and `nodes.Output`.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -200,10 +201,8 @@ def main() -> None:
     from support.prefill_decode.nodes import Reply
 
     connection.send(Reply("ready"))
-    try:
+    with contextlib.suppress(EOFError):  # The test has ended.
         node.run()
-    except EOFError:
-        pass  # The test has ended.
     os._exit(0)  # Threads of Mooncake's connector would not end.
 
 

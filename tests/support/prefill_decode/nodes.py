@@ -52,6 +52,7 @@ class NodeProcess:
         self, name: str, folder: Path, plan: Plan, environ: Mapping[str, str] | None = None
     ) -> None:
         self.name = name
+        self.plan = plan
         self.outputs: deque[Output] = deque()
         self._log_path = folder / f"{name}.log"
         plan_path = folder / f"{name}.json"

@@ -25,12 +25,14 @@ class Deployment(NamedTuple):
         order: The connectors of a node, by ``mooncake`` and ``kvext``.
         num_devices: The tensor-parallel size of both nodes.
         host_memory_gib: Of each node.
+        load_if_slower: Whether KvextConnector ignores what its loads and stores cost.
     """
 
     mooncake: str = "MooncakeConnectorV1"
     order: tuple[str, ...] = ("mooncake", "kvext")
     num_devices: int = 1
     host_memory_gib: float = 0.25
+    load_if_slower: bool = True
 
     def plan(
         self,
@@ -58,7 +60,11 @@ class Deployment(NamedTuple):
     def _transfer_config(self, role: str) -> dict[str, Any]:
         sizes = {name: {"dp_size": 1, "tp_size": self.num_devices} for name in ROLES}
         node = {"kv_role": role, "kv_port": free_port(), "kv_load_failure_policy": "recompute"}
-        own = connector(host_memory_gib=self.host_memory_gib, store_policy="all")
+        own = connector(
+            host_memory_gib=self.host_memory_gib,
+            store_policy="all",
+            load_if_slower=self.load_if_slower,
+        )
         of = {
             "kvext": own["kv_transfer_config"],
             "mooncake": {

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
 """Mooncake's transfer engine over TCP, whose reads can wait, fail, or bring zeros.
 
-vLLM-Ascend asks Mooncake for the protocol ``ascend``, which needs the network of a device. Memory of
-the emulated NPU is memory of the process, so TCP can read it.
+vLLM-Ascend asks Mooncake for the protocol ``ascend``, which needs the network of a device. Memory
+of the emulated NPU is memory of the process, so TCP can read it.
 """
 
 from __future__ import annotations

@@ -551,8 +551,11 @@ class ConnectorScheduler:
         self._lacked_blocks = True
         return self._stores.give_way(to_running)
 
-    def preempt(self, request: Request) -> bool:
+    def preempt(self, request: Request, at_any_cost: bool = False) -> bool:
         """A running request is about to be preempted; its blocks are still there.
+
+        Args:
+            at_any_cost: Whether it is stored although computing its tokens may cost less.
 
         Returns:
             Whether it can go on from host memory. Otherwise it computes its tokens again.
@@ -562,7 +565,7 @@ class ConnectorScheduler:
         state = self._states[request.request_id]
         is_whole = False
         num_bytes = self._stores.swap_bytes(request, state)
-        if self._cost.pays_out_and_back(num_bytes, request.num_computed_tokens):
+        if at_any_cost or self._cost.pays_out_and_back(num_bytes, request.num_computed_tokens):
             jobs, is_whole = self._stores.swap_out(request, state)
             self._swaps += jobs
             if is_whole:
