@@ -125,6 +125,12 @@ class Node:
 
         _transfers().fault = Fault(fault)
 
+    def set_seed(self, seed: int) -> None:
+        """Let streams be late from now on, in the order of this seed."""
+        from torch_npu import emulation
+
+        emulation.set_seed(seed)
+
     def load_nothing(self, is_on: bool) -> None:
         """Let loads from host memory succeed without moving anything, or move again."""
         from support.scenarios.engine import load_nothing
