@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from emulated_plans import CROWDED_BLOCKS, pool_of
+from support import mooncake
 from support.prefill_decode.conversations import Conversations
 from support.prefill_decode.nodes import NodeProcess
 from support.prefill_decode.plans import Deployment
@@ -44,6 +45,7 @@ def start(
 
     With the plan of a node that has ended, another node takes its place.
     """
+    mooncake.require()
     nodes: list[NodeProcess] = []
 
     def start(
@@ -84,6 +86,11 @@ def nodes(proxy: Proxy) -> Iterator[Proxy]:
     """The nodes, whose caches are empty. After the test, nothing is left for ended requests."""
     forget(proxy)
     yield proxy
+    # A test that has failed may have left these.
+    proxy.decode.call("let_transfers_go")
+    proxy.decode.call("set_fault", "none")
+    for node in proxy.nodes:
+        node.call("load_nothing", False)
     check_nothing_is_left(proxy)
 
 
