@@ -43,6 +43,7 @@ NOT_IN_SAMPLE = (
     "test_kimi_states.py",
     "test_late_graphs.py",
     "test_official_answers.py",
+    "test_prefill_decode.py",
     "test_serve_lines.py",
     "test_settings_start.py",
     "test_several_connectors.py",

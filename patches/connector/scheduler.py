@@ -144,6 +144,7 @@ class ConnectedScheduler:
         if not (scheduler.use_v2_model_runner and scheduler.needs_kv_cache_zeroing):
             methods.append(self._preempt_request)
         else:
+            side.keeps_preempted = False
             logger.info(
                 "KvextConnector: preempted requests are computed again: vLLM's V2 model runner "
                 "zeroes their pages before they could be stored; VLLM_USE_V2_MODEL_RUNNER=0 runs "

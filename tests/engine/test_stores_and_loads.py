@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -226,6 +227,42 @@ def test_a_preempted_request_goes_out_where_that_pays(pays: bool) -> None:
         assert engine.side._stores.queue.lacks_blocks
         serve(engine)
         assert engine.side.counters.swapped_requests == pays
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_recompute_scheduler_hears_whether_a_request_can_go_on(keeps: bool) -> None:
+    """vLLM-Ascend's recompute scheduler asks before it preempts. It ends what cannot go on."""
+    with engine_of(GPT_OSS, reserve_full_prompt=False) as engine:
+        request = engine.add_request(plan_of("first", PROMPT, max_tokens=40))
+        while request.num_output_tokens < 10 or engine.side.has_transfers:
+            engine.step()
+        engine.side.keeps_preempted = keeps
+        connector = engine.scheduler.connector
+        with mock.patch.object(TransferCost, "pays_out_and_back", return_value=False):
+            answer = connector.update_state_before_preempt(request, (), request.num_computed_tokens)
+        assert answer is keeps
+        assert engine.side.counters.swapped_requests == keeps
+        engine.scheduler.running.remove(request)
+        type(engine.scheduler)._preempt_request(engine.scheduler, request, 0.0)
+        serve(engine)
+        check_nothing_is_left(engine)
+
+
+def test_what_a_prefill_node_sends_is_left_to_another_connector() -> None:
+    """The other connector sets the parameter to False. From then on, the request is looked up."""
+    with engine_of(FULL) as engine:
+        engine.add_request(plan_of("first", PROMPT, max_tokens=1))
+        serve(engine)
+        engine.scheduler.reset_prefix_cache()
+        request = engine.add_request(plan_of("second", PROMPT, max_tokens=1))
+        request.kv_transfer_params = {"do_remote_prefill": True}
+        side = engine.side
+        side._view = replace(side._view, has_other_connectors=True)
+        assert side.get_num_new_matched_tokens(request, 0) == 0
+        request.kv_transfer_params["do_remote_prefill"] = False
+        assert side.get_num_new_matched_tokens(request, 0) == HIT_TOKENS
+        serve(engine)
+        check_nothing_is_left(engine)
 
 
 def test_what_nobody_asked_for_holds_less_and_goes_last() -> None:

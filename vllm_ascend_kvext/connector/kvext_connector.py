@@ -244,6 +244,21 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # These requests go on when their holes are computed, see ``patches.connector``.
             connector_output.finished_recving = set(finished) - with_holes
 
+    def update_state_before_preempt(
+        self, request: Request, block_ids: tuple[list[int], ...], num_computed_tokens: int
+    ) -> bool:
+        """Store a request that vLLM-Ascend's recompute scheduler is about to preempt.
+
+        The other way costs a prefill on another node, a transfer, and the queues of both. Nothing
+        here measures that, and a decode node measures no prefill either.
+
+        Returns:
+            Whether the request can go on from host memory. Otherwise that scheduler ends it, and
+            the proxy sends it to a prefill node again.
+        """
+        side = self.scheduler_side
+        return side is not None and side.preempt(request, at_any_cost=True)
+
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:

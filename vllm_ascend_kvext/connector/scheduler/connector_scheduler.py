@@ -86,6 +86,7 @@ class ConnectorScheduler:
 
     Attributes:
         computes_holes: Whether steps may compute rows that belong to no scheduled request.
+        keeps_preempted: Whether preempted requests are stored.
         references: Keeps blocks from being reallocated. Its new ids are the blocks that holes get
             in the step that is being scheduled.
         extension: The scheduler side of the extension. Without an extension, it has all defaults.
@@ -122,6 +123,7 @@ class ConnectorScheduler:
         self._tokens_per_page = layout.tokens_per_page.values()
         refusal = _why_no_holes(view, layout, options.state_policy)
         self.computes_holes = options.hole_reuse and refusal is None
+        self.keeps_preempted = True
         if options.hole_reuse and refusal is not None:
             logger.warning("KvextConnector: hole_reuse is off: %s.", refusal)
         self.tier = HostTier(
@@ -237,7 +239,7 @@ class ConnectorScheduler:
         # Before the first comparison, what may be found are rows of an extension that no workers
         # share, and what a tier brings, which was compared where it was computed.
         is_compared = self._finds_others or not self._check.is_first
-        may_load = rule is LookupRule.LOOK_UP and is_compared
+        may_load = rule is LookupRule.LOOK_UP and is_compared and not self._is_sent(request)
         state = self._states[request.request_id]
         if may_load:
             pieces = partial(self.extension.pieces_to_get, request.request_id)
@@ -246,6 +248,18 @@ class ConnectorScheduler:
         num_tokens = self._loads.match(request, state, num_computed_tokens, may_load)
         self._is_asked = num_tokens is not None
         return num_tokens
+
+    def _is_sent(self, request: Request) -> bool:
+        """Whether a prefill node sends the KV of a request, which another connector receives.
+
+        That connector also tells the prefill node to release the KV. vLLM-Ascend's connectors end
+        the engine if they are told of such a request, and do not load it. In their first call, they
+        set the parameter to False.
+        """
+        if not self._view.has_other_connectors:
+            return False
+        params = getattr(request, "kv_transfer_params", None)
+        return bool(params and params.get("do_remote_prefill"))
 
     def update_state_after_alloc(
         self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int
@@ -537,18 +551,27 @@ class ConnectorScheduler:
         self._lacked_blocks = True
         return self._stores.give_way(to_running)
 
-    def preempt(self, request: Request) -> None:
-        """A running request is about to be preempted; its blocks are still there."""
-        if not self._may_store(request):
-            return  # The request computes its tokens again.
+    def preempt(self, request: Request, at_any_cost: bool = False) -> bool:
+        """A running request is about to be preempted; its blocks are still there.
+
+        Args:
+            at_any_cost: Whether it is stored although computing its tokens may cost less.
+
+        Returns:
+            Whether it can go on from host memory. Otherwise it computes its tokens again.
+        """
+        if not (self.keeps_preempted and self._may_store(request)):
+            return False
         state = self._states[request.request_id]
+        is_whole = False
         num_bytes = self._stores.swap_bytes(request, state)
-        if self._cost.pays_out_and_back(num_bytes, request.num_computed_tokens):
+        if at_any_cost or self._cost.pays_out_and_back(num_bytes, request.num_computed_tokens):
             jobs, is_whole = self._stores.swap_out(request, state)
             self._swaps += jobs
             if is_whole:
                 self.counters.swapped_requests += 1
         self._stores.release_held(state.progress)
+        return is_whole
 
     # Resets and reports.
 
