@@ -230,8 +230,8 @@ def run(
         if not name.startswith(("VLLM_ASCEND_KVEXT_", "VLLM_PREFIX_CACHE_"))
     }
     environ = {**inherited, **platform.environ, **environ}
-    # What is preloaded depends on this variable.
-    is_preloaded = "VLLM_USE_V2_MODEL_RUNNER" not in environ
+    # With the V2 runner, Triton is imported otherwise.
+    is_preloaded = environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1"
     with tempfile.NamedTemporaryFile("r", errors="replace") as log:
         program = preloaded.Program(
             [str(script), *arguments],
