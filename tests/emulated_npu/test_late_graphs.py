@@ -13,7 +13,9 @@ from functools import cache
 from typing import Any
 
 import pytest
-from emulated_plans import PIECES
+from emulated_plans import IS_0_23, PIECES
+
+pytestmark = pytest.mark.skipif(IS_0_23, reason="models with graphs have not been run there")
 
 NUM_SEEDS = 60
 FULL, PIECEWISE = "FULL_DECODE_ONLY", "PIECEWISE"
