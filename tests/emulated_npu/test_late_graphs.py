@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 from emulated_plans import IS_0_23, PIECES
 
-pytestmark = pytest.mark.skipif(IS_0_23, reason="models with graphs have not been run there")
+pytestmark = [
+    pytest.mark.skipif(IS_0_23, reason="models with graphs have not been run there"),
+    pytest.mark.timeout(3600),
+]
 
 NUM_SEEDS = 60
 FULL, PIECEWISE = "FULL_DECODE_ONLY", "PIECEWISE"
