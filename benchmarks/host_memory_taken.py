@@ -7,9 +7,10 @@
 Each worker is a process of its own, without an engine around it. ``taken`` is the proportional
 share (Pss) of all workers together with their page tables, by what was asked for. Files, such as
 libraries, are left out: their share changes with every process that starts or ends beside. It needs
-Linux 5.4. ``Shmem`` and
-``group`` say by how much the machine's shared memory has grown, and what is counted for the control
-group of this process; whatever else runs there disturbs them. ``left`` is Pss after the end.
+Linux 5.4. ``left`` is the same after the end.
+
+``Shmem`` and ``group`` say by how much the machine's shared memory has grown, and what is counted
+for the control group of this process; whatever else runs there disturbs them.
 
 ``apart`` is memory of each worker, ``shared`` is one memory for all of them. ``torch`` is memory of
 each worker that torch pins; beside a CPU it pins none. ``--device npu`` needs an NPU, or the
