@@ -17,6 +17,7 @@ from typing import Any
 from support.scenarios import connector, scenario
 from support.scenarios.engine import VOCABULARY_TOKENS, Tokens, random_tokens
 from support.scenarios.processes import IS_V2_RUNNER, Plan
+from support.upstream_version import IS_SINCE_0_30
 
 NUM_DRAFT_TOKENS = 2
 
@@ -154,10 +155,28 @@ def _complete_cpu() -> None:
     # Weights and convolutions of CPUs with these instructions are bfloat16 only.
     torch.cpu._is_avx512_bf16_supported = torch.cpu._is_amx_tile_supported = lambda: False
     gated_delta_rule.install()
+    if not IS_SINCE_0_30:
+        _activate_experts()
     if IS_V2_RUNNER:
         _interpret_fewer_programs()
     else:
         first_runner.install()
+
+
+def _activate_experts() -> None:
+    """Give experts an activation that needs no configuration.
+
+    On a CPU without AVX-512, vLLM 0.23 makes a layer of it in each step, and that fails.
+    """
+    from torch.nn import functional
+    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    def silu_and_mul(gates_and_values: Any) -> Any:
+        gates, values = gates_and_values.chunk(2, dim=-1)
+        return functional.silu(gates) * values
+
+    cpu_fused_moe._CPU_MOE_ACT_FN[MoEActivation.SILU] = silu_and_mul
 
 
 def _interpret_fewer_programs() -> None:
