@@ -44,6 +44,7 @@ NOT_IN_SAMPLE = (
     "test_late_graphs.py",
     "test_official_answers.py",
     "test_prefill_decode.py",
+    "test_quantization.py",
     "test_serve_lines.py",
     "test_settings_start.py",
     "test_several_connectors.py",
@@ -128,6 +129,7 @@ QUICK_ON_EMULATED_NPU = (
     "test_graphs.py",
     "test_host_memory.py",
     "test_operators.py",
+    "test_quantized_operators.py",
     "test_streams.py",
 )
 """The files of `tests/emulated_npu` that start no engine. They share a process."""
@@ -146,6 +148,8 @@ ON_OTHER_EMULATED_NPUS = (
     "test_official_answers.py",
     "test_official_lines.py",
     "test_operators.py",
+    "test_quantization.py",
+    "test_quantized_operators.py",
     "test_settings_start.py",
     "test_several_connectors.py",
     "test_state_drafts.py",
@@ -154,6 +158,7 @@ ON_OTHER_EMULATED_NPUS = (
     "test_states_beside_connectors.py",
     "test_states_inside_blocks.py",
     "test_state_steps.py",
+    "test_upstream_reports_on_npu.py",
     "test_window_blocks.py",
 )
 """The files of `tests/emulated_npu` that also run with other releases of vLLM-Ascend."""

@@ -31,6 +31,7 @@ REPAIRS = (
     Feature("accepted-drafts", default_on=True),
     Feature("state-columns", default_on=True),
     Feature("multi-connector-handshakes", default_on=True),
+    Feature("c8-beside-connectors", default_on=True),
     ALIGNED_STEPS,
 )
 """Repairs of upstream defects. They are on by default, and independent of each other."""

@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
 _ACCEPTED_DRAFTS = "accepted-drafts"
-"""The name of a repair."""
+_C8_BESIDE_CONNECTORS = "c8-beside-connectors"
+"""Names of repairs."""
 
 
 def connect(wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
@@ -63,7 +64,7 @@ def connect(wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kw
     log_least_prompt(scheduler.kv_cache_manager.coordinator)
     connector = connector_of(scheduler)
     if connector is not None:
-        _require_states_of_drafts(scheduler)
+        _require_repairs(scheduler)
         if scheduler.connector is connector:
             # Upstream frees blocks late, because loads of other connectors do not wait for steps
             # in flight. Meanwhile, it refuses a reset. Our loads wait, see ``compute_fence``.
@@ -83,7 +84,7 @@ def connect_by_blocks(
     connector = connector_of(scheduler)
     if connector is not None:
         _require_recovery(scheduler)
-        _require_states_of_drafts(scheduler)
+        _require_repairs(scheduler)
         _bind(scheduler, connector, KeptGoingScheduler)
 
 
@@ -329,23 +330,36 @@ class KeptGoingScheduler(ConnectedScheduler):
         return wrapped() or self.side.has_work
 
 
-def _require_states_of_drafts(scheduler: Scheduler) -> None:
-    """Refuse drafts of a model with states without the repair of their states.
+def _require_repairs(scheduler: Scheduler) -> None:
+    """Refuse a model for which a repair is needed that has been left out, with a ConnectorError.
 
-    Without the repair, states are copied to host memory before vLLM-Ascend has saved them, and
-    vLLM's first runner saves the states of other drafts. Wrong states would outlive their request.
+    Without the repair of drafts, states are copied to host memory before vLLM-Ascend has saved
+    them, and vLLM's first runner saves the states of other drafts. Wrong states would outlive their
+    request.
     """
+    config = scheduler.vllm_config
     has_states = any(
         kind_of(group.kv_cache_spec) is GroupKind.STATE
         for group in scheduler.kv_cache_config.kv_cache_groups
     )
-    is_left_out = _ACCEPTED_DRAFTS in Settings.from_environ(os.environ).disabled
-    if is_left_out and has_states and scheduler.vllm_config.speculative_config is not None:
-        raise ConnectorError(
-            f"KvextConnector: expected the repair {_ACCEPTED_DRAFTS}, found it in "
-            f"{DISABLE_VARIABLE}: this model has states and drafts, and wrong states would be kept "
-            f"in host memory. Take it off {DISABLE_VARIABLE}, or leave the connector out."
+    has_c8 = getattr(config.quant_config, "enable_c8_quant", False)
+    needed = {}
+    if has_states and config.speculative_config is not None:
+        needed[_ACCEPTED_DRAFTS] = (
+            "this model has states and drafts, and wrong states would be kept in host memory"
         )
+    if has_c8:
+        needed[_C8_BESIDE_CONNECTORS] = (
+            "this model has keys and values of 8 bits (C8), and beside a connector vLLM-Ascend "
+            "leaves some steps without a result"
+        )
+    left_out = Settings.from_environ(os.environ).disabled
+    for repair, reason in needed.items():
+        if repair in left_out:
+            raise ConnectorError(
+                f"KvextConnector: expected the repair {repair}, found it in {DISABLE_VARIABLE}: "
+                f"{reason}. Take it off {DISABLE_VARIABLE}, or leave the connector out."
+            )
 
 
 def _require_recovery(scheduler: Scheduler) -> None:

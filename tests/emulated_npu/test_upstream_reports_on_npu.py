@@ -6,14 +6,11 @@ from __future__ import annotations
 
 from importlib import metadata
 
-import pytest
-from emulated_plans import IS_0_23
 from support.upstream_reports import reports_of, run
 
 RELEASE = f"vLLM-Ascend {metadata.version('vllm-ascend')}"
 
 
-@pytest.mark.skipif(not IS_0_23, reason="only 0.23.0 has the defect")
 def test_the_scripts_of_reports_print_what_the_reports_say() -> None:
     chosen = reports_of(RELEASE, needs_npu=True)
     assert chosen

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,8 +26,10 @@ from vllm_ascend_kvext.connector.common.host_memory import (
     MemoryNeed,
 )
 from vllm_ascend_kvext.engine_configuration import HostReport
-from vllm_ascend_kvext.errors import LayoutError, SettingsError
+from vllm_ascend_kvext.errors import ConnectorError, LayoutError, SettingsError
 from vllm_ascend_kvext.patches.connector.executor import report_host
+from vllm_ascend_kvext.patches.connector.scheduler import _require_repairs
+from vllm_ascend_kvext.settings import DISABLE_VARIABLE
 
 pytestmark = pytest.mark.usefixtures("offloading_in_effect")
 
@@ -205,3 +208,20 @@ def test_a_worker_that_has_its_memory_needs_no_more(monkeypatch: pytest.MonkeyPa
     assert isinstance(report_host(None, "cpu"), HostReport)
     monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: True)
     assert report_host(None, "cpu") is None
+
+
+def test_keys_of_8_bits_are_refused_without_their_repair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler's side asks before any step. The engine ends with its message."""
+
+    def scheduler(has_c8: bool) -> Any:
+        config = SimpleNamespace(
+            speculative_config=None, quant_config=SimpleNamespace(enable_c8_quant=has_c8)
+        )
+        groups = SimpleNamespace(kv_cache_groups=[])
+        return SimpleNamespace(vllm_config=config, kv_cache_config=groups)
+
+    _require_repairs(scheduler(has_c8=True))
+    monkeypatch.setenv(DISABLE_VARIABLE, "c8-beside-connectors")
+    _require_repairs(scheduler(has_c8=False))
+    with pytest.raises(ConnectorError, match="expected the repair c8-beside-connectors, found it"):
+        _require_repairs(scheduler(has_c8=True))

@@ -68,6 +68,13 @@ class EmulatedHccl(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return "hccl"
 
+    def _get_backend(self, device: torch.device) -> EmulatedHccl:
+        return self
+
+    def get_hccl_comm_name(self, rank: int) -> str:
+        """The name under which kernels with collectives find the group. There are none here."""
+        return self._name
+
     def shutdown(self) -> None:
         pass
 

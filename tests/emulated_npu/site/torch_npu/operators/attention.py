@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from torch_npu.kernels import kernel_operator, nothing, operator, require
-from torch_npu.operators.paged_cache import read_pages
+from torch_npu.operators.paged_cache import TILED_DIMENSIONS, read_pages
 
 UNLIMITED = 2147483647
 # Values of ``sparse_mode`` that vllm-ascend uses.
@@ -41,7 +41,8 @@ NO_MASK = 0
 CAUSAL = 3
 BAND = 4
 MASK_SIDE = 2048  # rows and columns of the mask that modes 3 and 4 take
-LAYOUTS = ("TND", "TND_NTD", "BNSD_NBSD")
+LAYOUTS = ("TND", "TND_NTD", "BNSD", "BNSD_NBSD")
+PER_CHANNEL = 0  # value of ``key_antiquant_mode`` and ``value_antiquant_mode``
 LATENT_SIZES = (128, 512)  # sizes of a head whose rotary part is a separate tensor
 
 Lengths = Sequence[int] | Tensor
@@ -85,6 +86,8 @@ def attention_outputs(call: SimpleNamespace) -> Shapes:
 
 
 def _value_size(value: Tensor, num_kv_heads: int, block_table: Tensor | None) -> int:
+    if value.dim() == TILED_DIMENSIONS:
+        return value.shape[2] * value.shape[4]
     is_flat = block_table is not None and value.dim() == 3
     return value.shape[-1] // num_kv_heads if is_flat else value.shape[-1]
 
@@ -98,7 +101,8 @@ NAMES_OF_V2 = {
 }
 
 
-@kernel_operator("npu_fused_infer_attention_score", attention_outputs)
+# Behind 8-bit keys, vllm-ascend passes lengths as a tensor of the host.
+@kernel_operator("npu_fused_infer_attention_score", attention_outputs, None, ["options"])
 def npu_fused_infer_attention_score(
     query: Tensor,
     key: Tensor,
@@ -106,12 +110,30 @@ def npu_fused_infer_attention_score(
     *,
     antiquant_scale: Tensor | None = None,
     antiquant_mode: int = 0,
+    key_antiquant_scale: Tensor | None = None,
+    key_antiquant_mode: int = 0,
+    value_antiquant_scale: Tensor | None = None,
+    value_antiquant_mode: int = 0,
+    inner_precise: int = 0,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The same as ``npu_fused_infer_attention_score_v2`` with other names and without sinks."""
+    """The same as ``npu_fused_infer_attention_score_v2`` with other names and without sinks.
+
+    It also takes tiled pages of 8-bit integers, see `restored`.
+
+    Args:
+        key_antiquant_scale: ``[kv heads, 1, D]``, as ``value_antiquant_scale``.
+        inner_precise: chooses between speed and precision on the device.
+    """
     name = "npu_fused_infer_attention_score"
     refused = (antiquant_scale, antiquant_mode, options.get("learnable_sink"))
     require(name, refused == (None, 0, None), "antiquant and learnable_sink are not emulated")
+    modes = (key_antiquant_mode, value_antiquant_mode)
+    require(name, modes == (PER_CHANNEL, PER_CHANNEL), f"modes {modes} are not emulated")
+    require(name, (key.dtype == torch.int8) == (key_antiquant_scale is not None), "int8 has scales")
+    if key_antiquant_scale is not None and value_antiquant_scale is not None:
+        key = restored(key, key_antiquant_scale)
+        value = restored(value, value_antiquant_scale)
     options = {NAMES_OF_V2.get(key, key): value for key, value in options.items()}
     return npu_fused_infer_attention_score_v2(query, key, value, name=name, **options)
 
@@ -167,7 +189,7 @@ def npu_fused_infer_attention_score_v2(
     mask = Mask(sparse_mode, pre_tokens, next_tokens)
     _check(name, mask, atten_mask, query, query_rope, block_table, block_size)
     num_kv_heads = num_key_value_heads or num_query_heads
-    is_batch = input_layout == "BNSD_NBSD"
+    is_batch = input_layout in ("BNSD", "BNSD_NBSD")
     require(name, input_layout in LAYOUTS, f"input_layout {input_layout} is not emulated")
     require(name, learnable_sink is None or not is_batch, "learnable_sink needs TND")
     require(name, not is_batch or block_table is not None, f"{input_layout} without block_table")
@@ -203,7 +225,8 @@ def npu_fused_infer_attention_score_v2(
     lse = lse.unsqueeze(-1)
     if is_batch:
         output, lse = (one.unflatten(0, (batch, num_queries)) for one in (output, lse))
-        output = output.permute(2, 0, 1, 3).contiguous()
+        heads_first = (0, 2, 1, 3) if input_layout == "BNSD" else (2, 0, 1, 3)
+        output = output.permute(heads_first).contiguous()
         lse = lse.transpose(1, 2).contiguous()
     elif input_layout == "TND_NTD":
         output = output.transpose(0, 1).contiguous()
@@ -312,6 +335,17 @@ def attend(
     total = lse if sinks is None else torch.logaddexp(lse, sinks.float().unsqueeze(1))
     weights = torch.exp(scores - total.unsqueeze(-1))
     return torch.einsum("hqk,khd->qhd", weights, value), total.t()
+
+
+def restored(pages: Tensor, scale: Tensor) -> Tensor:
+    """Keys or values of tiled pages of 8-bit integers: ``[blocks, kv heads, block_size, D]``.
+
+    Args:
+        pages: int8, ``[blocks, kv heads, D // 32, block_size, 32]``.
+        scale: ``[kv heads, 1, D]``.
+    """
+    by_heads = pages.transpose(2, 3).flatten(-2)
+    return by_heads.float() * scale.float()
 
 
 def _rows(

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from torch_npu.kernels import kernel_operator, operator, require
+from torch_npu.operators.matrices import npu_dynamic_quant
 
 COUNTS = 1  # value of group_list_type and of expert_tokens_num_type
+BY_TOKEN = 1  # value of quant_mode
 SUM_OF_TWO = 1  # value of group_select_mode
 # Values of ``norm_type``.
 SOFTMAX = 0
@@ -144,15 +146,16 @@ def npu_moe_init_routing(
         x: ``[num_tokens, hidden]``. ``expert_idx`` is int32, ``[num_tokens, k]``.
         active_expert_range: the experts of this device: all experts.
         expert_tokens_num_type: 1, which stands for counts. Other types are not emulated.
+        quant_mode: -1; or 1: the sorted tokens are quantized to int8, each by its own scale.
 
     Returns:
         The sorted tokens, ``[num_tokens * k, hidden]``; the row of each token and choice in them,
-        int32, ``[num_tokens * k]``; the number of tokens of each expert, int64; and an empty tensor
-        in the place of a quantization's scales.
+        int32, ``[num_tokens * k]``; the number of tokens of each expert, int64; and the scales of
+        the sorted tokens, or an empty tensor.
     """
     name = "npu_moe_init_routing"
     require(name, scale is None, "scale is not emulated")
-    require(name, quant_mode == -1, f"quant_mode {quant_mode} is not emulated")
+    require(name, quant_mode in (-1, BY_TOKEN), f"quant_mode {quant_mode} is not emulated")
     is_emulated = expert_tokens_num_flag and expert_tokens_num_type == COUNTS
     require(name, is_emulated, "only counts of the experts' tokens are emulated")
     is_emulated = active_num in (-1, 0, expert_idx.numel())
@@ -162,7 +165,10 @@ def npu_moe_init_routing(
     experts = expert_idx.flatten().long()
     order = experts.argsort(stable=True)
     counts = (experts.unsqueeze(1) == torch.arange(expert_num, device=x.device)).sum(0)
-    return x[order // expert_idx.shape[1]], order.argsort().int(), counts, x.new_empty(0)
+    rows, scales = x[order // expert_idx.shape[1]], x.new_empty(0)
+    if quant_mode == BY_TOKEN:
+        rows, scales = npu_dynamic_quant(rows)
+    return rows, order.argsort().int(), counts, scales
 
 
 @kernel_operator(
@@ -177,6 +183,8 @@ def npu_grouped_matmul(
     weight: Sequence[Tensor],
     *,
     bias: Sequence[Tensor] | None = None,
+    scale: Sequence[Tensor] | None = None,
+    per_token_scale: Sequence[Tensor] | None = None,
     group_list: Tensor | None = None,
     split_item: int = 0,
     group_type: int | None = None,
@@ -188,6 +196,8 @@ def npu_grouped_matmul(
     Args:
         x: one tensor, ``[rows, k]``. The rows of a group follow each other.
         weight: one tensor, ``[groups, k, n]``. ``bias`` is one tensor, ``[groups, n]``.
+        scale: of weights of int8, one tensor, ``[groups, n]``. ``per_token_scale``, ``[rows]``, is
+            of tokens of int8.
         group_list: int64, ``[groups]``, the number of rows of each group (type 1).
 
     Returns:
@@ -200,14 +210,120 @@ def npu_grouped_matmul(
     if group_list is None or group_list_type != COUNTS:
         raise RuntimeError(f"{name}: group_list has to have counts")
     rows = x[0]
-    matrices = weight[0]
-    output = torch.full((len(rows), matrices.shape[-1]), float("nan"))
+    is_restored = scale is not None or output_dtype == torch.int32
+    require(name, (rows.dtype == torch.int8) == is_restored, "int8 needs a scale, or int32")
+    ends = group_list.cumsum(0)
+    output = _products(rows, weight[0], ends)
     first = 0
-    for group, end in enumerate(group_list.cumsum(0).tolist()):
-        product = rows[first:end].float() @ matrices[group].float()
-        output[first:end] = product if bias is None else product + bias[0][group]
+    for group, end in enumerate(ends.tolist()):
+        if scale is not None and per_token_scale is not None:
+            output[first:end] *= scale[0][group].float()
+            output[first:end] *= per_token_scale[0][first:end].float().unsqueeze(-1)
+        if bias is not None:
+            output[first:end] += bias[0][group]
         first = end
     return [output.to(output_dtype or rows.dtype)]
+
+
+def _products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Each group of rows times its own matrix, in float32. Rows behind the last group are NaN."""
+    output = torch.full((len(rows), matrices.shape[-1]), float("nan"))
+    first = 0
+    for matrix, end in zip(matrices, ends.tolist(), strict=True):
+        output[first:end] = rows[first:end].float() @ matrix.float()
+        first = end
+    return output
+
+
+@kernel_operator(
+    "_C_ascend.grouped_matmul_swiglu_quant_weight_nz",
+    lambda call: [
+        ((len(call.x), call.weight.shape[-1] // 2), torch.int8),
+        ((len(call.x),), torch.float32),
+        ((0,), torch.float32),
+    ],
+)
+def grouped_matmul_swiglu_quant_weight_nz(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: Tensor,
+    group_list: Tensor,
+    bias: Tensor | None = None,
+    swiglu_limit: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The first matrices of experts, their activation, and its quantization to int8.
+
+    Args:
+        x: int8, ``[rows, k]``, with the scales ``x_scale``, ``[rows]``.
+        weight: int8, ``[experts, k, 2 * n]``, gates before the values. ``weight_scale`` is
+            ``[experts, 2 * n]``.
+        group_list: int64, ``[experts]``, where the rows of each expert end.
+
+    Returns:
+        int8, ``[rows, n]``, and a scale for each row. The third result is not emulated.
+    """
+    name = "grouped_matmul_swiglu_quant_weight_nz"
+    require(name, bias is None and not swiglu_limit, "bias and swiglu_limit are not emulated")
+    product = _products(x, weight, group_list) * x_scale.float().unsqueeze(-1)
+    first = 0
+    for scale, end in zip(weight_scale.float(), group_list.tolist(), strict=True):
+        product[first:end] *= scale
+        first = end
+    gates, values = product.nan_to_num().chunk(2, dim=-1)
+    quantized, scales = npu_dynamic_quant(functional.silu(gates) * values)
+    return quantized, scales, torch.empty(0)
+
+
+@kernel_operator(
+    "_C_ascend.npu_dequant_swiglu_quant",
+    lambda call: [
+        ((len(call.x), call.x.shape[-1] // 2), torch.int8),
+        ((len(call.x),), torch.float32),
+    ],
+)
+def npu_dequant_swiglu_quant(
+    x: Tensor,
+    weight_scale: Tensor | None = None,
+    activation_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    quant_scale: Tensor | None = None,
+    quant_offset: Tensor | None = None,
+    group_index: Tensor | None = None,
+    activate_left: bool = False,
+    quant_mode: int = 0,
+    swiglu_mode: int = 0,
+    clamp_limit: float | None = None,
+    glu_alpha: float = 1.0,
+    glu_bias: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Restores a product of matrices of int8, activates it, and quantizes it to int8 again.
+
+    Args:
+        x: int32, ``[rows, 2 * n]``, with gates before the values (``activate_left``).
+        weight_scale: ``[2 * n]``, or one row for each group. ``activation_scale`` is ``[rows]``.
+        group_index: int64, ``[groups]``, the rows of each group. Rows behind them are undefined.
+        quant_mode: 1: each row gets its own scale.
+        clamp_limit: 0 or None for no limit. Limits, ``glu_alpha`` and ``glu_bias`` of other models
+            are not emulated.
+
+    Returns:
+        int8, ``[rows, n]``, and the scales of its rows.
+    """
+    name = "npu_dequant_swiglu_quant"
+    others = (bias, quant_scale, quant_offset)
+    require(name, others == (None,) * 3, "bias and other scales are not emulated")
+    is_plain = not clamp_limit and (glu_alpha, glu_bias) == (1.0, 0.0)
+    require(name, activate_left and quant_mode == BY_TOKEN and is_plain, "is not emulated")
+    if weight_scale is None or activation_scale is None:
+        raise RuntimeError(f"{name}: the scales are needed")
+    scales = weight_scale.float().view(-1, x.shape[-1])
+    if group_index is not None:
+        of_rows = scales.repeat_interleave(group_index.long(), dim=0)
+        scales = functional.pad(of_rows, (0, 0, 0, len(x) - len(of_rows)))
+    restored = x.float() * scales * activation_scale.float().unsqueeze(-1)
+    gates, values = restored.chunk(2, dim=-1)
+    return npu_dynamic_quant(functional.silu(gates) * values)
 
 
 @operator("npu_moe_token_unpermute")

@@ -68,3 +68,45 @@ def npu_dynamic_quant(x: Tensor, *, dst_type: torch.dtype = torch.int8) -> tuple
     scale = x.float().abs().amax(-1, keepdim=True) / 127
     quantized = torch.where(scale == 0, 0, (x.float() / scale).round())
     return quantized.to(torch.int8), scale.squeeze(-1)
+
+
+@operator("npu_quant_matmul")
+def npu_quant_matmul(
+    x1: Tensor,
+    x2: Tensor,
+    scale: Tensor,
+    *,
+    offset: Tensor | None = None,
+    pertoken_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The product of matrices of int8, restored by scales.
+
+    Args:
+        x1: ``[rows, k]``.
+        x2: ``[k, n]``.
+        scale: ``[n]``. With ``pertoken_scale``, ``[rows]``, the product has both.
+        bias: ``[n]``; int32 is added before the scales, another type behind them.
+
+    Returns:
+        ``[rows, n]``, in ``output_dtype``; the product itself for int32. int8, the default, is not
+        emulated.
+    """
+    name = "npu_quant_matmul"
+    require(name, x1.dtype == x2.dtype == torch.int8, f"{x1.dtype} and {x2.dtype}")
+    is_emulated = offset is None and output_dtype not in (None, torch.int8)
+    require(name, is_emulated, f"offset {offset} and {output_dtype} are not emulated")
+    # float32 has every sum of products of two int8 for up to 1,000 rows.
+    product = x1.float() @ x2.float()
+    if output_dtype == torch.int32:
+        return product.to(torch.int32)
+    is_early = bias is not None and bias.dtype == torch.int32
+    if bias is not None and is_early:
+        product = product + bias.float()
+    product = product * scale.float()
+    if pertoken_scale is not None:
+        product = product * pertoken_scale.float().unsqueeze(-1)
+    if bias is not None and not is_early:
+        product = product + bias.float()
+    return product.to(output_dtype)

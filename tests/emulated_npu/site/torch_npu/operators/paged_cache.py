@@ -15,6 +15,9 @@ from torch import Tensor
 
 from torch_npu.kernels import kernel_operator, require
 
+TILED_DIMENSIONS = 5
+"""The dimensions of a cache whose pages are tiled (NZ)."""
+
 
 @kernel_operator("_npu_reshape_and_cache")
 def _npu_reshape_and_cache(
@@ -40,8 +43,16 @@ def npu_scatter_pa_kv_cache(
     *,
     cache_mode: str = "Norm",
 ) -> None:
-    """The same as ``_npu_reshape_and_cache``."""
+    """The same as ``_npu_reshape_and_cache``, also for tiled pages.
+
+    Args:
+        key_cache: Tiled: ``[num_blocks, num_heads, head_size // tile, block_size, tile]``, where a
+            tile has 32 bytes. So has ``value_cache``.
+    """
     require("npu_scatter_pa_kv_cache", cache_mode == "Norm", f"cache_mode {cache_mode}")
+    if key_cache.dim() == TILED_DIMENSIONS:
+        # A view whose rows are those of tokens.
+        key_cache, value_cache = (one.permute(0, 3, 1, 2, 4) for one in (key_cache, value_cache))
     _npu_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
 
 

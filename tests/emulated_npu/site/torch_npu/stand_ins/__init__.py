@@ -41,6 +41,27 @@ class Launched:
         return launch
 
 
+class _Loader(importlib.abc.Loader):
+    """A loader that also calls a function with the module.
+
+    Its loader may belong to another finder that wraps loaders, so it is left as it is.
+    """
+
+    def __init__(self, loader: importlib.abc.Loader, then: Callable[[ModuleType], None]) -> None:
+        self._loader = loader
+        self._then = then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._then(module)
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, stand_ins: dict[tuple[str, str], Any]) -> None:
         self._stand_ins = stand_ins
@@ -56,17 +77,16 @@ class _Finder(importlib.abc.MetaPathFinder):
             sys.meta_path.insert(0, self)
         if spec is None or spec.loader is None:
             return spec
-        execute = spec.loader.exec_module
+        everyone = [kernel for _, kernel in self._stand_ins]
 
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            for kernel in mine:
+        def replace(module: ModuleType) -> None:
+            for kernel, stand_in in mine.items():
                 if hasattr(module, kernel):
-                    setattr(module, kernel, mine[kernel])
-                elif sum(kernel == other for _, other in self._stand_ins) == 1:
+                    setattr(module, kernel, stand_in)
+                elif everyone.count(kernel) == 1:
                     raise ImportError(f"{name}.{kernel} does not exist: its stand-in is of no use")
 
-        spec.loader.exec_module = exec_module
+        spec.loader = _Loader(spec.loader, replace)
         return spec
 
 

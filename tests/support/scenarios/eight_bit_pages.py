@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
+"""Prompts that come back from host memory, and the bytes of their pages.
+
+Attention may read keys that are not rounded for a prompt's first tokens, and rounded ones where it
+resumes. So an answer that resumes is compared with one that resumes at the same token on the
+device. An engine without a connector keeps its pages, and gets the same prompts.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from support.scenarios import connector, scenario
+from support.scenarios.engine import random_tokens, wrong_bytes
+
+PROMPTS_TOKENS = (300, 700, 520)
+
+
+class Engine(connector.Engine):
+    """An engine whose cached pages can be read."""
+
+    def pages(self) -> dict[Any, list[bytes]]:
+        """The bytes of each cached page, by the hash of its block: tensor after tensor."""
+        worker = self.core.model_executor.driver_worker
+        runner = getattr(worker, "worker", worker).model_runner
+        blocks = self.scheduler.kv_cache_manager.block_pool.blocks
+        cached = {
+            block.block_hash: block.block_id for block in blocks if block.block_hash is not None
+        }
+        tensors = [tensor for of_layer in runner.kv_caches for tensor in of_layer]
+        self.note("page types", sorted({str(tensor.dtype) for tensor in tensors}))
+        return {
+            key: [bytes(tensor[block].cpu().numpy()) for tensor in tensors]
+            for key, block in cached.items()
+        }
+
+    def stored(self) -> list[Any]:
+        """All entries of host memory."""
+        return list(self.side.tier._entries.values()) if self.has_connector else []
+
+    def forget(self) -> None:
+        """Empty the device's cache, and spoil its pages, if they can come back."""
+        if self.has_connector:
+            self.spoil_pages()
+
+
+@scenario
+def sightings(engine: Engine) -> None:
+    """Each prompt is new, is on the device, comes back, and comes back with wrong bytes."""
+    rng = random.Random(11)
+    prompts = [random_tokens(rng, length) for length in PROMPTS_TOKENS]
+    _ask_each(engine, "first", prompts)
+    computed = engine.pages()
+    _ask_each(engine, "again", prompts)
+    engine.forget()
+    _ask_each(engine, "returned", prompts)
+    returned = engine.pages()
+    same = [key for key in computed if returned.get(key) == computed[key]]
+    engine.note("pages", {"computed": len(computed), "returned as computed": len(same)})
+    engine.forget()
+    with wrong_bytes([engine.host_bytes(each) for each in engine.stored()]):
+        _ask_each(engine, "zeroed", prompts)
+    engine.forget()
+    more = [random_tokens(rng, 200) for _ in prompts]
+    _ask_each(engine, "next turn", [p + m for p, m in zip(prompts, more, strict=True)])
+    if engine.has_connector:
+        engine.reset(is_host_too=True)
+
+
+def _ask_each(engine: Engine, label: str, prompts: list[list[int]]) -> None:
+    for prompt in prompts:
+        engine.ask(label, [prompt], 8)
