@@ -95,6 +95,5 @@ def test_what_a_chat_finds_is_compared_with_what_a_plain_lru_would_find(
     connector = offloading(GPT_OSS, store_policy="second_touch", host_memory_gib=0.1)
     with engine_of(GPT_OSS, num_blocks=2000, offloading=connector) as engine:
         converse(engine, is_stripped, 40)
-    assert len(compared) == NUM_TURNS
-    assert all(known == within == found for known, within, found in compared)
-    assert [bool(known) for known, _, _ in compared] == [False, *[True] * (NUM_TURNS - 1)]
+    assert len(compared) == NUM_TURNS - 1  # Nothing is known of the first prompt.
+    assert all(0 < known == within == found for known, within, found in compared)

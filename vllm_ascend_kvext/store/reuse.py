@@ -226,10 +226,11 @@ class Reuse:
 
     def num_until_asked_since(self, keys: Sequence[bytes], use: int) -> int:
         """The number of keys up to the last one that a request has asked for since a use."""
-        runs = [self._run_of.get(key) for key in keys]
-        numbers = range(len(runs), 0, -1)
-        found = ((number, runs[number - 1]) for number in numbers)
-        return next((number for number, run in found if run and run.asked_at >= use), 0)
+        for number in range(len(keys), 0, -1):
+            run = self._run_of.get(keys[number - 1])
+            if run is not None and run.asked_at >= use:
+                return number
+        return 0
 
     def num_asked_at(self, keys: Sequence[bytes]) -> Iterator[tuple[int, int]]:
         """By latest use, how many of some chunks wait since then. A use may come several times."""

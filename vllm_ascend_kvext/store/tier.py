@@ -491,11 +491,17 @@ class HostTier:
             keys = prefix.keys_at(range(unit_tokens, found_tokens + 1, unit_tokens))
             return unit_tokens * self._resumes.num_until_known_since(keys, use)
 
-        # Requests may find more than this tier has, on the device, or less, if they load nothing.
-        found_tokens = max(hit_tokens, self.look_up(prefix, limit_tokens).boundary_tokens)
-        compared = (found_since(0), found_since(recency.reach), found_tokens)
+        known_tokens = found_since(0)
+        if not known_tokens:
+            return
+        within_tokens = found_since(recency.reach) if recency.reach else known_tokens
+        if hit_tokens < within_tokens and not recency.is_best:
+            # The request may have loaded less than there is.
+            there_tokens = self.look_up(prefix, limit_tokens).boundary_tokens
+            hit_tokens = max(hit_tokens, there_tokens)
         # Because a cut is known by its first unit, less than a cut means nothing.
         cut_bytes = self._rows_bytes(0, cut_tokens)
+        compared = (known_tokens, within_tokens, hit_tokens)
         recency.note_found(*(tokens // cut_tokens * cut_bytes for tokens in compared))
 
     def _entry(
