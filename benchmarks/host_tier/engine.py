@@ -21,7 +21,7 @@ from vllm_ascend_kvext.replay.engine import HostMemory, HostTier, ScheduledModel
 MAX_RUNNING = 16
 MAX_MODEL_TOKENS = 1 << 20
 STEP_S = 0.1
-"""The time of a step on the engine's clock. It is not measured, so that results are exact."""
+"""The time of a step on the engine's clock. It is not measured, so no result depends on it."""
 
 
 def host_memory(

@@ -114,6 +114,8 @@ def test_an_interrupt_of_everything_leaves_no_program(
     chosen = program(preloaded, tmp_path, SLEEP)
     client = tmp_path / "client.py"
     client.write_text(
+        # A shell starts what runs in the background with interrupts ignored.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"import sys; sys.path.insert(0, {str(TOOLS)!r})\n"
         "import preloaded, pathlib\n"
         f"log = pathlib.Path({str(tmp_path / 'log')!r})\n"

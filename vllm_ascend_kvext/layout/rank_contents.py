@@ -15,10 +15,6 @@ from typing import Any
 from vllm_ascend_kvext.groups.kinds import holds_latents, kind_of, spec_of_layer
 from vllm_ascend_kvext.groups.model import GroupKind
 
-_DIVIDING_OPTIONS = ("kvpp_config", "sparse_kv_offload_config")
-"""Options of vLLM-Ascend (``ascend_config.py``) by which ranks or devices hold parts of the
-latents."""
-
 
 def read_rank_contents(vllm_config: Any, kv_cache_config: Any) -> Mapping[str, int]:
     """The number of different contents of each layer, by its name.
@@ -28,22 +24,13 @@ def read_rank_contents(vllm_config: Any, kv_cache_config: Any) -> Mapping[str, i
     number of KV heads makes it unknown which layers have how many.
     """
     num_ranks = int(vllm_config.parallel_config.tensor_parallel_size)
-    is_cut = divides_latents(vllm_config)
     num_heads = _num_kv_heads(vllm_config)
     contents = {}
     for group in kv_cache_config.kv_cache_groups:
         for name in group.layer_names:
             spec = spec_of_layer(group.kv_cache_spec, name)
-            is_divided = is_cut and holds_latents(spec)
-            contents[name] = num_ranks if is_divided else _num_contents(spec, num_heads, num_ranks)
+            contents[name] = _num_contents(spec, num_heads, num_ranks)
     return contents
-
-
-def divides_latents(vllm_config: Any) -> bool:
-    """Whether vLLM-Ascend lets ranks have different latents, by options that users give it."""
-    additional_config = getattr(vllm_config, "additional_config", None)
-    given = additional_config if isinstance(additional_config, Mapping) else {}
-    return any(given.get(name) for name in _DIVIDING_OPTIONS)
 
 
 def _num_contents(spec: Any, num_heads: int | None, num_ranks: int) -> int:

@@ -27,8 +27,7 @@ def read_nz_layers(vllm_config: Any, kv_caches: Mapping[str, Any]) -> frozenset[
         LayoutError: See `require_supported`.
     """
     require_supported(vllm_config)
-    additional: Mapping[str, Any] = getattr(vllm_config, "additional_config", None) or {}
-    if additional.get("enable_kv_nz", False):
+    if _additional(vllm_config).get("enable_kv_nz", False):
         return frozenset(kv_caches)
     quantization: Any = getattr(vllm_config, "quant_config", None)
     layers: set[str] = set()
@@ -45,8 +44,8 @@ def require_supported(vllm_config: Any) -> None:
 
     Raises:
         LayoutError: If the engine uses pipeline or context parallelism, if pages have an unknown
-            format, if states are kept for all blocks of running requests, or if the attention
-            does not read what was loaded.
+            format or lie elsewhere, if states are kept for all blocks of running requests, or if
+            the attention does not read what was loaded.
     """
     require_one_layout(vllm_config.parallel_config)
     cache_config = getattr(vllm_config, "cache_config", None)
@@ -57,12 +56,24 @@ def require_supported(vllm_config: Any) -> None:
             "leave --mamba-cache-mode out, or start without offloading"
         )
     cache_dtype = getattr(cache_config, "cache_dtype", None)
-    if cache_dtype == "mxfp8":
+    if str(cache_dtype).startswith(("mxfp8", "turboquant")):
         raise LayoutError(
-            "cache dtype: found mxfp8, whose pages have tiles of rows and of scales "
-            "(``vllm_ascend/attention/attention_c8_mxfp.py``); use another --kv-cache-dtype, or "
-            "leave KvextConnector out of --kv-transfer-config"
+            f"cache dtype: found {cache_dtype}, whose pages have tiles of rows and of scales "
+            "(``attention_c8_mxfp.py`` and ``turboquant`` in vLLM-Ascend); use another "
+            "--kv-cache-dtype, or leave KvextConnector out of --kv-transfer-config"
         )
+    additional = _additional(vllm_config)
+    sparse = additional.get("sparse_kv_offload_config")
+    for name, is_on in (
+        ("enable_kvpp", additional.get("enable_kvpp")),
+        ("sparse_kv_offload_config", isinstance(sparse, Mapping) and sparse.get("enabled")),
+    ):
+        if is_on:
+            raise LayoutError(
+                f"additional_config: found {name}, by which latents do not lie in the pages of "
+                "every rank (``vllm_ascend/ascend_config.py``); leave it out, or leave "
+                "KvextConnector out of --kv-transfer-config"
+            )
     if str(cache_dtype).endswith("per_token_head"):
         raise LayoutError(
             f"cache dtype: found {cache_dtype}: the first forward of each layer sets the scales in "
@@ -72,6 +83,12 @@ def require_supported(vllm_config: Any) -> None:
         )
     if _computes_only_whole_prompts(vllm_config):
         _require_prefill_with_context(vllm_config)
+
+
+def _additional(vllm_config: Any) -> Mapping[str, Any]:
+    """The options of vLLM-Ascend. Other platforms may have an object of another kind there."""
+    given = getattr(vllm_config, "additional_config", None)
+    return given if isinstance(given, Mapping) else {}
 
 
 def _computes_only_whole_prompts(vllm_config: Any) -> bool:

@@ -18,7 +18,6 @@ from vllm_ascend_kvext.compat import installed_version
 from vllm_ascend_kvext.connector.common.host_layout import HostLayout
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.layout.model import LayoutGroup
-from vllm_ascend_kvext.layout.rank_contents import divides_latents
 from vllm_ascend_kvext.layout.sharing import HostSharing
 from vllm_ascend_kvext.shared_tier.messages import WorkerIdentity
 from vllm_ascend_kvext.shared_tier.names import Identity
@@ -131,10 +130,9 @@ def num_equal_ranks(vllm_config: Any, groups: Sequence[LayoutGroup]) -> int:
 
     If heads share a latent (MLA), each rank computes all of the latent. In this case alone, vLLM's
     own connectors read the KV of a single rank, too (``TransferTopology.replicates_kv_cache``).
-    Recurrent states are divided among ranks, and so are latents by some options of vLLM-Ascend.
+    Recurrent states are divided among ranks.
     """
     is_equal = all(getattr(each, "use_mla", False) for each in _models(vllm_config))
-    is_equal = is_equal and not divides_latents(vllm_config)
     has_states = any(group.is_snapshot for group in groups)
     return vllm_config.parallel_config.tensor_parallel_size if is_equal and not has_states else 1
 

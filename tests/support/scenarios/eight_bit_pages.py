@@ -10,16 +10,25 @@ device. An engine without a connector keeps its pages, and gets the same prompts
 from __future__ import annotations
 
 import random
+from functools import cache
+from importlib import import_module
 from typing import Any
+
+import torch
 
 from support.scenarios import connector, scenario
 from support.scenarios.engine import random_tokens, wrong_bytes
+from support.upstream_version import IS_SINCE_0_30
 
 PROMPTS_TOKENS = (300, 700, 520)
 
 
 class Engine(connector.Engine):
-    """An engine whose cached pages can be read."""
+    """An engine whose cached pages can be read. Its model may have float32 beside 8 bits."""
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        _accept_float32()
+        super().__init__(plan)
 
     def pages(self) -> dict[Any, list[bytes]]:
         """The bytes of each cached page, by the hash of its block: tensor after tensor."""
@@ -67,6 +76,21 @@ def sightings(engine: Engine) -> None:
     _ask_each(engine, "next turn", [p + m for p, m in zip(prompts, more, strict=True)])
     if engine.has_connector:
         engine.reset(is_host_too=True)
+
+
+@cache
+def _accept_float32() -> None:
+    """Let vLLM-Ascend serve quantized models in float32, too. Otherwise rounding hides pages."""
+    import vllm_ascend.ops  # noqa: F401 (Release 0.23 cannot import the next module first.)
+
+    name = f"{'configs.' if IS_SINCE_0_30 else ''}modelslim_config"
+    kind = import_module(f"vllm_ascend.quantization.{name}").AscendModelSlimConfig
+    own = kind.get_supported_act_dtypes
+
+    def with_float32(cls: type) -> list[Any]:
+        return [*own(), torch.float32]
+
+    kind.get_supported_act_dtypes = classmethod(with_float32)
 
 
 def _ask_each(engine: Engine, label: str, prompts: list[list[int]]) -> None:

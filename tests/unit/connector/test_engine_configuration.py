@@ -158,10 +158,11 @@ def test_what_does_not_suit_the_engine_is_refused(limit: Any) -> None:
         check_configuration(config(transfer(), tp=2, pipeline_parallel_size=2))
     with pytest.raises(LayoutError, match="context parallelism"):
         check_configuration(config(transfer(), decode_context_parallel_size=2))
-    tiled = config(transfer())
-    tiled.cache_config.cache_dtype = "mxfp8"
-    with pytest.raises(LayoutError, match="cache dtype"):
-        check_configuration(tiled)
+    for cache_dtype in ("mxfp8", "turboquant_4bit_nc"):
+        tiled = config(transfer())
+        tiled.cache_config.cache_dtype = cache_dtype
+        with pytest.raises(LayoutError, match=f"cache dtype: found {cache_dtype}"):
+            check_configuration(tiled)
     dense = config(transfer())
     dense.cache_config.mamba_cache_mode = "all"
     with pytest.raises(LayoutError, match="mamba_cache_mode: found all, expected align"):
@@ -170,6 +171,25 @@ def test_what_does_not_suit_the_engine_is_refused(limit: Any) -> None:
     check_configuration(dense)
     with pytest.raises(SettingsError, match="expected memory for 2 workers"):
         check_configuration(config(transfer(host_memory_gib=1e-8), tp=2))
+
+
+@pytest.mark.parametrize(
+    ("option", "refused", "accepted"),
+    [
+        ("enable_kvpp", True, False),
+        ("sparse_kv_offload_config", {"enabled": True}, {"enabled": False}),
+    ],
+)
+def test_latents_that_lie_elsewhere_are_refused(
+    limit: Any, option: str, refused: Any, accepted: Any
+) -> None:
+    engine = config(transfer())
+    for given in (accepted, None):
+        engine.additional_config = {option: given}
+        check_configuration(engine)
+    engine.additional_config = {option: refused}
+    with pytest.raises(LayoutError, match=f"additional_config: found {option}"):
+        check_configuration(engine)
 
 
 def latent(device: str = "cpu", backend: str | None = None, model_type: str = "deepseek_v3") -> Any:

@@ -77,12 +77,3 @@ def test_a_draft_model_with_other_heads_makes_it_unknown_whose_layers_have_how_m
     assert contents(ONE_HEAD, 8, 2, draft=model(2)) == 2
     assert contents(ONE_HEAD, 8, 2, draft=model(4)) == 8
     assert contents(LATENT, 8, 2, draft=model(4)) == 1
-
-
-@pytest.mark.parametrize("option", ["kvpp_config", "sparse_kv_offload_config"])
-def test_options_by_which_ranks_hold_parts_of_the_latents_count(option: str) -> None:
-    given = {option: {"enabled": True}}
-    assert contents(LATENT, 8, 1, additional_config=given) == 8
-    assert contents(ONE_HEAD, 8, 1, additional_config=given) == 1
-    assert contents(LATENT, 8, 1, additional_config={option: None}) == 1
-    assert contents(LATENT, 8, 1, additional_config={"enable_dsa_cp": True}) == 1

@@ -35,16 +35,3 @@ def test_ranks_are_equal_where_all_layers_have_a_latent(
     )
     groups: Any = [SimpleNamespace(is_snapshot=False), SimpleNamespace(is_snapshot=has_states)]
     assert num_equal_ranks(config, groups) == expected
-
-
-@pytest.mark.parametrize("option", ["kvpp_config", "sparse_kv_offload_config"])
-def test_ranks_that_have_parts_of_a_latent_are_not_equal(option: str) -> None:
-    config = SimpleNamespace(
-        model_config=LATENT,
-        parallel_config=SimpleNamespace(tensor_parallel_size=4),
-        additional_config={option: {"enable": True}},
-    )
-    groups: Any = [SimpleNamespace(is_snapshot=False)]
-    assert num_equal_ranks(config, groups) == 1
-    config.additional_config = {"other": 1}
-    assert num_equal_ranks(config, groups) == 4

@@ -3,7 +3,7 @@
 """Removes casts to bfloat16 that modules of vLLM-Ascend make for every type of a model.
 
 The device has no better type there. Here these casts would hide differences. So such a module sees
-float32 in the place of bfloat16. Modules of quantization refuse float32 otherwise.
+float32 in the place of bfloat16.
 """
 
 from __future__ import annotations
@@ -12,15 +12,7 @@ from typing import Any
 
 import torch
 
-MODULES = (
-    "vllm_ascend.attention.dsa_v1",
-    "vllm_ascend.attention.mla_v1",
-    "vllm_ascend.quantization.configs.modelslim_config",
-    "vllm_ascend.quantization.methods.w8a8.w8a8_static",
-    # The same two in release 0.23.
-    "vllm_ascend.quantization.modelslim_config",
-    "vllm_ascend.quantization.methods.w8a8_static",
-)
+MODULES = ("vllm_ascend.attention.dsa_v1", "vllm_ascend.attention.mla_v1")
 
 
 class _TorchWithoutBfloat16:
