@@ -16,7 +16,6 @@ from support.connector.simulated_engine import SimulatedEngine
 from vllm.v1.request import Request
 
 from vllm_ascend_kvext.store.answers import Seen
-from vllm_ascend_kvext.store.recency import Recency
 
 pytestmark = pytest.mark.usefixtures("offloading_in_effect")
 
@@ -83,17 +82,3 @@ def test_a_preempted_request_knows_what_its_conversation_showed() -> None:
         assert request.num_preemptions == 1
         latest = next(reversed(engine.side._stores._answers._ended.values()))
         assert latest.conversation == Seen(0, NUM_TURNS - 1)
-
-
-@pytest.mark.parametrize("is_stripped", [False, True])
-def test_what_a_chat_finds_is_compared_with_what_a_plain_lru_would_find(
-    is_stripped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of it fits, so that a plain LRU, an endless tier and this one find the same."""
-    compared: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(Recency, "note_found", lambda _, *found: compared.append(found))
-    connector = offloading(GPT_OSS, store_policy="second_touch", host_memory_gib=0.1)
-    with engine_of(GPT_OSS, num_blocks=2000, offloading=connector) as engine:
-        converse(engine, is_stripped, 40)
-    assert len(compared) == NUM_TURNS - 1  # Nothing is known of the first prompt.
-    assert all(0 < known == within == found for known, within, found in compared)

@@ -70,7 +70,3 @@ class Resumes:
     def density(self, key: bytes, use: int, now: int) -> float:
         """See `Reuse.density`."""
         return self._reuse.density(key, use, now)
-
-    def num_until_known_since(self, keys: Sequence[bytes], use: int) -> int:
-        """See `Reuse.num_until_asked_since`."""
-        return self._reuse.num_until_asked_since(keys, use)

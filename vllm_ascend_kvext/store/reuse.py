@@ -215,29 +215,6 @@ class Reuse:
             number for number in range(len(keys), 0, -1) if keys[number - 1] in self._run_of
         )
 
-    def num_asked_since(self, keys: Sequence[bytes], use: int) -> int:
-        """The number of keys up to the first one that no request has asked for since a use."""
-        number = 0
-        for run, part in self._runs_of(keys):
-            if run is None or run.asked_at < use:
-                break
-            number += len(part)
-        return number
-
-    def num_until_asked_since(self, keys: Sequence[bytes], use: int) -> int:
-        """The number of keys up to the last one that a request has asked for since a use."""
-        for number in range(len(keys), 0, -1):
-            run = self._run_of.get(keys[number - 1])
-            if run is not None and run.asked_at >= use:
-                return number
-        return 0
-
-    def num_asked_at(self, keys: Sequence[bytes]) -> Iterator[tuple[int, int]]:
-        """By latest use, how many of some chunks wait since then. A use may come several times."""
-        for run, part in self._runs_of(keys):
-            if run is not None:
-                yield run.asked_at, len(part)
-
     def _runs_of(self, keys: Sequence[bytes]) -> Iterator[tuple[_Run | None, Sequence[bytes]]]:
         """The runs of some chunks, None for unknown chunks, and the chunks of each run."""
         first = 0

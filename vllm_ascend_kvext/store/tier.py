@@ -8,7 +8,7 @@ The calls for a request, from its admission on::
     load = tier.begin_load(prefix, boundary, entries, tier.next_use())      pins the entries
     tier.end_load(load, unreadable)                             when no worker reads them any more
 
-    use = tier.note_admitted(prefix, prompt_tokens, hit_tokens) it begins to compute
+    use = tier.note_admitted(prefix, prompt_tokens)             it begins to compute
     for piece in tier.lookup(prefix).missing_pieces(first, end):    pieces that it has computed
         entries = tier.begin_rows(prefix, piece, use)           or a Refusal
         tier.finish_store(entry, row_map)                       or fail_store, when no worker writes
@@ -36,7 +36,6 @@ from vllm_ascend_kvext.store.eviction import USELESS, EvictionOrder, Priority
 from vllm_ascend_kvext.store.index import Index
 from vllm_ascend_kvext.store.lookup import Hit, Lookup, Lost, Shortfall
 from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
-from vllm_ascend_kvext.store.recency import Recency
 from vllm_ascend_kvext.store.resumes import Resumes, TailOrigin
 from vllm_ascend_kvext.store.reuse import Reuse
 
@@ -128,9 +127,6 @@ class HostTier:
         if self._layout is not None and self.geometry.needs_rows:
             chunk = Piece.rows(0, self.geometry.chunk_tokens)
             self._order.small_tails_bytes = self._arena.place_bytes(self._layout_bytes(chunk))
-            self._tails_bytes = self._layout_bytes(Piece.tails(self.geometry.chunk_tokens))
-            is_small = self._tails_bytes <= self._order.small_tails_bytes
-            self._order.recency = Recency(self.capacity_bytes) if is_small else None
 
     def next_use(self) -> int:
         """A new point in time, later than all before. Ages are differences of such points.
@@ -140,7 +136,7 @@ class HostTier:
         self._latest_use += 1
         return self._latest_use
 
-    def note_admitted(self, prefix: Prefix, prompt_tokens: int, hit_tokens: int = 0) -> int:
+    def note_admitted(self, prefix: Prefix, prompt_tokens: int) -> int:
         """Note that a request begins. Call it before the request's own tails are stored.
 
         A request that begins again after a preemption is noted again: it resumes once more.
@@ -148,12 +144,10 @@ class HostTier:
         Args:
             prefix: The tokens of the request.
             prompt_tokens: The length of its prompt.
-            hit_tokens: The tokens that it does not compute, from the device and from this tier.
 
         Returns:
             The use of its admission.
         """
-        self._note_found(prefix, prompt_tokens, hit_tokens)
         use = self.next_use()
         if self.geometry.needs_tails:
             # The last token of a prompt is always computed.
@@ -163,24 +157,19 @@ class HostTier:
             self._resumes.note_admitted(keys, use)
         return use
 
-    def note_ended(
-        self, prefix: Prefix, prompt_tokens: int, end_tokens: int, is_answer_kept: bool = True
-    ) -> None:
+    def note_ended(self, prefix: Prefix, prompt_tokens: int, end_tokens: int) -> None:
         """Note that a request has ended. Call it once, before its remaining pieces are stored.
 
         Args:
             prefix: The tokens of the request.
             prompt_tokens: The length of its prompt.
             end_tokens: The end of its tokens that have keys. These tokens include its answer.
-            is_answer_kept: Whether its answer is likely enough to come back to be kept at all.
         """
         unit_tokens = self.geometry.unit_tokens
         cut_tokens = self.geometry.cut_tokens
         # A cut is identified by the key of its first unit, even if the tokens end within the cut.
         keys = prefix.keys_at(range(unit_tokens, end_tokens + 1, cut_tokens))
         num_asked = len(range(unit_tokens, prompt_tokens + 1, cut_tokens))
-        if self._order.recency is not None:
-            self._note_used(self._order.recency, keys if is_answer_kept else keys[:num_asked])
         self._reuse.note_ended(keys[:num_asked], keys[num_asked:], self._latest_use)
 
     def note_came_back(self, prefix: Prefix, first_tokens: int, end_tokens: int) -> None:
@@ -462,47 +451,6 @@ class HostTier:
             lost.clear()
         self._reuse.clear()
         self._resumes.clear()
-        if self._order.recency is not None:
-            self._order.recency.clear()
-
-    def _note_used(self, recency: Recency, keys: Sequence[bytes]) -> None:
-        """Note that a request has used some cuts, and leaves tails."""
-        cut_bytes = self._rows_bytes(0, self.geometry.cut_tokens)
-        for use, num_cuts in self._reuse.num_asked_at(keys):
-            recency.note_moved(use, num_cuts * cut_bytes)
-        tails_bytes = self._tails_bytes if self.geometry.needs_tails else 0
-        recency.note_used(self._latest_use, len(keys) * cut_bytes + tails_bytes)
-
-    def _note_found(self, prefix: Prefix, prompt_tokens: int, hit_tokens: int) -> None:
-        """Compare what a request has found with what a plain LRU would have found."""
-        recency = self._order.recency
-        if recency is None:
-            return
-        unit_tokens, cut_tokens = self.geometry.unit_tokens, self.geometry.cut_tokens
-        limit_tokens = self.geometry.floor(min(prompt_tokens - 1, prefix.num_tokens))
-        starts = prefix.keys_at(range(unit_tokens, limit_tokens + 1, cut_tokens))
-
-        def found_since(use: int) -> int:
-            # A cut is known by its first unit, and counts as a whole.
-            num_cuts = self._reuse.num_asked_since(starts, use)
-            found_tokens = min(num_cuts * cut_tokens, limit_tokens)
-            if not self.geometry.needs_tails:
-                return found_tokens
-            keys = prefix.keys_at(range(unit_tokens, found_tokens + 1, unit_tokens))
-            return unit_tokens * self._resumes.num_until_known_since(keys, use)
-
-        known_tokens = found_since(0)
-        if not known_tokens:
-            return
-        within_tokens = found_since(recency.reach) if recency.reach else known_tokens
-        if hit_tokens < within_tokens and not recency.is_best:
-            # The request may have loaded less than there is.
-            there_tokens = self.look_up(prefix, limit_tokens).boundary_tokens
-            hit_tokens = max(hit_tokens, there_tokens)
-        # Because a cut is known by its first unit, less than a cut means nothing.
-        cut_bytes = self._rows_bytes(0, cut_tokens)
-        compared = (known_tokens, within_tokens, hit_tokens)
-        recency.note_found(*(tokens // cut_tokens * cut_bytes for tokens in compared))
 
     def _entry(
         self, prefix: Prefix, piece: Piece, place_bytes: int, use: int, chance: float = 1.0

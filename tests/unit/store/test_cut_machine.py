@@ -57,9 +57,6 @@ class CutMachine(TierMachine):
         super()._make_tier(layout=self.layout, **options)
         chunk = Piece.rows(0, self.geometry.chunk_tokens)
         self.model.small_tails_bytes = self._place_bytes(chunk)
-        assert self.tier._order.recency is not None
-        self.recency = self.tier._order.recency
-        self.model.kept_from = lambda: self.recency.kept_from
         self._trim_entry = self.tier._trim
         self.tier._trim = self._trim  # type: ignore[method-assign]
 
@@ -116,11 +113,6 @@ class CutMachine(TierMachine):
         self.chance = chance
         self.store_what_is_missing(text, 0, (1, 1), True)
         self.chance = 1.0
-
-    @rule(gained_bytes=st.integers(0, 1), num_uses=st.integers(0, 8))
-    def learn_what_a_plain_lru_would_have(self, gained_bytes: int, num_uses: int) -> None:
-        self.recency._gained_bytes = gained_bytes
-        self.recency.reach = max(0, self.use - num_uses)
 
     @rule(text=texts, first_units=st.integers(0, 11))
     def answers_come_back(self, text: str, first_units: int) -> None:

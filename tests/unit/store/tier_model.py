@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import InitVar, dataclass, field, replace
 from typing import ClassVar, NamedTuple
@@ -14,7 +13,6 @@ from vllm_ascend_kvext.holes.load_plan import LoadPlan
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
 from vllm_ascend_kvext.store.lookup import Shortfall
 from vllm_ascend_kvext.store.prefix import TierGeometry
-from vllm_ascend_kvext.store.recency import NEVER
 
 ALIGNMENT_BYTES = 64
 
@@ -112,7 +110,6 @@ class ModelTier:
         tail_density: The expected density of the tails at the end of a text.
         place_bytes: The size of a place for rows that may lose their end.
         small_tails_bytes: Tails of this size or less may be evicted late if they were used last.
-        kept_from: The use from which on a plain LRU has everything, while it finds the most.
     """
 
     geometry: TierGeometry
@@ -121,7 +118,6 @@ class ModelTier:
     tail_density: Callable[[bytes], float]
     place_bytes: Callable[[Piece], int] | None = None
     small_tails_bytes: int = 0
-    kept_from: Callable[[], int] = lambda: NEVER
     entries: list[ModelEntry] = field(default_factory=list)
     lost: dict[tuple[Kind, str], Shortfall] = field(default_factory=dict)
     wanted: list[list[int]] = field(default_factory=lambda: [[0, 0]])
@@ -339,8 +335,6 @@ class ModelTier:
             use = max(use, rows.use_at(end_tokens))
         density = rows.chance * self.density(each.text[:first_unit].encode())
         is_recent = use >= recent_use and rows.chance >= 0.5
-        if use >= self.kept_from() and rows.chance >= 0.5:
-            density = math.inf
         is_tails = piece.kind is Kind.TAILS
         is_useful = is_tails or is_recent or self.may_be_resumed(each, end_tokens)
         if not is_useful:

@@ -37,7 +37,6 @@ from vllm_ascend_kvext.connector.scheduler.worker_jobs import Pages, table_parts
 from vllm_ascend_kvext.store.answers import Answers
 from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Entry, Kind, Piece
-from vllm_ascend_kvext.store.eviction import MIN_RECENT_CHANCE
 from vllm_ascend_kvext.store.prefix import HashedPrefix
 from vllm_ascend_kvext.store.resumes import TailOrigin
 from vllm_ascend_kvext.store.store_policy import StoreChooser, StorePolicy
@@ -167,11 +166,10 @@ class Stores:
         """Store what a request that has ended leaves: its prompt, and its answer if that pays."""
         prefix = self._view.prefix(request)
         prompt_tokens = min(request.num_prompt_tokens, boundary_tokens)
+        self._tier.note_ended(prefix, prompt_tokens, boundary_tokens)
         chance = self._answers.note_ended(
             prefix, prompt_tokens, boundary_tokens, progress.answers, _salt_of(request)
         )
-        is_kept = chance >= MIN_RECENT_CHANCE
-        self._tier.note_ended(prefix, prompt_tokens, boundary_tokens, is_kept)
         prompt_boundary = self._layout.geometry.floor(prompt_tokens)
         if not 0 < prompt_boundary < boundary_tokens:
             chance = 1.0
@@ -353,9 +351,7 @@ class Stores:
         boundaries = self._plan(request, state, computed_tokens, shared_tokens)
         state.planned = None
         state.progress = StoreProgress(
-            self._tier.note_admitted(
-                self._view.prefix(request), request.num_prompt_tokens, computed_tokens
-            ),
+            self._tier.note_admitted(self._view.prefix(request), request.num_prompt_tokens),
             boundaries,
             done_tokens=computed_tokens,
             rows_tokens=shared_tokens,
