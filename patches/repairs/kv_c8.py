@@ -10,8 +10,8 @@ buffer. In an engine of role ``kv_both`` these are the decode steps. On a D node
 with a prompt, as after a failed transfer. On a P node these are steps with one token for each
 request, as for a prompt of which the prefix cache has the rest.
 
-With this repair, attention of a P node computes all steps without quantized KV. Other attention
-computes as in an engine without a connector.
+With this repair, a step of a P node that has no result computes without quantized KV, as its other
+steps do. Other attention computes as in an engine without a connector.
 """
 
 from __future__ import annotations
@@ -36,18 +36,32 @@ def quantize_as_without_a_connector(
     from vllm.config import get_current_vllm_config
 
     config = get_current_vllm_config()
-    if config.kv_transfer_config is None:
+    transfer = config.kv_transfer_config
+    attention = getattr(layer, "impl", None)
+    if transfer is None or attention is None:
         wrapped(layer)
-    elif config.kv_transfer_config.is_kv_consumer:
+    elif transfer.is_kv_consumer:
         method.is_kv_producer = False
         wrapped(layer)
         without_connector = copy.copy(config)
         without_connector.kv_transfer_config = None
-        layer.impl.vllm_config = without_connector
+        attention.vllm_config = without_connector
     else:
-        attention_of_floats = type(layer.impl)
+        compute_floats = attention.forward
         wrapped(layer)
-        layer.impl.__class__ = attention_of_floats
+        attention.forward = partial(_compute_any_step, attention.forward, compute_floats)
+
+
+def _compute_any_step(
+    compute: Callable[..., Any], compute_floats: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Compute a step of a P node; without quantized KV where upstream has no result.
+
+    Upstream has written nothing then. What it has computed from the scales, which
+    ``MooncakeLayerwiseConnector`` reads, stays.
+    """
+    found = compute(*args, **kwargs)
+    return compute_floats(*args, **kwargs) if found is None else found
 
 
 _METHODS = "vllm_ascend.quantization.methods"
@@ -56,8 +70,8 @@ _patch = partial(
     Patch,
     feature="c8-beside-connectors",
     wrapper=quantize_as_without_a_connector,
-    why="With KV in 8 bits (C8) and a connector of role kv_both or kv_consumer, vLLM-Ascend's "
-    "attention returns from some steps without a result. Requests answer wrong.",
+    why="With KV in 8 bits (C8) and a connector, vLLM-Ascend's attention returns from some steps "
+    "without a result. Requests answer wrong.",
     retire_when="`AscendC8AttentionBackendImpl.forward` has a result for every step, whatever the "
     "role of the connector",
     relies_on=("vllm_ascend.attention.attention_v1:AscendC8AttentionBackendImpl.forward",),

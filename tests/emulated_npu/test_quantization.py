@@ -118,6 +118,8 @@ def test_pages_of_quantized_models_come_back(
     reference = served[f"reference, {case.reference}"]
     types = ["torch.int8" if "keys" in case.reference else "torch.float32"]
     assert found.report["facts"]["page types"] == reference.report["facts"]["page types"] == types
+    # A connector of a prefill node reads the scales (``mooncake_layerwise_connector.py``).
+    assert found.report["facts"]["has scales"] is ("keys" in case.quantized)
     assert found.hit_tokens("returned") == reference.hit_tokens("returned") == HIT_TOKENS
     largest = found.check_equal(reference, EQUAL, NPU_TOLERANCE)
     wrong = found.logprob_error("zeroed", reference)

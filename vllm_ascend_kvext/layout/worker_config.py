@@ -58,22 +58,17 @@ def require_supported(vllm_config: Any) -> None:
     cache_dtype = getattr(cache_config, "cache_dtype", None)
     if str(cache_dtype).startswith(("mxfp8", "turboquant")):
         raise LayoutError(
-            f"cache dtype: found {cache_dtype}, whose pages have tiles of rows and of scales "
-            "(``attention_c8_mxfp.py`` and ``turboquant`` in vLLM-Ascend); use another "
-            "--kv-cache-dtype, or leave KvextConnector out of --kv-transfer-config"
+            f"cache dtype: found {cache_dtype}, whose pages have rows packed with their scales, a "
+            "form that this package does not know; use another --kv-cache-dtype, or leave "
+            "KvextConnector out of --kv-transfer-config"
         )
-    additional = _additional(vllm_config)
-    sparse = additional.get("sparse_kv_offload_config")
-    for name, is_on in (
-        ("enable_kvpp", additional.get("enable_kvpp")),
-        ("sparse_kv_offload_config", isinstance(sparse, Mapping) and sparse.get("enabled")),
-    ):
-        if is_on:
-            raise LayoutError(
-                f"additional_config: found {name}, by which latents do not lie in the pages of "
-                "every rank (``vllm_ascend/ascend_config.py``); leave it out, or leave "
-                "KvextConnector out of --kv-transfer-config"
-            )
+    sparse = _additional(vllm_config).get("sparse_kv_offload_config")
+    if isinstance(sparse, Mapping) and sparse.get("enabled") is True:
+        raise LayoutError(
+            "additional_config: found sparse_kv_offload_config, by which vLLM-Ascend keeps latents "
+            "in host memory of its own (``vllm_ascend/attention/sfa_kv_offload.py``); leave it "
+            "out, or leave KvextConnector out of --kv-transfer-config"
+        )
     if str(cache_dtype).endswith("per_token_head"):
         raise LayoutError(
             f"cache dtype: found {cache_dtype}: the first forward of each layer sets the scales in "

@@ -40,6 +40,8 @@ class Engine(connector.Engine):
         }
         tensors = [tensor for of_layer in runner.kv_caches for tensor in of_layer]
         self.note("page types", sorted({str(tensor.dtype) for tensor in tensors}))
+        layers = self.core.vllm_config.compilation_config.static_forward_context.values()
+        self.note("has scales", any(hasattr(layer, "_c8_k_inv_scale") for layer in layers))
         return {
             key: [bytes(tensor[block].cpu().numpy()) for tensor in tensors]
             for key, block in cached.items()
