@@ -38,7 +38,7 @@ _LINEAR = re.compile(r"\.(?:[qkvo]_proj|gate_proj|up_proj|down_proj)\.weight$")
 
 
 def quantize_weights(folder: Path) -> None:
-    """Quantize the weights of attention and of dense layers."""
+    """Quantize the weights of attention, of dense layers and of experts."""
     _rewrite(folder, _quantized, {})
 
 

@@ -32,13 +32,11 @@ class Engine(connector.Engine):
 
     def pages(self) -> dict[Any, list[bytes]]:
         """The bytes of each cached page, by the hash of its block: tensor after tensor."""
-        worker = self.core.model_executor.driver_worker
-        runner = getattr(worker, "worker", worker).model_runner
         blocks = self.scheduler.kv_cache_manager.block_pool.blocks
         cached = {
             block.block_hash: block.block_id for block in blocks if block.block_hash is not None
         }
-        tensors = [tensor for of_layer in runner.kv_caches for tensor in of_layer]
+        tensors = [tensor for of_layer in self.runner.kv_caches for tensor in of_layer]
         self.note("page types", sorted({str(tensor.dtype) for tensor in tensors}))
         layers = self.core.vllm_config.compilation_config.static_forward_context.values()
         self.note("has scales", any(hasattr(layer, "_c8_k_inv_scale") for layer in layers))

@@ -187,6 +187,12 @@ class Engine:
                 group = kv_transfer.get_kv_transfer_group()
                 self.worker_side = kvext_connector_in(group).worker_side
 
+    @property
+    def runner(self) -> Any:
+        """The model runner of an engine with one worker."""
+        worker = self.core.model_executor.driver_worker
+        return getattr(worker, "worker", worker).model_runner
+
     # Requests.
 
     def ask(

@@ -33,11 +33,6 @@ class Engine(engine.Engine):
             "runner": f"{type(self.runner).__module__}.{type(self.runner).__name__}",
         }
 
-    @property
-    def runner(self) -> Any:
-        worker = self.core.model_executor.driver_worker
-        return getattr(worker, "worker", worker).model_runner
-
 
 @scenario
 def three_times(engine: Engine) -> None:

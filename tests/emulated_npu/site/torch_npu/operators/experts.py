@@ -212,17 +212,28 @@ def npu_grouped_matmul(
     rows = x[0]
     is_restored = scale is not None or output_dtype == torch.int32
     require(name, (rows.dtype == torch.int8) == is_restored, "int8 needs a scale, or int32")
-    ends = group_list.cumsum(0)
-    output = _products(rows, weight[0], ends)
-    first = 0
-    for group, end in enumerate(ends.tolist()):
-        if scale is not None and per_token_scale is not None:
-            output[first:end] *= scale[0][group].float()
-            output[first:end] *= per_token_scale[0][first:end].float().unsqueeze(-1)
-        if bias is not None:
-            output[first:end] += bias[0][group]
-        first = end
+    is_both = (scale is None) == (per_token_scale is None)
+    require(name, is_both, "scale and per_token_scale belong together")
+    output = _products(rows, weight[0], group_list.cumsum(0))
+    if scale is not None and per_token_scale is not None:
+        output *= _by_row(scale[0], group_list, len(rows)) * per_token_scale[0].float().unsqueeze(
+            -1
+        )
+    if bias is not None:
+        output += _by_row(bias[0], group_list, len(rows))
     return [output.to(output_dtype or rows.dtype)]
+
+
+def _by_row(of_groups: Tensor, counts: Tensor, num_rows: int) -> Tensor:
+    """What each row has of its group, in float32. Rows behind the last group have zeros."""
+    of_rows = of_groups.float().repeat_interleave(counts.long(), dim=0)
+    return functional.pad(of_rows, (0, 0, 0, num_rows - len(of_rows)))
+
+
+def _activated(product: Tensor) -> tuple[Tensor, Tensor]:
+    """Gates times values, quantized to int8, and the scales of its rows."""
+    gates, values = product.chunk(2, dim=-1)
+    return npu_dynamic_quant(functional.silu(gates) * values)
 
 
 def _products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -265,13 +276,10 @@ def grouped_matmul_swiglu_quant_weight_nz(
     """
     name = "grouped_matmul_swiglu_quant_weight_nz"
     require(name, bias is None and not swiglu_limit, "bias and swiglu_limit are not emulated")
+    counts = group_list.diff(prepend=group_list.new_zeros(1))
     product = _products(x, weight, group_list) * x_scale.float().unsqueeze(-1)
-    first = 0
-    for scale, end in zip(weight_scale.float(), group_list.tolist(), strict=True):
-        product[first:end] *= scale
-        first = end
-    gates, values = product.nan_to_num().chunk(2, dim=-1)
-    quantized, scales = npu_dynamic_quant(functional.silu(gates) * values)
+    product *= _by_row(weight_scale, counts, len(x))
+    quantized, scales = _activated(product.nan_to_num())
     return quantized, scales, torch.empty(0)
 
 
@@ -319,11 +327,8 @@ def npu_dequant_swiglu_quant(
         raise RuntimeError(f"{name}: the scales are needed")
     scales = weight_scale.float().view(-1, x.shape[-1])
     if group_index is not None:
-        of_rows = scales.repeat_interleave(group_index.long(), dim=0)
-        scales = functional.pad(of_rows, (0, 0, 0, len(x) - len(of_rows)))
-    restored = x.float() * scales * activation_scale.float().unsqueeze(-1)
-    gates, values = restored.chunk(2, dim=-1)
-    return npu_dynamic_quant(functional.silu(gates) * values)
+        scales = _by_row(scales, group_index, len(x))
+    return _activated(x.float() * scales * activation_scale.float().unsqueeze(-1))
 
 
 @operator("npu_moe_token_unpermute")
