@@ -304,7 +304,7 @@ class ConnectedScheduler:
         """
         if leaves_a_decode(self.scheduler, request, stop_tokens):
             return True
-        num_tokens = getattr(self.scheduler, "num_prefill_lookahead", 0)
+        num_tokens = _prefill_lookahead_tokens(self.scheduler)
         prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
         return num_tokens > 1 and prefill_end - num_tokens < stop_tokens < prefill_end
 
@@ -401,6 +401,7 @@ def _view_of(
         num_running=lambda: len(scheduler.running),
         use_eagle=bool(manager.coordinator.eagle_group_ids),
         num_lookahead_tokens=scheduler.num_lookahead_tokens,
+        num_prefill_lookahead_tokens=_prefill_lookahead_tokens(scheduler),
         leaves_a_decode=partial(leaves_a_decode, scheduler),
         recomputes_failed_loads=scheduler.recompute_kv_load_failures,
         has_other_connectors=scheduler.connector is not connector,
@@ -415,6 +416,11 @@ def _view_of(
         and not getattr(scheduler, "mamba_has_prefill_checkpoint_blocks", False),
         hash_tokens=_hash_tokens(config),
     )
+
+
+def _prefill_lookahead_tokens(scheduler: Scheduler) -> int:
+    """The tokens behind a prefill step that the drafter reads. No vLLM < 0.30 reads more than 1."""
+    return getattr(scheduler, "num_prefill_lookahead", 0)
 
 
 def _hash_tokens(vllm_config: VllmConfig) -> HashTokens:

@@ -43,11 +43,8 @@ from support.scenarios.processes import (
     Plan,
 )
 
-NO_HOLES = {"states", *draft_models.WRITERS}
-"""Models without holes: all tokens behind a missing chunk are computed.
-
-A state needs all tokens before it. docs/offload.md says why for drafts.
-"""
+NO_HOLES = {"states"}
+"""Models without holes: a state needs all tokens before it."""
 WITH_TAILS = {"windows", "sinks, windows, experts", "states"}
 """Models with groups (windows, states) of which host memory holds only pages for a boundary."""
 DENSE = ("full attention", "windows", "latent attention, experts")

@@ -29,6 +29,7 @@ from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import (
     DEEPSEEK_V4_EAGLE,
     FULL,
+    FULL_EAGLE,
     GPT_OSS,
     LAYOUTS,
     TWO_FULL,
@@ -43,7 +44,7 @@ from vllm.v1.core.sched.interface import PauseState
 
 from vllm_ascend_kvext.connector.common.block_references import BlockReferences
 from vllm_ascend_kvext.connector.scheduler import loads
-from vllm_ascend_kvext.patches.connector import hole_steps
+from vllm_ascend_kvext.patches.connector import hole_steps, scheduler
 from vllm_ascend_kvext.store.entries import Kind
 from vllm_ascend_kvext.upstream_state import RequestState
 
@@ -165,9 +166,48 @@ def test_blocks_that_only_a_hole_has_are_zeroed_as_others_are(
 
 
 @pytest.mark.parametrize("layout", [WINDOW, DEEPSEEK_V4_EAGLE], **by_layout)
-def test_models_without_rows_or_with_drafts_stop_at_the_first_hole(layout: PagedLayout) -> None:
+def test_models_without_rows_or_with_drafts_and_windows_stop_at_the_first_hole(
+    layout: PagedLayout,
+) -> None:
     with engine_of(layout) as engine:
         assert not engine.side.computes_holes
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_drafts_behind_a_hole_are_those_of_nobody(is_async: bool) -> None:
+    """Workers draft behind rows of holes, too. The request itself begins behind its holes."""
+    options = {"drafter": Drafter.EAGLE, "num_draft_tokens": 3}
+    with engine_of(FULL_EAGLE, is_async=is_async, **options) as engine:
+        serve(engine, plan_of("first", PROMPT, max_tokens=20))
+        make_holes(engine, (64, 96), (160, 192))
+        computed = watch_computed(engine)
+        serve(engine, replace(SECOND, max_tokens=20))
+        assert computed_holes(computed) == [(64, 96), (160, 192)]
+        check_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize(
+    ("num_draft_tokens", "num_prefill_lookahead", "reason"),
+    [
+        (FULL.unit_tokens, 1, None),
+        (FULL.unit_tokens + 1, 1, f"{FULL.unit_tokens + 1} places for drafts"),
+        (3, 2, "several MTP modules"),
+    ],
+)
+def test_holes_beside_draft_layers_are_refused_with_a_reason(
+    num_draft_tokens: int,
+    num_prefill_lookahead: int,
+    reason: str | None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        scheduler, "_prefill_lookahead_tokens", lambda upstream: num_prefill_lookahead
+    )
+    options = {"drafter": Drafter.EAGLE, "num_draft_tokens": num_draft_tokens}
+    with engine_of(FULL_EAGLE, **options) as engine:
+        assert engine.side.computes_holes is (reason is None)
+    assert reason is None or reason in caplog.text
 
 
 def test_adapters_stop_at_the_first_hole() -> None:

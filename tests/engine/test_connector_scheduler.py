@@ -34,6 +34,7 @@ from support.connector.offload_workloads import (
 from support.connector.page_contents import WrongBytesError
 from support.connector.paged_layouts import (
     FULL,
+    FULL_EAGLE,
     GPT_OSS,
     LAYOUTS,
     STATE_LAYOUTS,
@@ -59,7 +60,7 @@ from vllm_ascend_kvext.upstream_state import CoordinatorState
 
 pytestmark = pytest.mark.usefixtures("offloading_in_effect")
 
-SMALL_LAYOUTS = LAYOUTS + STATE_LAYOUTS
+SMALL_LAYOUTS = (*LAYOUTS, FULL_EAGLE, *STATE_LAYOUTS)
 ALL_LAYOUTS = SMALL_LAYOUTS + UPSTREAM_LAYOUTS
 
 NUM_SEEDS = 4 if IS_LONG else 2

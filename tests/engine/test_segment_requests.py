@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support.connector.blending_engine import BlendingEngine
-from support.connector.engines import fail_next
+from support.connector.engines import engine_of, fail_next
 from support.connector.learning_engine import (
     HEAD_TOKENS,
     QUESTION,
@@ -22,10 +22,11 @@ from support.connector.learning_engine import (
     LearningEngine,
     learning_engine,
 )
-from support.connector.offload_workloads import tokens
-from support.connector.paged_layouts import FULL, GEMMA, GPT_OSS, PagedLayout
+from support.connector.offload_workloads import offloading, tokens
+from support.connector.paged_layouts import FULL, FULL_EAGLE, GEMMA, GPT_OSS, PagedLayout
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_segments import SimulatedMover
+from support.scheduler.options import Drafter
 from support.scheduler.token_stream import VOCAB_SIZE
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
@@ -747,3 +748,11 @@ def test_a_segment_is_given_up_for_the_blocks_of_its_own_request(
         engine.serve()
         assert engine.counts.stored_segments == is_stored
         assert engine.counts.refusals[SegmentRefusal.ROOM] == (not is_stored)
+
+
+def test_segments_are_off_beside_draft_layers(caplog: pytest.LogCaptureFixture) -> None:
+    """Holes are not: a preview has blocks of its own behind its rows, and a hole has none."""
+    options = offloading(FULL_EAGLE, segments={"sink": SINK})
+    with engine_of(FULL_EAGLE, drafter=Drafter.EAGLE, offloading=options) as engine:
+        assert engine.side.computes_holes
+    assert "segments are off: draft tokens" in caplog.text

@@ -166,6 +166,7 @@ def _deepseek_v4_layout() -> PagedLayout:
 ROWS = RowAddressing.TOKENS
 
 FULL = paged(layouts.FULL)
+FULL_EAGLE = paged(layouts.FULL.with_eagle(0))
 WINDOW = paged(layouts.WINDOW)
 GEMMA = paged(layouts.GEMMA)
 GPT_OSS = paged(Layout("gpt-oss", (Group(Attention.FULL, 16), Group(Attention.WINDOW, 16, 24))))

@@ -36,6 +36,7 @@ class SchedulerView:
             its length.
         use_eagle: Whether a local hit drops the last block that it finds (EAGLE, MTP).
         num_lookahead_tokens: Tokens of a step for which the drafter needs places in blocks.
+        num_prefill_lookahead_tokens: Tokens behind a prefill step that the drafter reads.
         leaves_a_decode: Whether a request has as many tokens behind a boundary as a decode with
             drafts has. vLLM-Ascend 0.23.0 would go on from a wrong state there.
         recomputes_failed_loads: Whether a request whose load fails goes on without the load.
@@ -65,6 +66,7 @@ class SchedulerView:
     num_running: Callable[[], int] = lambda: 0
     use_eagle: bool = False
     num_lookahead_tokens: int = 0
+    num_prefill_lookahead_tokens: int = 0
     leaves_a_decode: Callable[[Request, int], bool] = lambda request, tokens: False
     recomputes_failed_loads: bool = True
     has_other_connectors: bool = False
@@ -77,6 +79,11 @@ class SchedulerView:
     has_steps_for_states: bool = False
     hash_tokens: HashTokens | None = None
     fine_keys: FineKeys | None = None
+
+    @property
+    def has_draft_layers(self) -> bool:
+        """Whether drafts have layers of their own (EAGLE, MTP), which have keys and values."""
+        return self.use_eagle or self.num_lookahead_tokens > 0
 
     def with_keys_at(self, tokens_per_key: int) -> SchedulerView:
         """This view with keys at multiples of ``tokens_per_key``."""

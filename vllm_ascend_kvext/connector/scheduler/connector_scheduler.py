@@ -648,8 +648,28 @@ def _why_no_holes(view: SchedulerView, layout: HostLayout, states: StatePolicy) 
         return "the model has recurrent states, which are not kept where holes begin"
     if states is StatePolicy.SKIP:
         return "holes are exact, and state_policy=skip is not"
-    if view.use_eagle or view.num_lookahead_tokens:
-        return "draft tokens (EAGLE, MTP) would be computed beyond the end of a hole"
+    if view.has_draft_layers:
+        return _why_no_holes_beside_drafts(view, layout)
+    return None
+
+
+def _why_no_holes_beside_drafts(view: SchedulerView, layout: HostLayout) -> str | None:
+    """Why no request of an engine with draft layers can compute holes; None if some can.
+
+    A worker drafts behind the row of a hole as behind any part of a prompt. It so writes keys of
+    draft layers, and of no others, behind the hole. Its request has blocks there, and what is
+    stored of its draft layers may be loaded before or after. So a later draft may be a worse guess,
+    and no token is another one: the model itself computes each token that is accepted.
+    """
+    if layout.geometry.needs_tails:
+        return "drafts are computed behind the end of a hole, where its blocks for windows end"
+    if view.num_lookahead_tokens > layout.geometry.unit_tokens:
+        return (
+            f"{view.num_lookahead_tokens} places for drafts may lie behind what is loaded behind "
+            f"a hole, which is {layout.geometry.unit_tokens} tokens at least"
+        )
+    if view.num_prefill_lookahead_tokens > 1:
+        return "a drafter of several MTP modules reads tokens behind the end of a hole"
     return None
 
 

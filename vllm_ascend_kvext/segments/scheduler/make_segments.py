@@ -105,6 +105,8 @@ def make_segments(
 def _why_no_segments(parts: SchedulerParts, of_workers: Sequence[SegmentsOfWorker]) -> str | None:
     if not parts.computes_holes:
         return "the tokens between segments are computed as holes, and hole_reuse is off"
+    if parts.view.has_draft_layers:
+        return "draft tokens (EAGLE, MTP) would be computed behind the blocks of its rows"
     for rank, worker in enumerate(of_workers):
         if worker.layout is None:
             return f"worker {rank}: {worker.refusal}"
