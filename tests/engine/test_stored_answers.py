@@ -16,6 +16,9 @@ from support.connector.simulated_engine import SimulatedEngine
 from vllm.v1.request import Request
 
 from vllm_ascend_kvext.store.answers import Seen
+from vllm_ascend_kvext.store.prefix import Prefix
+from vllm_ascend_kvext.store.recency import Recency
+from vllm_ascend_kvext.store.tier import HostTier
 
 pytestmark = pytest.mark.usefixtures("offloading_in_effect")
 
@@ -82,3 +85,50 @@ def test_a_preempted_request_knows_what_its_conversation_showed() -> None:
         assert request.num_preemptions == 1
         latest = next(reversed(engine.side._stores._answers._ended.values()))
         assert latest.conversation == Seen(0, NUM_TURNS - 1)
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+@pytest.mark.parametrize("is_stripped", [False, True])
+def test_what_a_chat_finds_is_compared_once_with_what_a_plain_lru_would_find(
+    is_stripped: bool, is_preempted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it fits, so that a plain LRU, an endless tier and this one find the same."""
+    compared: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(Recency, "note_found", lambda _, *found: compared.append(found))
+    connector = offloading(GPT_OSS, store_policy="second_touch", host_memory_gib=0.1)
+    with engine_of(GPT_OSS, num_blocks=2000, offloading=connector) as engine:
+        converse(engine, is_stripped, 40, is_preempted)
+    assert len(compared) == NUM_TURNS
+    assert compared[0] == (0, 0, 0)
+    assert all(0 < known == within == found for known, within, found in compared[1:])
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_a_plain_lru_has_what_an_aborted_request_has_computed(
+    is_preempted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[int] = []
+    note_stopped = HostTier.note_stopped
+
+    def note(tier: HostTier, prefix: Prefix, end_tokens: int) -> None:
+        stopped.append(end_tokens)
+        note_stopped(tier, prefix, end_tokens)
+
+    monkeypatch.setattr(HostTier, "note_stopped", note)
+    connector = offloading(GPT_OSS, store_policy="second_touch", host_memory_gib=0.1)
+    with engine_of(GPT_OSS, num_blocks=2000, offloading=connector) as engine:
+        plan = plan_of("aborted", tokens(random.Random(1), 90), max_tokens=40)
+        request = engine.add_request(plan)
+        while request.num_output_tokens < 2:
+            engine.step()
+        if is_preempted:
+            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        engine.abort("aborted")
+        serve(engine)
+        recency = engine.side.tier._order.recency
+        assert recency is not None
+        prefix = engine.side._view.prefix(request)
+        assert recency.num_found(engine.side.tier._cut_keys(prefix, 90)) > 0
+    assert len(stopped) == 1
+    unit_tokens = GPT_OSS.unit_tokens
+    assert 90 // unit_tokens * unit_tokens <= stopped[0] <= 90

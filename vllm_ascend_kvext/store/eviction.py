@@ -14,6 +14,10 @@ The order of eviction:
    it (compare the window of W-TinyLFU: G. Einziger, R. Friedman and B. Manes, "TinyLFU: a highly
    efficient cache admission policy", ACM Transactions on Storage 13, 2017).
 
+While nearly all that comes back would still be in a plain LRU, the latest use decides instead of
+the expected hits: what such an LRU would have comes after all that it would not have. ``recency``
+says when. Useless entries still go first.
+
 A prompt asks for all rows before its end, but it resumes at one boundary only: the later tails of a
 conversation make the earlier ones useless, however late those were used. So tails are judged by
 themselves, and are never among what was used last. Tails that take no more memory than a chunk of
@@ -40,6 +44,7 @@ found.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +55,7 @@ from vllm_ascend_kvext.store.counters import Refusal
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
 from vllm_ascend_kvext.store.index import Index
 from vllm_ascend_kvext.store.prefix import TierGeometry
+from vllm_ascend_kvext.store.recency import Recency
 from vllm_ascend_kvext.store.resumes import Resumes
 from vllm_ascend_kvext.store.reuse import Reuse
 
@@ -68,6 +74,9 @@ MIN_RECENT_CHANCE = 0.5
 
 USELESS = -1.0
 """The density of what no request can use, below all others."""
+
+KEPT = math.inf
+"""The density of what a plain LRU would have, while such an LRU finds the most; see `recency`."""
 
 MAX_TRIED = 8
 """The number of entries that are tried in order before an entry is chosen out of order."""
@@ -106,6 +115,7 @@ class EvictionOrder:
 
     Attributes:
         small_tails_bytes: Tails of this size or less are worth what the rows before them are.
+        recency: What a plain LRU would have; None if tails are worth more or less than their rows.
     """
 
     def __init__(
@@ -122,6 +132,7 @@ class EvictionOrder:
         self._reuse = reuse
         self._resumes = resumes
         self.small_tails_bytes = 0
+        self.recency: Recency | None = None
         self._random = random.Random(0)
         # The latest uses that stored something, and the bytes of each. While the sum of the bytes
         # exceeds the share, the oldest use is dropped. The latest use always stays.
@@ -302,7 +313,11 @@ class EvictionOrder:
 
     def _worth_of_rows(self, rows: Entry, cut_key: bytes, use: int, now: int) -> tuple[bool, float]:
         """Whether a cut of some rows is recent, and the hits that are expected of it."""
-        is_recent = use >= self._recent_use and rows.chance >= MIN_RECENT_CHANCE
+        may_be_kept = rows.chance >= MIN_RECENT_CHANCE
+        is_recent = may_be_kept and use >= self._recent_use
+        recency = self.recency
+        if may_be_kept and recency is not None and recency.is_best and recency.has(cut_key, use):
+            return is_recent, KEPT
         return is_recent, rows.chance * self._reuse.density(cut_key, use, now)
 
     def _sample(self) -> list[Entry]:

@@ -53,15 +53,23 @@ class Resumes:
         """Forget everything."""
         self._reuse.clear()
 
-    def note_admitted(self, keys: Sequence[bytes], now: int) -> None:
+    def num_until_known(self, keys: Sequence[bytes]) -> int:
+        """The number of boundaries up to the last one with known tails, of ascending boundaries."""
+        return self._reuse.num_until_known(keys)
+
+    def note_admitted(self, keys: Sequence[bytes], now: int) -> int:
         """Count where a request resumes: at the latest known tails of its prompt.
 
         Args:
             keys: The keys of all boundaries at which it may resume, ascending.
             now: The use of its admission, which is later than all uses before.
+
+        Returns:
+            The number of boundaries up to the one where it resumes.
         """
         number = self._reuse.num_until_known(keys)
         self._reuse.note_ended(keys[number - 1 : number] if number else (), (), now)
+        return number
 
     def note_tails(self, key: bytes, origin: TailOrigin, now: int) -> None:
         """Note that a request leaves tails at a boundary, whether or not there is room for them."""

@@ -8,7 +8,7 @@ The calls for a request, from its admission on::
     load = tier.begin_load(prefix, boundary, entries, tier.next_use())      pins the entries
     tier.end_load(load, unreadable)                             when no worker reads them any more
 
-    use = tier.note_admitted(prefix, prompt_tokens)             it begins to compute
+    use = tier.note_admitted(prefix, prompt_tokens, hit_tokens) it begins to compute
     for piece in tier.lookup(prefix).missing_pieces(first, end):    pieces that it has computed
         entries = tier.begin_rows(prefix, piece, use)           or a Refusal
         tier.finish_store(entry, row_map)                       or fail_store, when no worker writes
@@ -16,6 +16,7 @@ The calls for a request, from its admission on::
 
     use = tier.next_use()                                       it has ended
     tier.note_ended(prefix, prompt_tokens, end_tokens)          its last pieces are stored behind
+    tier.note_stopped(prefix, end_tokens)                       or it was aborted or preempted
 
 Every call is synchronous. The same calls lead to the same offsets, so all workers can use the same
 offsets. The tier moves no bytes, and does not know what a worker is.
@@ -36,6 +37,7 @@ from vllm_ascend_kvext.store.eviction import USELESS, EvictionOrder, Priority
 from vllm_ascend_kvext.store.index import Index
 from vllm_ascend_kvext.store.lookup import Hit, Lookup, Lost, Shortfall
 from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
+from vllm_ascend_kvext.store.recency import Recency
 from vllm_ascend_kvext.store.resumes import Resumes, TailOrigin
 from vllm_ascend_kvext.store.reuse import Reuse
 
@@ -126,7 +128,19 @@ class HostTier:
         self._rows_bytes.cache_clear()
         if self._layout is not None and self.geometry.needs_rows:
             chunk = Piece.rows(0, self.geometry.chunk_tokens)
-            self._order.small_tails_bytes = self._arena.place_bytes(self._layout_bytes(chunk))
+            chunk_bytes = self._arena.place_bytes(self._layout_bytes(chunk))
+            self._order.small_tails_bytes = chunk_bytes
+            self._order.recency = self._make_recency(chunk_bytes)
+
+    def _make_recency(self, chunk_bytes: int) -> Recency | None:
+        """What a plain LRU would have; None if large tails are judged by themselves."""
+        tails_bytes = 0
+        if self.geometry.needs_tails:
+            tails_bytes = self._layout_bytes(Piece.tails(self.geometry.chunk_tokens))
+        if tails_bytes > chunk_bytes:
+            return None
+        num_cuts = self.geometry.chunk_tokens // self.geometry.cut_tokens
+        return Recency(self.capacity_bytes, -(-chunk_bytes // num_cuts), tails_bytes)
 
     def next_use(self) -> int:
         """A new point in time, later than all before. Ages are differences of such points.
@@ -136,7 +150,9 @@ class HostTier:
         self._latest_use += 1
         return self._latest_use
 
-    def note_admitted(self, prefix: Prefix, prompt_tokens: int) -> int:
+    def note_admitted(
+        self, prefix: Prefix, prompt_tokens: int, hit_tokens: int | None = None
+    ) -> int:
         """Note that a request begins. Call it before the request's own tails are stored.
 
         A request that begins again after a preemption is noted again: it resumes once more.
@@ -144,33 +160,96 @@ class HostTier:
         Args:
             prefix: The tokens of the request.
             prompt_tokens: The length of its prompt.
+            hit_tokens: The tokens that it does not compute, from the device and from this tier;
+                None if it begins again.
 
         Returns:
             The use of its admission.
         """
         use = self.next_use()
+        # The last token of a prompt is always computed.
+        limit_tokens = self.geometry.floor(min(prompt_tokens - 1, prefix.num_tokens))
+        unit_tokens = self.geometry.unit_tokens
+        boundaries: Sequence[bytes] = ()
+        num_until_tails = 0
         if self.geometry.needs_tails:
-            # The last token of a prompt is always computed.
-            limit_tokens = min(prompt_tokens - 1, prefix.num_tokens)
-            unit_tokens = self.geometry.unit_tokens
-            keys = prefix.keys_at(range(unit_tokens, limit_tokens + 1, unit_tokens))
-            self._resumes.note_admitted(keys, use)
+            boundaries = prefix.keys_at(range(unit_tokens, limit_tokens + 1, unit_tokens))
+            num_until_tails = self._resumes.note_admitted(boundaries, use)
+        if self._order.recency is not None and hit_tokens is not None:
+            self._compare(prefix, limit_tokens, hit_tokens, boundaries[:num_until_tails])
         return use
 
-    def note_ended(self, prefix: Prefix, prompt_tokens: int, end_tokens: int) -> None:
+    def _compare(
+        self, prefix: Prefix, limit_tokens: int, hit_tokens: int, until_tails: Sequence[bytes]
+    ) -> None:
+        """Compare what a prompt has found with what a plain LRU and an endless tier would find.
+
+        Args:
+            until_tails: The keys of the boundaries up to the last one with known tails.
+        """
+        recency = self._order.recency
+        assert recency is not None
+        unit_tokens, cut_tokens = self.geometry.unit_tokens, self.geometry.cut_tokens
+        starts = self._cut_keys(prefix, limit_tokens)
+        num_cuts = recency.num_found(starts)
+        lru_tokens = num_cuts * cut_tokens
+        if self.geometry.needs_tails:
+            known_tokens = len(until_tails) * unit_tokens
+            if lru_tokens < known_tokens:
+                within = until_tails[: lru_tokens // unit_tokens]
+                lru_tokens = unit_tokens * self._resumes.num_until_known(within)
+            else:
+                lru_tokens = known_tokens
+        else:
+            num_cuts += self._reuse.num_until_known(starts[num_cuts:])
+            known_tokens = num_cuts * cut_tokens
+        if hit_tokens < lru_tokens and not recency.is_best:
+            # The request may have loaded less than there is.
+            there_tokens = self.look_up(prefix, limit_tokens).boundary_tokens
+            hit_tokens = max(hit_tokens, there_tokens)
+        # A cut is known by its first unit. So a cut that is begun counts as a whole.
+        compared = (known_tokens, lru_tokens, hit_tokens)
+        recency.note_found(*(-(-tokens // cut_tokens) for tokens in compared))
+
+    def note_ended(
+        self, prefix: Prefix, prompt_tokens: int, end_tokens: int, is_answer_kept: bool = True
+    ) -> None:
         """Note that a request has ended. Call it once, before its remaining pieces are stored.
 
         Args:
             prefix: The tokens of the request.
             prompt_tokens: The length of its prompt.
             end_tokens: The end of its tokens that have keys. These tokens include its answer.
+            is_answer_kept: Whether its answer is likely enough to come back to be kept at all.
         """
+        keys = self._cut_keys(prefix, end_tokens)
         unit_tokens = self.geometry.unit_tokens
-        cut_tokens = self.geometry.cut_tokens
-        # A cut is identified by the key of its first unit, even if the tokens end within the cut.
-        keys = prefix.keys_at(range(unit_tokens, end_tokens + 1, cut_tokens))
-        num_asked = len(range(unit_tokens, prompt_tokens + 1, cut_tokens))
+        num_asked = len(range(unit_tokens, prompt_tokens + 1, self.geometry.cut_tokens))
         self._reuse.note_ended(keys[:num_asked], keys[num_asked:], self._latest_use)
+        if self._order.recency is not None:
+            kept = keys if is_answer_kept else keys[:num_asked]
+            self._order.recency.note_used(kept, self._latest_use)
+
+    def note_stopped(self, prefix: Prefix, end_tokens: int) -> None:
+        """Note that a request stops before its end, and leaves nothing more in this tier.
+
+        It was aborted, or it was preempted and is about to begin again. A plain LRU would have what
+        it has computed.
+
+        Args:
+            prefix: The tokens of the request.
+            end_tokens: The end of its tokens that were computed and have keys.
+        """
+        if self._order.recency is not None:
+            self._order.recency.note_used(self._cut_keys(prefix, end_tokens), self._latest_use)
+
+    def _cut_keys(self, prefix: Prefix, end_tokens: int) -> Sequence[bytes]:
+        """The keys of the cuts before a token.
+
+        A cut is identified by the key of its first unit, even if the tokens end within the cut.
+        """
+        first_tokens = self.geometry.unit_tokens
+        return prefix.keys_at(range(first_tokens, end_tokens + 1, self.geometry.cut_tokens))
 
     def note_came_back(self, prefix: Prefix, first_tokens: int, end_tokens: int) -> None:
         """Note that a prompt contains answers, the first of which begins at ``first_tokens``."""
@@ -451,6 +530,8 @@ class HostTier:
             lost.clear()
         self._reuse.clear()
         self._resumes.clear()
+        if self._order.recency is not None:
+            self._order.recency.clear()
 
     def _entry(
         self, prefix: Prefix, piece: Piece, place_bytes: int, use: int, chance: float = 1.0

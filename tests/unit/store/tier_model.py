@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import InitVar, dataclass, field, replace
 from typing import ClassVar, NamedTuple
@@ -110,6 +111,8 @@ class ModelTier:
         tail_density: The expected density of the tails at the end of a text.
         place_bytes: The size of a place for rows that may lose their end.
         small_tails_bytes: Tails of this size or less may be evicted late if they were used last.
+        is_kept: Whether a plain LRU would have a cut with a key and a latest use, while such an LRU
+            finds the most.
     """
 
     geometry: TierGeometry
@@ -118,6 +121,7 @@ class ModelTier:
     tail_density: Callable[[bytes], float]
     place_bytes: Callable[[Piece], int] | None = None
     small_tails_bytes: int = 0
+    is_kept: Callable[[bytes, int], bool] = lambda key, use: False
     entries: list[ModelEntry] = field(default_factory=list)
     lost: dict[tuple[Kind, str], Shortfall] = field(default_factory=dict)
     wanted: list[list[int]] = field(default_factory=lambda: [[0, 0]])
@@ -333,8 +337,11 @@ class ModelTier:
                 return False, density, use, -end_tokens, piece.kind, each.entry.number
             rows = self.leading(holding)
             use = max(use, rows.use_at(end_tokens))
-        density = rows.chance * self.density(each.text[:first_unit].encode())
+        key = each.text[:first_unit].encode()
+        density = rows.chance * self.density(key)
         is_recent = use >= recent_use and rows.chance >= 0.5
+        if rows.chance >= 0.5 and self.is_kept(key, use):
+            density = math.inf
         is_tails = piece.kind is Kind.TAILS
         is_useful = is_tails or is_recent or self.may_be_resumed(each, end_tokens)
         if not is_useful:

@@ -37,6 +37,7 @@ from vllm_ascend_kvext.connector.scheduler.worker_jobs import Pages, table_parts
 from vllm_ascend_kvext.store.answers import Answers
 from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Entry, Kind, Piece
+from vllm_ascend_kvext.store.eviction import MIN_RECENT_CHANCE
 from vllm_ascend_kvext.store.prefix import HashedPrefix
 from vllm_ascend_kvext.store.resumes import TailOrigin
 from vllm_ascend_kvext.store.store_policy import StoreChooser, StorePolicy
@@ -154,7 +155,10 @@ class Stores:
         progress, state.progress = state.progress, None
         if progress is None:
             return
-        if is_end_of_turn and not self._is_off:
+        if not is_end_of_turn:
+            computed_tokens = max(request.num_computed_tokens, progress.done_tokens)
+            self._note_stopped(request, progress, computed_tokens)
+        elif not self._is_off:
             progress.use = self._tier.next_use()
             progress.rows_tokens = 0  # Some rows may have been evicted since.
             boundary = self._last_boundary(request)
@@ -166,10 +170,11 @@ class Stores:
         """Store what a request that has ended leaves: its prompt, and its answer if that pays."""
         prefix = self._view.prefix(request)
         prompt_tokens = min(request.num_prompt_tokens, boundary_tokens)
-        self._tier.note_ended(prefix, prompt_tokens, boundary_tokens)
         chance = self._answers.note_ended(
             prefix, prompt_tokens, boundary_tokens, progress.answers, _salt_of(request)
         )
+        is_kept = chance >= MIN_RECENT_CHANCE
+        self._tier.note_ended(prefix, prompt_tokens, boundary_tokens, is_kept)
         prompt_boundary = self._layout.geometry.floor(prompt_tokens)
         if not 0 < prompt_boundary < boundary_tokens:
             chance = 1.0
@@ -177,6 +182,16 @@ class Stores:
             self._store_rows(request, progress, prompt_boundary)
         elif self._store_turn_rows(request, progress, boundary_tokens, chance):
             self._store_end(request, progress, boundary_tokens, chance=chance)
+
+    def _note_stopped(
+        self, request: Request, progress: StoreProgress, computed_tokens: int
+    ) -> None:
+        """A request has stopped before its end; it may begin again."""
+        prefix = self._view.prefix(request)
+        end_tokens = min(computed_tokens, prefix.num_tokens)
+        if self._answers.chance(progress.answers, _salt_of(request)) < MIN_RECENT_CHANCE:
+            end_tokens = min(end_tokens, request.num_prompt_tokens)
+        self._tier.note_stopped(prefix, end_tokens)
 
     def release_held(self, progress: StoreProgress | None) -> None:
         """Release the blocks that are held for a request."""
@@ -350,8 +365,12 @@ class Stores:
         shared_tokens = self._shared_tokens(request)
         boundaries = self._plan(request, state, computed_tokens, shared_tokens)
         state.planned = None
+        prefix = self._view.prefix(request)
+        if before is not None:
+            self._note_stopped(request, before, before.done_tokens)
+        hit_tokens = computed_tokens if before is None else None
         state.progress = StoreProgress(
-            self._tier.note_admitted(self._view.prefix(request), request.num_prompt_tokens),
+            self._tier.note_admitted(prefix, request.num_prompt_tokens, hit_tokens),
             boundaries,
             done_tokens=computed_tokens,
             rows_tokens=shared_tokens,

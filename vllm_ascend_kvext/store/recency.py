@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
+"""Knows what a plain LRU of the tier's size would have, and learns whether that would be enough.
+
+If nearly all that comes back fits into the tier, a plain LRU finds it. The order by expected hits
+can only lose then, because it judges by what was learned before. If much comes back that a plain
+LRU would have lost, that order finds more. So the tier follows the LRU while the LRU finds nearly
+all, or more than the other order has found.
+
+The LRU stores everything that requests compute. It has keys but no places: a cut takes the same
+bytes wherever it lies, and the tails at the end of a request take theirs as long as the LRU has the
+cut in which they end. A request uses its cuts from the last one to the first one. So the LRU loses
+a prefix from its end on, and what it has of a prefix is found by bisection.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+
+ENOUGH_SHARE = 0.95
+"""A plain LRU that finds this share of what an endless tier would find is followed."""
+
+_UNKNOWN_SHARE = 0.1
+"""The share of the tier that the LRU is assumed to have lost before anything was seen. Where it
+loses much, that shows only when much has been lost: the LRU has to show that it finds enough."""
+
+_LOST_SHARE = 64
+"""The LRU loses this part of its cuts at once, as what a dict holds first is not found in constant
+time. So it is smaller than the tier by up to this part."""
+
+
+class Recency:
+    """Follows what a plain LRU would find, beside what the tier finds.
+
+    What was found counts by half when as much has been asked for since as the tier holds. A call
+    takes a few machine instructions for each cut, and some steps for each request.
+
+    Args:
+        capacity_bytes: The size of the tier.
+        cut_bytes: The bytes of a cut of rows, more than 0.
+        tails_bytes: The bytes of the tails that a request leaves at its end; 0 if it leaves none.
+
+    Attributes:
+        lost_use: The latest use of what the LRU lost last. It has everything that was used later.
+    """
+
+    def __init__(self, capacity_bytes: int, cut_bytes: int, tails_bytes: int = 0) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._cut_bytes = cut_bytes
+        self._tails_bytes = tails_bytes
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        # The latest use of each cut, by its key. What was used longest ago comes first.
+        self._used_at: dict[bytes, int] = {}
+        self._ends: set[bytes] = set()  # Keys of the cuts in which requests end.
+        self.lost_use = 0
+        assumed_cuts = _UNKNOWN_SHARE * self._capacity_bytes / self._cut_bytes
+        self._known_cuts = assumed_cuts
+        self._lru_cuts = 0.0
+        # What the order by expected hits has found more, and less, than the LRU would have found.
+        self._gained_cuts = assumed_cuts
+        self._lost_cuts = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that the LRU has, at most the size of the tier."""
+        return len(self._used_at) * self._cut_bytes + len(self._ends) * self._tails_bytes
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the tier follows the LRU."""
+        is_enough = self._lru_cuts >= ENOUGH_SHARE * self._known_cuts
+        return is_enough or self._lost_cuts >= self._gained_cuts
+
+    def has(self, key: bytes, use: int) -> bool:
+        """Whether the LRU would have a cut.
+
+        Args:
+            key: The key of the cut.
+            use: The latest use of its entry. What a running request uses is not noted yet.
+        """
+        return key in self._used_at or use > self.lost_use
+
+    def num_found(self, keys: Sequence[bytes]) -> int:
+        """How many cuts of a prefix the LRU has, from its first one on."""
+        used_at = self._used_at
+        return bisect_left(keys, True, key=lambda key: key not in used_at)
+
+    def note_used(self, keys: Sequence[bytes], use: int) -> None:
+        """Note that a request, which ends or stops, has used cuts of a prefix or computed them.
+
+        Args:
+            keys: The keys of all its cuts, in order.
+            use: The use. Uses do not descend from call to call.
+        """
+        if not keys:
+            return
+        used_at = self._used_at
+        deque(map(used_at.pop, keys[: self.num_found(keys)]), maxlen=0)
+        used_at.update(dict.fromkeys(reversed(keys), use))
+        if self._tails_bytes:
+            self._ends.add(keys[-1])
+        if self.num_bytes > self._capacity_bytes:
+            self._lose(self._capacity_bytes // self._cut_bytes // _LOST_SHARE)
+
+    def _lose(self, num_spare: int) -> None:
+        """Lose what was used longest ago, until some cuts would fit beside the rest."""
+        limit_bytes = self._capacity_bytes - num_spare * self._cut_bytes
+        largest_bytes = self._cut_bytes + self._tails_bytes
+        while (excess_bytes := self.num_bytes - limit_bytes) > 0:
+            lost = list(islice(self._used_at, -(-excess_bytes // largest_bytes)))
+            self.lost_use = self._used_at[lost[-1]]
+            deque(map(self._used_at.pop, lost), maxlen=0)
+            self._ends.difference_update(lost)
+
+    def note_found(self, known_cuts: int, lru_cuts: int, found_cuts: int) -> None:
+        """Compare what was found for a prompt, in whole cuts.
+
+        Args:
+            known_cuts: What earlier requests had of the prompt. An endless tier would find it.
+            lru_cuts: What a plain LRU would find of it.
+            found_cuts: What was found.
+        """
+        if self.is_best:
+            # The other order might have kept all of the rest.
+            gained_cuts, lost_cuts = known_cuts - lru_cuts, 0
+        else:
+            gained_cuts = max(0, min(found_cuts, known_cuts) - lru_cuts)
+            lost_cuts = max(0, lru_cuts - found_cuts)
+        kept_share = 0.5 ** (known_cuts * self._cut_bytes / self._capacity_bytes)
+        self._known_cuts = self._known_cuts * kept_share + known_cuts
+        self._lru_cuts = self._lru_cuts * kept_share + lru_cuts
+        self._gained_cuts = self._gained_cuts * kept_share + gained_cuts
+        self._lost_cuts = self._lost_cuts * kept_share + lost_cuts
