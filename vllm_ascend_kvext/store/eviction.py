@@ -14,9 +14,9 @@ The order of eviction:
    it (compare the window of W-TinyLFU: G. Einziger, R. Friedman and B. Manes, "TinyLFU: a highly
    efficient cache admission policy", ACM Transactions on Storage 13, 2017).
 
-While nearly all that comes back would still be in a plain LRU, the latest use decides instead of
-the expected hits: what such an LRU would have comes after all that it would not have. ``recency``
-says when. Useless entries still go first.
+While a plain LRU would find nearly all that comes back, the latest use decides instead of the
+expected hits: what such an LRU would have goes after all that it would not have. ``recency`` says
+when. Useless entries still go first.
 
 A prompt asks for all rows before its end, but it resumes at one boundary only: the later tails of a
 conversation make the earlier ones useless, however late those were used. So tails are judged by
@@ -76,7 +76,7 @@ USELESS = -1.0
 """The density of what no request can use, below all others."""
 
 KEPT = math.inf
-"""The density of what a plain LRU would have, while such an LRU finds the most; see `recency`."""
+"""The density of what a plain LRU would have, while such an LRU is enough; see `recency`."""
 
 MAX_TRIED = 8
 """The number of entries that are tried in order before an entry is chosen out of order."""
@@ -316,7 +316,7 @@ class EvictionOrder:
         may_be_kept = rows.chance >= MIN_RECENT_CHANCE
         is_recent = may_be_kept and use >= self._recent_use
         recency = self.recency
-        if may_be_kept and recency is not None and recency.is_best and recency.has(cut_key, use):
+        if may_be_kept and recency is not None and recency.is_enough and recency.has(cut_key, use):
             return is_recent, KEPT
         return is_recent, rows.chance * self._reuse.density(cut_key, use, now)
 

@@ -5,7 +5,7 @@
 If nearly all that comes back fits into the tier, a plain LRU finds it. The order by expected hits
 can only lose then, because it judges by what was learned before. If much comes back that a plain
 LRU would have lost, that order finds more. So the tier follows the LRU while the LRU finds nearly
-all, or more than the other order has found.
+all that comes back.
 
 The LRU stores everything that requests compute. It has keys but no places: a cut takes the same
 bytes wherever it lies, and the tails at the end of a request take theirs as long as the LRU has the
@@ -20,12 +20,13 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
-ENOUGH_SHARE = 0.95
-"""A plain LRU that finds this share of what an endless tier would find is followed."""
+ENOUGH_SHARE = 0.97
+"""A plain LRU that finds this share of what an endless tier would find is followed. To follow it
+evicts what expected hits have kept beside it, so it costs most where this changes often."""
 
-_UNKNOWN_SHARE = 0.1
-"""The share of the tier that the LRU is assumed to have lost before anything was seen. Where it
-loses much, that shows only when much has been lost: the LRU has to show that it finds enough."""
+_ASSUMED_SHARE = 0.1
+"""The LRU is assumed to have lost as much as this share of the tier before anything was seen. What
+it loses shows only when that comes back. So it first has to show that it finds enough."""
 
 _LOST_SHARE = 64
 """The LRU loses this part of its cuts at once, as what a dict holds first is not found in constant
@@ -33,7 +34,7 @@ time. So it is smaller than the tier by up to this part."""
 
 
 class Recency:
-    """Follows what a plain LRU would find, beside what the tier finds.
+    """Follows what a plain LRU would find, beside what an endless tier would find.
 
     What was found counts by half when as much has been asked for since as the tier holds. A call
     takes a few machine instructions for each cut, and some steps for each request.
@@ -59,12 +60,8 @@ class Recency:
         self._used_at: dict[bytes, int] = {}
         self._ends: set[bytes] = set()  # Keys of the cuts in which requests end.
         self.lost_use = 0
-        assumed_cuts = _UNKNOWN_SHARE * self._capacity_bytes / self._cut_bytes
-        self._known_cuts = assumed_cuts
-        self._lru_cuts = 0.0
-        # What the order by expected hits has found more, and less, than the LRU would have found.
-        self._gained_cuts = assumed_cuts
-        self._lost_cuts = 0.0
+        self._known_cuts = _ASSUMED_SHARE * self._capacity_bytes / self._cut_bytes
+        self._found_cuts = 0.0
 
     @property
     def num_bytes(self) -> int:
@@ -72,10 +69,9 @@ class Recency:
         return len(self._used_at) * self._cut_bytes + len(self._ends) * self._tails_bytes
 
     @property
-    def is_best(self) -> bool:
-        """Whether the tier follows the LRU."""
-        is_enough = self._lru_cuts >= ENOUGH_SHARE * self._known_cuts
-        return is_enough or self._lost_cuts >= self._gained_cuts
+    def is_enough(self) -> bool:
+        """Whether the LRU finds nearly all that comes back."""
+        return self._found_cuts >= ENOUGH_SHARE * self._known_cuts
 
     def has(self, key: bytes, use: int) -> bool:
         """Whether the LRU would have a cut.
@@ -118,22 +114,13 @@ class Recency:
             deque(map(self._used_at.pop, lost), maxlen=0)
             self._ends.difference_update(lost)
 
-    def note_found(self, known_cuts: int, lru_cuts: int, found_cuts: int) -> None:
-        """Compare what was found for a prompt, in whole cuts.
+    def note_prompt(self, known_cuts: int, found_cuts: int) -> None:
+        """Note what the LRU would find of a prompt.
 
         Args:
-            known_cuts: What earlier requests had of the prompt. An endless tier would find it.
-            lru_cuts: What a plain LRU would find of it.
-            found_cuts: What was found.
+            known_cuts: The cuts that earlier requests had. An endless tier would find them.
+            found_cuts: How many of them a plain LRU would find.
         """
-        if self.is_best:
-            # The other order might have kept all of the rest.
-            gained_cuts, lost_cuts = known_cuts - lru_cuts, 0
-        else:
-            gained_cuts = max(0, min(found_cuts, known_cuts) - lru_cuts)
-            lost_cuts = max(0, lru_cuts - found_cuts)
         kept_share = 0.5 ** (known_cuts * self._cut_bytes / self._capacity_bytes)
         self._known_cuts = self._known_cuts * kept_share + known_cuts
-        self._lru_cuts = self._lru_cuts * kept_share + lru_cuts
-        self._gained_cuts = self._gained_cuts * kept_share + gained_cuts
-        self._lost_cuts = self._lost_cuts * kept_share + lost_cuts
+        self._found_cuts = self._found_cuts * kept_share + found_cuts

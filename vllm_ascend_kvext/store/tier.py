@@ -8,7 +8,7 @@ The calls for a request, from its admission on::
     load = tier.begin_load(prefix, boundary, entries, tier.next_use())      pins the entries
     tier.end_load(load, unreadable)                             when no worker reads them any more
 
-    use = tier.note_admitted(prefix, prompt_tokens, hit_tokens) it begins to compute
+    use = tier.note_admitted(prefix, prompt_tokens)             it begins to compute
     for piece in tier.lookup(prefix).missing_pieces(first, end):    pieces that it has computed
         entries = tier.begin_rows(prefix, piece, use)           or a Refusal
         tier.finish_store(entry, row_map)                       or fail_store, when no worker writes
@@ -150,9 +150,7 @@ class HostTier:
         self._latest_use += 1
         return self._latest_use
 
-    def note_admitted(
-        self, prefix: Prefix, prompt_tokens: int, hit_tokens: int | None = None
-    ) -> int:
+    def note_admitted(self, prefix: Prefix, prompt_tokens: int, is_again: bool = False) -> int:
         """Note that a request begins. Call it before the request's own tails are stored.
 
         A request that begins again after a preemption is noted again: it resumes once more.
@@ -160,8 +158,7 @@ class HostTier:
         Args:
             prefix: The tokens of the request.
             prompt_tokens: The length of its prompt.
-            hit_tokens: The tokens that it does not compute, from the device and from this tier;
-                None if it begins again.
+            is_again: Whether it has begun before. Call `note_stopped` before.
 
         Returns:
             The use of its admission.
@@ -175,41 +172,32 @@ class HostTier:
         if self.geometry.needs_tails:
             boundaries = prefix.keys_at(range(unit_tokens, limit_tokens + 1, unit_tokens))
             num_until_tails = self._resumes.note_admitted(boundaries, use)
-        if self._order.recency is not None and hit_tokens is not None:
-            self._compare(prefix, limit_tokens, hit_tokens, boundaries[:num_until_tails])
+        if self._order.recency is not None and not is_again:
+            starts = self._cut_keys(prefix, limit_tokens)
+            self._compare(self._order.recency, starts, boundaries[:num_until_tails])
         return use
 
     def _compare(
-        self, prefix: Prefix, limit_tokens: int, hit_tokens: int, until_tails: Sequence[bytes]
+        self, recency: Recency, starts: Sequence[bytes], until_tails: Sequence[bytes]
     ) -> None:
-        """Compare what a prompt has found with what a plain LRU and an endless tier would find.
+        """Compare what a plain LRU would find of a prompt with what an endless tier would find.
 
         Args:
-            until_tails: The keys of the boundaries up to the last one with known tails.
+            starts: The keys of the cuts of the prompt.
+            until_tails: The keys of its boundaries up to the last one with known tails.
         """
-        recency = self._order.recency
-        assert recency is not None
         unit_tokens, cut_tokens = self.geometry.unit_tokens, self.geometry.cut_tokens
-        starts = self._cut_keys(prefix, limit_tokens)
-        num_cuts = recency.num_found(starts)
-        lru_tokens = num_cuts * cut_tokens
-        if self.geometry.needs_tails:
-            known_tokens = len(until_tails) * unit_tokens
-            if lru_tokens < known_tokens:
-                within = until_tails[: lru_tokens // unit_tokens]
-                lru_tokens = unit_tokens * self._resumes.num_until_known(within)
-            else:
-                lru_tokens = known_tokens
-        else:
-            num_cuts += self._reuse.num_until_known(starts[num_cuts:])
-            known_tokens = num_cuts * cut_tokens
-        if hit_tokens < lru_tokens and not recency.is_best:
-            # The request may have loaded less than there is.
-            there_tokens = self.look_up(prefix, limit_tokens).boundary_tokens
-            hit_tokens = max(hit_tokens, there_tokens)
+        num_found = recency.num_found(starts)
+        if not self.geometry.needs_tails:
+            num_known = num_found + self._reuse.num_until_known(starts[num_found:])
+            recency.note_prompt(num_known, num_found)
+            return
+        num_units = cut_tokens // unit_tokens
+        within = until_tails[: num_found * num_units]
+        if len(within) < len(until_tails):
+            within = within[: self._resumes.num_until_known(within)]
         # A cut is known by its first unit. So a cut that is begun counts as a whole.
-        compared = (known_tokens, lru_tokens, hit_tokens)
-        recency.note_found(*(-(-tokens // cut_tokens) for tokens in compared))
+        recency.note_prompt(-(-len(until_tails) // num_units), -(-len(within) // num_units))
 
     def note_ended(
         self, prefix: Prefix, prompt_tokens: int, end_tokens: int, is_answer_kept: bool = True

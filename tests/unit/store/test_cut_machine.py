@@ -59,7 +59,7 @@ class CutMachine(TierMachine):
         self.model.small_tails_bytes = self._place_bytes(chunk)
         assert self.tier._order.recency is not None
         self.recency = self.tier._order.recency
-        self.model.is_kept = lambda key, use: self.recency.is_best and self.recency.has(key, use)
+        self.model.is_kept = lambda key, use: self.recency.is_enough and self.recency.has(key, use)
         self._trim_entry = self.tier._trim
         self.tier._trim = self._trim  # type: ignore[method-assign]
 
@@ -117,10 +117,10 @@ class CutMachine(TierMachine):
         self.store_what_is_missing(text, 0, (1, 1), True)
         self.chance = 1.0
 
-    @rule(text=texts, gained_cuts=st.integers(0, 1), num_uses=st.integers(0, 8))
-    def learn_what_a_plain_lru_would_have(self, text: str, gained_cuts: int, num_uses: int) -> None:
+    @rule(text=texts, known_cuts=st.integers(0, 1), num_uses=st.integers(0, 8))
+    def learn_what_a_plain_lru_would_have(self, text: str, known_cuts: int, num_uses: int) -> None:
         self.tier.note_stopped(TextPrefix(text), len(text))
-        self.recency._gained_cuts = gained_cuts
+        self.recency._known_cuts, self.recency._found_cuts = known_cuts, 0
         self.recency.lost_use = max(0, self.use - num_uses)
 
     @rule(text=texts, first_units=st.integers(0, 11))

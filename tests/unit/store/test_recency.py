@@ -113,8 +113,8 @@ class LruMachine(RuleBasedStateMachine):
         self.tier = make_tier(self.tails_bytes)
         self.recency = recency_of(self.tier)
         self.compared: list[tuple[int, ...]] = []
-        self.note_found = self.recency.note_found
-        self.recency.note_found = self._note_found  # type: ignore[method-assign]
+        self.note_prompt = self.recency.note_prompt
+        self.recency.note_prompt = self._note_prompt  # type: ignore[method-assign]
         self._begin()
 
     def _begin(self) -> None:
@@ -122,11 +122,12 @@ class LruMachine(RuleBasedStateMachine):
         self.endless: set[bytes] = set()
         self.tails: set[str] = set()
 
-    def _note_found(self, *found: int) -> None:
-        self.compared.append(found)
-        self.note_found(*found)
+    def _note_prompt(self, *compared: int) -> None:
+        self.compared.append(compared)
+        self.note_prompt(*compared)
 
-    def _admit(self, text: str, hit_tokens: int | None) -> None:
+    @rule(text=texts, is_again=st.booleans())
+    def admitted(self, text: str, is_again: bool) -> None:
         limit_tokens = (len(text) - 1) // UNIT_TOKENS * UNIT_TOKENS
         asked = text[:limit_tokens]
         num_found = self.lru.num_found(asked)
@@ -140,22 +141,9 @@ class LruMachine(RuleBasedStateMachine):
             known = next((n for n in numbers if cuts[n - 1] in self.endless), num_found)
             lru = num_found
         self.compared.clear()
-        self.tier.note_admitted(TextPrefix(text), len(text), hit_tokens)
-        if hit_tokens is None:
-            assert not self.compared
-            return
-        # Nothing is stored, so that nothing but the device has what was found.
-        found = -(-hit_tokens // CUT_TOKENS)
-        assert self.compared == [(known, lru, found)]
+        self.tier.note_admitted(TextPrefix(text), len(text), is_again)
+        assert self.compared == ([] if is_again else [(known, lru)])
         assert lru <= known
-
-    @rule(text=texts, hit_units=st.integers(0, 40))
-    def admitted(self, text: str, hit_units: int) -> None:
-        self._admit(text, min(hit_units, len(text) // UNIT_TOKENS) * UNIT_TOKENS)
-
-    @rule(text=texts)
-    def admitted_again(self, text: str) -> None:
-        self._admit(text, None)
 
     @rule(text=texts, prompt_tokens=st.integers(1, 80), is_kept=st.booleans())
     def ended(self, text: str, prompt_tokens: int, is_kept: bool) -> None:
@@ -227,7 +215,7 @@ def test_memory_grows_with_what_the_tier_holds_and_not_with_requests(tails_bytes
     recency = recency_of(tier)
     prefix = TextPrefix("a" * 2 * PROMPT_TOKENS)
     for _ in range(300):
-        tier.note_admitted(prefix, PROMPT_TOKENS, 0)
+        tier.note_admitted(prefix, PROMPT_TOKENS)
         tier.next_use()
         tier.note_ended(prefix, PROMPT_TOKENS, 2 * PROMPT_TOKENS)
     assert len(recency._used_at) == 2 * PROMPT_CUTS
@@ -256,48 +244,23 @@ def test_a_tier_smaller_than_a_cut_has_nothing() -> None:
     assert not recency.has(b"a", 1)
 
 
-def test_what_comes_back_decides_whether_a_plain_lru_is_followed() -> None:
-    recency = Recency(100, 1)
-    assert not recency.is_best  # Nothing was seen.
-    recency.note_found(50, 30, 50)  # A plain LRU has lost 20 cuts.
-    recency.note_found(20, 20, 0)  # The other order has lost 20 cuts.
-    assert not recency.is_best
-    recency.note_found(20, 20, 0)
-    assert recency.is_best
-    recency.note_found(50, 20, 20)  # The LRU has lost 30 cuts, which the other might have kept.
-    assert not recency.is_best
-    recency.note_found(20, 20, 0)
-    assert recency.is_best
-    recency.clear()
-    assert not recency.is_best
-
-
 def test_a_plain_lru_that_finds_nearly_all_is_followed() -> None:
     recency = Recency(100, 1)
-    recency.note_found(50, 50, 50)
-    assert not recency.is_best  # It has not yet shown that it finds nearly all.
-    recency.note_found(100, 100, 100)
-    assert recency.is_best
-    recency.note_found(100, 97, 97)
-    assert recency.is_best
-    recency.note_found(100, 0, 0)
-    assert not recency.is_best
-    for _ in range(4):
-        assert not recency.is_best  # What was found long ago hardly counts.
-        recency.note_found(100, 100, 100)
-    assert recency.is_best
-
-
-def test_what_the_other_order_finds_beyond_an_endless_tier_does_not_count() -> None:
-    """The device may have what no earlier request is known to have had."""
-    recency = Recency(100, 1)
-    recency.note_found(20, 20, 0)
-    assert recency.is_best
-    recency.note_found(10, 0, 0)
-    recency.note_found(10, 10, 90)
-    recency.note_found(10, 10, 8)
-    recency.note_found(10, 10, 0)
-    assert recency.is_best
+    assert not recency.is_enough  # Nothing was seen.
+    recency.note_prompt(50, 50)
+    assert not recency.is_enough  # It has not yet shown that it finds nearly all.
+    recency.note_prompt(100, 100)
+    recency.note_prompt(100, 100)
+    assert recency.is_enough
+    recency.note_prompt(100, 98)
+    assert recency.is_enough
+    recency.note_prompt(100, 0)
+    for _ in range(5):
+        assert not recency.is_enough  # What was found counts by half each time.
+        recency.note_prompt(100, 100)
+    assert recency.is_enough
+    recency.clear()
+    assert not recency.is_enough
 
 
 @pytest.fixture
@@ -311,7 +274,7 @@ def ask(tier: HostTier, name: str, **options: Any) -> int:
     """Serve a prompt of its own. Returns the tokens that were found of it."""
     prefix = TextPrefix(name * (PROMPT_TOKENS + 1))
     found_tokens = tier.look_up(prefix, PROMPT_TOKENS).boundary_tokens
-    use = tier.note_admitted(prefix, PROMPT_TOKENS + 1, found_tokens)
+    use = tier.note_admitted(prefix, PROMPT_TOKENS + 1)
     tier.renew(prefix, found_tokens, use)
     use = tier.next_use()
     tier.note_ended(prefix, PROMPT_TOKENS, PROMPT_TOKENS)
@@ -340,19 +303,19 @@ def test_all_that_fits_is_found(tier: HostTier) -> None:
 def test_what_was_learned_decides_where_a_plain_lru_finds_nothing(tier: HostTier) -> None:
     for name in 4 * "abc":
         ask(tier, name)
-    assert recency_of(tier).is_best
+    assert recency_of(tier).is_enough
     found = [ask(tier, name) for name in 10 * "abcde"]
     assert sum(found[10:]) > 4 * PROMPT_TOKENS
-    assert not recency_of(tier).is_best
+    assert not recency_of(tier).is_enough
 
 
 def test_a_cleared_tier_knows_nothing_of_a_plain_lru(tier: HostTier) -> None:
     for name in 4 * "abc":
         ask(tier, name)
     recency = recency_of(tier)
-    assert recency.is_best and recency.num_bytes
+    assert recency.is_enough and recency.num_bytes
     tier.clear()
-    assert not recency.is_best and not recency.num_bytes
+    assert not recency.is_enough and not recency.num_bytes
 
 
 def test_a_large_lru_loses_many_cuts_at_once() -> None:
@@ -377,23 +340,6 @@ def test_answers_that_hardly_come_back_do_not_stay(tier: HostTier) -> None:
     """What a plain LRU would have stays; rows that hardly come back do not."""
     for name in 4 * "abc":
         ask(tier, name, chance=0.3 if name == "b" else 1.0)
-    assert recency_of(tier).is_best
+    assert recency_of(tier).is_enough
     ask(tier, "d")
     assert [bool(ask(tier, name)) for name in "ab"] == [True, False]
-
-
-@pytest.mark.parametrize("device_tokens", [0, PROMPT_TOKENS])
-def test_what_the_device_has_is_not_lost(tier: HostTier, device_tokens: int) -> None:
-    recency = recency_of(tier)
-    ask(tier, "a")
-    tier.evict(lambda _: True)
-    prefix = TextPrefix("a" * (PROMPT_TOKENS + 1))
-    tier.note_admitted(prefix, PROMPT_TOKENS + 1, device_tokens)
-    assert recency.is_best is not bool(device_tokens)
-
-
-def test_what_the_tier_has_is_not_lost_if_it_is_not_loaded(tier: HostTier) -> None:
-    recency = recency_of(tier)
-    ask(tier, "a")
-    tier.note_admitted(TextPrefix("a" * (PROMPT_TOKENS + 1)), PROMPT_TOKENS + 1, 0)
-    assert not recency.is_best

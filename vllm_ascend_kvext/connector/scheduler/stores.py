@@ -368,9 +368,8 @@ class Stores:
         prefix = self._view.prefix(request)
         if before is not None:
             self._note_stopped(request, before, before.done_tokens)
-        hit_tokens = computed_tokens if before is None else None
         state.progress = StoreProgress(
-            self._tier.note_admitted(prefix, request.num_prompt_tokens, hit_tokens),
+            self._tier.note_admitted(prefix, request.num_prompt_tokens, before is not None),
             boundaries,
             done_tokens=computed_tokens,
             rows_tokens=shared_tokens,
