@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, repeat
 
 ENOUGH_SHARE = 0.97
 """A plain LRU that finds this share of what an endless tier would find is followed. To follow it
@@ -97,7 +97,8 @@ class Recency:
         if not keys:
             return
         used_at = self._used_at
-        deque(map(used_at.pop, keys[: self.num_found(keys)]), maxlen=0)
+        # With a default, because an error here would end the engine.
+        deque(map(used_at.pop, keys[: self.num_found(keys)], repeat(None)), maxlen=0)
         used_at.update(dict.fromkeys(reversed(keys), use))
         if self._tails_bytes:
             self._ends.add(keys[-1])
