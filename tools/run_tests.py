@@ -148,6 +148,7 @@ ON_OTHER_EMULATED_NPUS = (
     "test_official_answers.py",
     "test_official_lines.py",
     "test_operators.py",
+    "test_prefill_decode.py",
     "test_quantization.py",
     "test_quantized_operators.py",
     "test_settings_start.py",

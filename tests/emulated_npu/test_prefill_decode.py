@@ -303,6 +303,7 @@ def test_aborted_requests_leave_nothing(nodes: Proxy, prompts: list[list[int]]) 
     check_nothing_is_left(nodes)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(4 if IS_LONG else 1))
 def test_conversations(nodes: Proxy, one: Proxy, seed: int) -> None:
     """Turns go to the prefill node and then to the decode node, and some clients leave."""

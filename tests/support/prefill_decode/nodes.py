@@ -18,7 +18,7 @@ from typing import Any
 
 from support.scenarios.processes import NPU, Plan
 
-DEADLINE_S = 240.0
+DEADLINE_S = 480.0
 """The longest time of a start and of an answer. Machines of tests are slow."""
 UNASKED_S = 8
 """The time after which a prefill node frees KV that no decode node has asked for."""
