@@ -3,7 +3,8 @@
 """Quantized models with retention and KvextConnector: pages come back byte for byte.
 
 An engine without the package answers the same prompts from its own prefix cache. Both resume at the
-same tokens, so their answers are equal.
+same tokens, so their answers are equal. With failed copies and holes they resume elsewhere, so keys
+are then read as pages have them in all steps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ import random_models
 from emulated_plans import connector
 from quantized_models import quantize_keys, quantize_weights
 from support.scenarios.answers import NPU_TOLERANCE, WRONG
-from support.scenarios.processes import ADAPTIVE, NPU, PLUGIN_OFF, LazyReports, Plan
+from support.scenarios.connector import HOLES_TOKENS
+from support.scenarios.processes import (
+    ADAPTIVE,
+    NO_PREFIX_CACHING,
+    NPU,
+    PLUGIN_OFF,
+    LazyReports,
+    Plan,
+)
 
 EQUAL = ("first", "again", "returned", "next turn")
 HIT_TOKENS = [256, 640, 512]
@@ -75,14 +84,22 @@ CASES = {
 }
 
 
+LOST = "weights and keys"
+"""The model whose copies fail and whose chunks are lost."""
+LOSSES = ("damage", "failures", "holes")
+CONTROLS = ("zeroed rows", "swapped rows", *(f"hole left out: {name}" for name in HOLES_TOKENS))
+LOST_ENGINE = {"quantization": "ascend", "num_gpu_blocks_override": 120}
+READS_PAGES = {"reads_rounded": True}
+
+
 def plan(folder: Path, quantized: str, engine: Mapping[str, Any]) -> Plan:
     quantization = {"quantization": "ascend"} if MODELS[quantized][1] else {}
     return Plan(folder, ["sightings"], "eight_bit_pages", {**ENGINE, **quantization, **engine})
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> LazyReports:
-    """Reports by case, and by ``reference`` and model."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a model of `MODELS`."""
 
     @cache
     def folder(quantized: str) -> Path:
@@ -93,6 +110,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> LazyReports:
             quantize(folder)
         return folder
 
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> LazyReports:
+    """Reports by case, and by ``reference`` and model."""
     references = {
         f"reference, {name}": plan(folder(name), name, {})
         for name in dict.fromkeys(case.reference for case in CASES.values())
@@ -128,4 +151,31 @@ def test_pages_of_quantized_models_come_back(
     pages = found.report["facts"]["pages"]
     if "states" not in name:  # Host memory has states for some boundaries only.
         assert pages["returned as computed"] == pages["computed"] == sum(HIT_TOKENS) // 128
+    found.check_nothing_is_left()
+
+
+def test_failed_copies_and_holes_of_quantized_models(
+    folder: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    record_property: Callable[[str, Any], None],
+) -> None:
+    """The scenarios of ``test_features.py``. The reference caches no prefix."""
+    plans = {
+        name: Plan(folder(LOST), LOSSES, "eight_bit_pages", {**LOST_ENGINE, **engine}, READS_PAGES)
+        for name, engine in {"reference": NO_PREFIX_CACHING, "found": connector()}.items()
+    }
+    started = [
+        (PLUGIN_OFF, {"reference": plans["reference"]}),
+        (ADAPTIVE, {"found": plans["found"]}),
+    ]
+    reports = LazyReports(tmp_path_factory, started, NPU)
+    found, reference = reports["found"], reports["reference"]
+    right = [label for label in found.labels if label not in CONTROLS]
+    largest = found.check_equal(reference, right, NPU_TOLERANCE)
+    wrong = {label: found.logprob_error(label, reference) for label in CONTROLS}
+    record_property("largest error, controls", (largest, wrong))
+    assert min(wrong.values()) > WRONG
+    own = found.report["own"]
+    assert own["transfer_failures.load"] > 0 and own["transfer_failures.store"] > 0
+    assert found.counted_in_all("hole tokens") > 0
     found.check_nothing_is_left()

@@ -20,6 +20,10 @@ from support.scenarios import connector, scenario
 from support.scenarios.engine import random_tokens, wrong_bytes
 from support.upstream_version import IS_SINCE_0_30
 
+damage = connector.damage
+failures = connector.failures
+holes = connector.holes
+
 PROMPTS_TOKENS = (300, 700, 520)
 
 
@@ -28,6 +32,8 @@ class Engine(connector.Engine):
 
     def __init__(self, plan: dict[str, Any]) -> None:
         _accept_float32()
+        if plan.get("reads_rounded"):
+            _read_rounded_keys()
         super().__init__(plan)
 
     def pages(self) -> dict[Any, list[bytes]]:
@@ -91,6 +97,25 @@ def _accept_float32() -> None:
         return [*own(), torch.float32]
 
     kind.get_supported_act_dtypes = classmethod(with_float32)
+
+
+@cache
+def _read_rounded_keys() -> None:
+    """Let attention with C8 read its pages in every step, also for a prompt's first tokens.
+
+    Then an answer does not depend on where it resumes.
+    """
+    from vllm_ascend.attention.attention_v1 import AscendC8AttentionBackendImpl
+
+    attention: Any = AscendC8AttentionBackendImpl
+    compute = attention._forward_c8_chunked_prefill
+
+    def compute_from_pages(self: Any, query: Any, *args: Any) -> Any:
+        *_, metadata, output, layer = args
+        return compute(self, query, None, None, metadata, output, layer)
+
+    attention._forward_c8_chunked_prefill = compute_from_pages
+    attention._forward_c8_fused_infer_attention = compute_from_pages
 
 
 def _ask_each(engine: Engine, label: str, prompts: list[list[int]]) -> None:
