@@ -74,6 +74,8 @@ def run_cell(cell: Cell, num_blocks: int | None) -> dict[str, object]:
     """
     layout = layout_named(cell.layout)
     variant = Variant.parse(cell.variant)
+    if not variant.has_match_unit:
+        layout = layout.with_whole_blocks()
     trace = _trace(cell.trace, cell.scale, layout.thinning, layout.stretch, cell.seed)
     if num_blocks is None:
         num_blocks = _blocks_without_evictions(layout, trace)

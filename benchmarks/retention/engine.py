@@ -90,6 +90,11 @@ class _SchedulerConfig:
 
 
 @dataclass(slots=True)
+class _VllmConfig:
+    kv_transfer_config: None = None
+
+
+@dataclass(slots=True)
 class _SplittingScheduler:
     """The attributes of a scheduler that ``_mamba_block_aligned_split`` and its patch read."""
 
@@ -102,6 +107,7 @@ class _SplittingScheduler:
     and no checkpoints inside a chunk."""
 
     scheduler_config: _SchedulerConfig = field(default_factory=_SchedulerConfig)
+    vllm_config: _VllmConfig = field(default_factory=_VllmConfig)
     use_eagle: bool = False
     use_eagle_block_drop: bool = False
     mamba_fine_grained_prefix_cache: bool = False
@@ -121,7 +127,8 @@ class Engine:
         table: The recorded history; None if it is not recorded.
 
     Raises:
-        ValueError: vLLM or a patch refuses the interval for this layout.
+        ValueError: vLLM or a patch refuses the interval for this layout, or vLLM has no hits inside
+            blocks, and the layout wants them.
     """
 
     def __init__(self, layout: BenchLayout, num_blocks: int, records: bool = True) -> None:
@@ -136,6 +143,11 @@ class Engine:
         self.table = RecordingTable() if records else None
         if self.table is not None:
             self.manager.block_pool.cached_block_hash_to_block._cache = self.table
+        # Hits inside blocks are copied, since vLLM 0.30. A scheduler holds both blocks for a step.
+        self._takes_copies = hasattr(self.manager, "take_kv_cache_block_copies")
+        ends_inside_blocks = getattr(self.manager.coordinator, "enable_partial_hash_hits", False)
+        if layout.match_unit_tokens and not ends_inside_blocks:
+            raise ValueError(f"hits of {layout.name} do not end inside blocks: it needs vLLM 0.30")
         self._elapsed_ns = 0
         self._split: Callable[[Request, int, int], int] | None = None
         if layout.state_block_tokens:
@@ -144,7 +156,7 @@ class Engine:
                 self.manager,
                 layout.max_num_batched_tokens,
                 layout.hash_block_tokens,
-                getattr(self.manager.coordinator, "enable_partial_hash_hits", False),
+                ends_inside_blocks,
             )
             # The method is bound to the host, because a patch reads the object that it is bound to.
             self._split = Scheduler._mamba_block_aligned_split.__get__(host)
@@ -160,6 +172,10 @@ class Engine:
         return self._elapsed_ns / 1e9
 
     def start_step(self) -> None:
+        """Begin a step. The copies of the step before have run, so their blocks are given back."""
+        if self._takes_copies:
+            _, blocks = self.manager.take_kv_cache_block_copies()
+            self.manager.block_pool.free_blocks(blocks)
         self._timed(self.manager.new_step_starts)
 
     def look_up(self, request: Request) -> tuple[Any, int]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from support.scheduler.layouts import Attention, Group, Layout
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -49,7 +49,8 @@ PLAIN_LAYOUTS = {
 }
 
 HASH_TOKENS = {"qwen3.5": 64, "kimi": 64}
-"""By layout: the tokens of a hash, where they are fewer than all block sizes share."""
+"""By layout: the tokens of a hash, where they are fewer than all block sizes share. This is
+``--prefix-match-unit`` of vLLM 0.30, with which hits end inside blocks."""
 
 THINNING = {"gemma": 0.6}
 """By layout: a factor on the number of texts. Six groups of small blocks take more time per token
@@ -74,6 +75,7 @@ class BenchLayout:
 
     Attributes:
         to_config: Builds the configuration for a number of blocks.
+        match_unit_tokens: The unit of hits inside blocks; 0 if hits end with whole blocks.
         stretch: A factor on the lengths of texts that makes them long enough for the unit.
         thinning: A factor on the number of texts, so that a cell takes no longer than others.
     """
@@ -83,14 +85,27 @@ class BenchLayout:
     to_config: Callable[[int], KVCacheConfig]
     scheduler_block_tokens: int
     hash_block_tokens: int
+    match_unit_tokens: int = 0
     stretch: float = 1.0
     thinning: float = 1.0
     max_num_batched_tokens: int = 8192
 
     @property
     def unit_tokens(self) -> int:
-        """The unit of hits: every hit is a multiple of it."""
+        """The unit of hits that end with whole blocks."""
         return math.lcm(*(group.block_tokens for group in self.groups))
+
+    @property
+    def hit_unit_tokens(self) -> int:
+        """The unit of hits: every hit is a multiple of it."""
+        return self.match_unit_tokens or self.unit_tokens
+
+    def with_whole_blocks(self) -> BenchLayout:
+        """The same layout, with hits that end with whole blocks."""
+        if not self.match_unit_tokens:
+            return self
+        hash_block_tokens = math.gcd(*(group.block_tokens for group in self.groups))
+        return replace(self, hash_block_tokens=hash_block_tokens, match_unit_tokens=0)
 
     @property
     def needs(self) -> tuple[GroupNeeds, ...]:
@@ -127,6 +142,7 @@ def get_layout(name: str) -> BenchLayout:
         layout.to_config,
         scheduler_block_tokens=math.lcm(*sizes),
         hash_block_tokens=HASH_TOKENS.get(name, math.gcd(*sizes)),
+        match_unit_tokens=HASH_TOKENS.get(name, 0),
         thinning=THINNING.get(name, 1.0),
     )
 

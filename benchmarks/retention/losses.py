@@ -82,7 +82,7 @@ class GroupNeeds:
         """The blocks of the tail that a hit at the boundary reads, the last block first."""
         assert self.tail_tokens is not None
         first = max(0, boundary_tokens - self.tail_tokens) // self.block_tokens
-        return range(boundary_tokens // self.block_tokens - 1, first - 1, -1)
+        return range(-(-boundary_tokens // self.block_tokens) - 1, first - 1, -1)
 
 
 class CachedOnce:
@@ -108,14 +108,25 @@ class CachedOnce:
 
     def at(self, boundary_tokens: int) -> bool:
         return all(
-            self._was_cached(group_id, block)
+            self._was_cached(group_id, min((block + 1) * group.block_tokens, boundary_tokens))
             for group_id, group in enumerate(self._groups)
             if group.tail_tokens is not None
             for block in group.tail_blocks(boundary_tokens)
-        ) and boundary_tokens <= self._longest_in_full_groups(boundary_tokens)
+        ) and self._is_in_full_groups(boundary_tokens)
 
-    def _longest_in_full_groups(self, boundary_tokens: int) -> int:
-        """The longest prefix in full-attention groups.
+    def _is_in_full_groups(self, boundary_tokens: int) -> bool:
+        whole_tokens = self._longest_of_whole_blocks(boundary_tokens)
+        for group_id, group in enumerate(self._groups):
+            rest_tokens = boundary_tokens % group.block_tokens
+            if group.tail_tokens is None and (
+                boundary_tokens - rest_tokens > whole_tokens
+                or (rest_tokens and not self._was_cached(group_id, boundary_tokens))
+            ):
+                return False
+        return True
+
+    def _longest_of_whole_blocks(self, boundary_tokens: int) -> int:
+        """The longest prefix of whole blocks in full-attention groups.
 
         The first call asks for the highest boundary. Its answer serves the lower boundaries, too.
         """
@@ -124,15 +135,15 @@ class CachedOnce:
             for group_id, group in enumerate(self._groups):
                 if group.tail_tokens is None:
                     for block in range(self._full_tokens // group.block_tokens):
-                        if not self._was_cached(group_id, block):
+                        if not self._was_cached(group_id, (block + 1) * group.block_tokens):
                             self._full_tokens = block * group.block_tokens
                             break
         return self._full_tokens
 
-    def _was_cached(self, group_id: int, block: int) -> bool:
-        ratio = self._groups[group_id].block_tokens // self._hash_block_tokens
-        key = self._hashes[(block + 1) * ratio - 1] + group_id.to_bytes(4, "big")
-        return key in self._ever_cached
+    def _was_cached(self, group_id: int, end_tokens: int) -> bool:
+        """Whether a block, or the beginning of one, was cached that ends there."""
+        last_hash = self._hashes[end_tokens // self._hash_block_tokens - 1]
+        return last_hash + group_id.to_bytes(4, "big") in self._ever_cached
 
 
 def split_losses(

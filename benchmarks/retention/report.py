@@ -19,10 +19,11 @@ CPU_OF = ("dense", "stock:0")
 INTRODUCTION = """\
 Token hit rate in per cent of prompt tokens at first admission. Pools are shares of what dense
 caching keeps in an infinite pool. `stock:N` is vLLM's own retention, `interval` and `adaptive` are
-this package's. `-`: refused by that variant, or not run. With several seeds per trace, means; `±`
-is the standard error of the difference. `CPU` is the block manager's CPU time under `adaptive`,
-divided by that under dense caching and under `stock:0`, which is vLLM 0.30's default; with
-`--repeats N`, the least of N times each."""
+this package's. On layouts whose hits end inside blocks, `stock` is dense caching with a match unit,
+and `dense` has none. `endless` keeps every block and evicts none. `-`: refused by that variant, or
+not run. With several seeds per trace, means; `±` is the standard error of the difference. `CPU` is
+the block manager's CPU time under `adaptive`, divided by that under dense caching and under
+`stock:0`, which is vLLM 0.30's default; with `--repeats N`, the least of N times each."""
 
 
 def pool_name(pool: str) -> str:
@@ -74,6 +75,17 @@ class Row:
         """The hit rate in per cent, as the mean over all seeds; None if a seed has none."""
         rates = [result.get("hit_rate") for result in self.results.get(variant, ())]
         return None if not rates or None in rates else 100 * statistics.fmean(rates)
+
+    def endless_points(self) -> float | None:
+        """What a cache hits that keeps every block and evicts none, under adaptive retention."""
+        results = self.results.get(OURS, ())
+        if not results or self.points(OURS) is None:
+            return None
+        return 100 * statistics.fmean(
+            (result["hit_tokens"] + result["losses"]["never_kept"] + result["losses"]["evicted"])
+            / result["prompt_tokens"]
+            for result in results
+        )
 
     def cpu_ratio(self, other: str) -> float | None:
         """The ratio of adaptive retention's CPU time to a variant's; None if one has none."""
@@ -168,7 +180,7 @@ def _lead(row: Row, variant: str) -> str:
 
 def _hit_rates(some_rows: Sequence[Row]) -> str:
     variants = columns(some_rows)
-    header = ["trace", "pool", *variants, "best other", OURS, "difference"]
+    header = ["trace", "pool", *variants, "endless", "best other", OURS, "difference"]
     header += [f"CPU / {other}" for other in CPU_OF]
     body = []
     for row in some_rows:
@@ -178,6 +190,7 @@ def _hit_rates(some_rows: Sequence[Row]) -> str:
                 row.trace,
                 pool_name(row.pool),
                 *(_points(row, variant) for variant in variants),
+                "-" if (endless := row.endless_points()) is None else f"{endless:.1f}",
                 f"{best[0]:.1f} ({best[1]})" if best else "-",
                 _points(row, OURS),
                 _lead(row, OURS) if row.lead(OURS) is not None else "-",

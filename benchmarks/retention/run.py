@@ -7,7 +7,9 @@
 Options may be repeated. Without an option, all its values are used. The cells of a trace are
 printed when all of them are done. A table, all numbers as JSON and a picture are written to --out.
 
-Layouts of vllm-ascend run if KVEXT_ASCEND_SOURCES names an unpacked vllm-ascend wheel.
+Layouts of vllm-ascend run if KVEXT_ASCEND_SOURCES names an unpacked vllm-ascend wheel. The layouts
+qwen3.5 and kimi have the blocks of these models, and hits inside them. They run if they are named,
+and need vLLM 0.30.
 """
 
 from __future__ import annotations

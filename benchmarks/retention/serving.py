@@ -281,7 +281,7 @@ class Serving:
             job.request.block_hashes,
             table.ever_cached,
         )
-        return split_losses(hit_tokens, ideal_tokens, layout.unit_tokens, cached_once)
+        return split_losses(hit_tokens, ideal_tokens, layout.hit_unit_tokens, cached_once)
 
     def _take(self, scheduled: dict[Job, int], job: Job, num_tokens: int) -> None:
         """Note the tokens of a request in this step. Its blocks are in the cache already."""

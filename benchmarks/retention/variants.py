@@ -40,17 +40,18 @@ class Variant:
 
     @classmethod
     def parse(cls, name: str) -> Variant:
-        """Parse ``dense``, ``stock:N``, ``interval:N`` or ``adaptive[:N]``.
+        """Parse ``dense``, ``stock[:N]``, ``interval:N`` or ``adaptive[:N]``.
 
         Raises:
             ValueError: If the name is none of these.
         """
         kind, _, value = name.partition(":")
-        wanted = {"dense": not value, "adaptive": not value or value.isdecimal()}
-        if kind not in KINDS or not wanted.get(kind, value.isdecimal()):
+        may_lack_interval = kind in ("stock", "adaptive") and not value
+        is_known = not value if kind == "dense" else value.isdecimal() or may_lack_interval
+        if kind not in KINDS or not is_known:
             raise ValueError(
-                f"variant {name!r}: expected dense, stock:N, interval:N, adaptive or adaptive:N "
-                "with N in tokens"
+                f"variant {name!r}: expected dense, stock, stock:N, interval:N, adaptive or "
+                "adaptive:N with N in tokens"
             )
         return cls(name, kind, int(value) if value.isdecimal() else None)
 
@@ -58,6 +59,14 @@ class Variant:
     def policy(self) -> str | None:
         """The policy of this package; None for vLLM alone."""
         return KINDS[self.kind]
+
+    @property
+    def has_match_unit(self) -> bool:
+        """Whether hits end inside blocks where the layout has a match unit.
+
+        ``dense`` has none, and ``stock`` without an interval is dense caching that has one.
+        """
+        return self.kind != "dense"
 
 
 @contextmanager

@@ -96,6 +96,29 @@ def test_what_is_lost_is_split_by_cause(hit: int, once: bytes, expected: tuple[i
     assert astuple(split_losses(hit, 99, 32, history)) == expected
 
 
+@pytest.mark.parametrize(
+    "once, expected",
+    [
+        # Of a full group and of states, by group: the hashes of ends that were cached.
+        (("135", "5"), 96),
+        (("1345", "34"), 80),
+        (("135", "34"), 64),  # The beginning of the third block is not there.
+        (("1345", "3"), 64),
+        (("34", "34"), 0),
+        (("0", "0"), 16),
+        (("1", ""), 0),
+    ],
+)
+def test_a_boundary_inside_a_block_needs_the_beginning_of_the_block(
+    once: tuple[str, str], expected: int
+) -> None:
+    """Blocks of 32 tokens, of which the first 16 may be hit alone."""
+    keys = {each.encode() + bytes([0, 0, 0, i]) for i, some in enumerate(once) for each in some}
+    hashes = [bytes([each]) for each in b"012345"]
+    history = CachedOnce((GroupNeeds(32, None), GroupNeeds(32, 1)), 16, hashes, keys)
+    assert astuple(split_losses(0, 99, 16, history)) == (3, 96 - expected, expected)
+
+
 def test_texts_share_hashes_and_computed_prefixes() -> None:
     library = Library("texts")
     root = library.write(37)
