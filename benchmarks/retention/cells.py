@@ -9,7 +9,7 @@ import gc
 import math
 import time
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from retention.engine import Engine
 from retention.layouts import BenchLayout, get_layout
@@ -33,9 +33,13 @@ def _trace(name: str, scale: float, thinning: float, stretch: float, seed: int) 
 def run_batch(batch: Batch) -> list[Finished]:
     """Run one batch's cells one after the other, in this process."""
     base = _finished(batch.base, None)
-    footprint_blocks = base.result.get("num_footprint_blocks")
+    widest = base
+    if layout_named(batch.base.layout).match_unit_tokens:
+        # Prompts that are shorter than a block leave no whole blocks.
+        widest = _finished(replace(batch.base, variant="stock"), None)
+    footprint_blocks = widest.result.get("num_footprint_blocks")
     if footprint_blocks is None:
-        return [base]
+        return [widest]
     found: dict[Cell, Finished] = {}
     for repeat in range(batch.num_repeats):
         # The speed of the machine changes, so the order of the variants alternates.

@@ -42,7 +42,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """All cells of one trace on one layout. The footprint of the first cell sizes the pools.
+    """All cells of one trace on one layout. The footprint of dense caching sizes the pools.
 
     Attributes:
         base: The cell of stock vLLM with dense caching in an infinite pool.
