@@ -401,6 +401,7 @@ def _view_of(
         num_running=lambda: len(scheduler.running),
         use_eagle=bool(manager.coordinator.eagle_group_ids),
         num_lookahead_tokens=scheduler.num_lookahead_tokens,
+        num_draft_slots=getattr(config.speculative_config, "max_num_new_slots_for_drafting", 0),
         num_prefill_lookahead_tokens=_prefill_lookahead_tokens(scheduler),
         leaves_a_decode=partial(leaves_a_decode, scheduler),
         recomputes_failed_loads=scheduler.recompute_kv_load_failures,

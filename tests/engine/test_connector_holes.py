@@ -40,6 +40,7 @@ from support.connector.paged_layouts import (
 from support.connector.simulated_engine import SimulatedEngine
 from support.scenarios.engine import watch
 from support.scheduler.options import Drafter
+from vllm.config import SpeculativeConfig
 from vllm.v1.core.sched.interface import PauseState
 
 from vllm_ascend_kvext.connector.common.block_references import BlockReferences
@@ -187,16 +188,18 @@ def test_drafts_behind_a_hole_are_those_of_nobody(is_async: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_draft_tokens", "num_prefill_lookahead", "reason"),
+    ("num_draft_tokens", "num_prefill_lookahead", "num_slots", "reason"),
     [
-        (FULL.unit_tokens, 1, None),
-        (FULL.unit_tokens + 1, 1, f"{FULL.unit_tokens + 1} places for drafts"),
-        (3, 2, "several MTP modules"),
+        (FULL.unit_tokens, 1, 0, None),
+        (FULL.unit_tokens + 1, 1, 0, f"{FULL.unit_tokens + 1} places for drafts"),
+        (3, 2, 0, "several MTP modules"),
+        (3, 1, 1, "a model of its own"),
     ],
 )
 def test_holes_beside_draft_layers_are_refused_with_a_reason(
     num_draft_tokens: int,
     num_prefill_lookahead: int,
+    num_slots: int,
     reason: str | None,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -204,6 +207,7 @@ def test_holes_beside_draft_layers_are_refused_with_a_reason(
     monkeypatch.setattr(
         scheduler, "_prefill_lookahead_tokens", lambda upstream: num_prefill_lookahead
     )
+    monkeypatch.setattr(SpeculativeConfig, "max_num_new_slots_for_drafting", num_slots)
     options = {"drafter": Drafter.EAGLE, "num_draft_tokens": num_draft_tokens}
     with engine_of(FULL_EAGLE, **options) as engine:
         assert engine.side.computes_holes is (reason is None)

@@ -30,6 +30,7 @@ from support.connector.offload_workloads import blocks_for_longest, offloading, 
 from support.connector.paged_layouts import (
     DEEPSEEK_V4_LIKE,
     FULL,
+    FULL_EAGLE,
     GEMMA,
     UPSTREAM_LAYOUTS,
     PagedLayout,
@@ -37,6 +38,7 @@ from support.connector.paged_layouts import (
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
 from support.scenarios.engine import watch
+from support.scheduler.options import Drafter
 from support.scheduler.workload import RequestPlan
 from vllm.v1.metrics.stats import PrefixCacheStats
 
@@ -365,6 +367,22 @@ def test_a_second_load_does_not_wait_for_the_blocks_of_the_first(layout: PagedLa
         (worker,) = engine.workers
         assert worker.transfers.counts["failed loads"] == 2
         assert engine.side.counters.tier.removed_entries[Removal.LOAD_FAILED] == 1
+        check_nothing_is_left(engine)
+
+
+def test_what_fails_to_load_beside_draft_layers_is_looked_up_again() -> None:
+    """A hole at the end of the load would end where the blocks of its request do."""
+    options = {"drafter": Drafter.EAGLE, "num_draft_tokens": 4}
+    values = offloading(FULL_EAGLE, chunk_tokens=CHUNK_TOKENS)
+    with engine_of(FULL_EAGLE, offloading=values, **options) as engine:
+        serve(engine, plan_of("first", PROMPT, max_tokens=1))
+        fail_next(engine, 1, len(PROMPT) // CHUNK_TOKENS - 1)
+        computed = watch_computed(engine)
+        serve(engine, SECOND)
+        assert engine.side.computes_holes
+        assert engine.side.counters.tier.failed_loads == 1
+        assert not engine.side.counters.hole_tokens
+        assert not any("hole" in row for row in computed)
         check_nothing_is_left(engine)
 
 

@@ -135,12 +135,16 @@ class HoleQueue:
     Attributes:
         blocks: The blocks for windows of holes.
         on_parked: Called when a request begins to wait, because steps have to compute its holes.
+        waits_for_load: Whether no hole is computed beside the load of its request. Draft layers are
+            written behind a hole, and the load writes there, too: which of them comes last would
+            differ between ranks.
         lacks_room: Whether the latest step had no room for a hole or a preview that could be
             computed.
     """
 
     blocks: HoleBlocks
     on_parked: Callable[[], object] = lambda: None
+    waits_for_load: bool = False
     lacks_room: bool = False
     _parked: dict[str, _Parked] = field(default_factory=dict)
     _tables: dict[str, RowTables] = field(default_factory=dict)
@@ -185,7 +189,8 @@ class HoleQueue:
             reads_loaded_windows: Whether a hole at ``after_tokens`` reads windows that the load
                 brings.
         """
-        if after_tokens and self.blocks.has_windows and reads_loaded_windows:
+        reads_what_is_loaded = after_tokens and self.blocks.has_windows and reads_loaded_windows
+        if reads_what_is_loaded or self.waits_for_load:
             after_tokens = _NOWHERE
         self._park(request_id, _Parked(list(holes), after_tokens, preview=preview), tables)
 

@@ -55,6 +55,14 @@ def test_only_the_hole_behind_the_rows_of_the_device_does_not_wait_for_the_load(
     assert not queue
 
 
+def test_no_hole_is_computed_beside_a_load_that_writes_where_drafts_are_written() -> None:
+    queue = HoleQueue(no_windows(BlockPool(), {0: PAGE_TOKENS}), waits_for_load=True)
+    queue.begin("a", [TokenRange(20, 50), TokenRange(60, 70)], after_tokens=20)
+    assert runs(queue) == []
+    assert queue.note_load_ended("a")
+    assert runs(queue) == [(20, 50), (60, 70)]
+
+
 def test_request_goes_on_a_step_after_its_last_hole_and_its_load() -> None:
     queue = parked((0, 50))
     rows(queue)

@@ -36,6 +36,7 @@ class SchedulerView:
             its length.
         use_eagle: Whether a local hit drops the last block that it finds (EAGLE, MTP).
         num_lookahead_tokens: Tokens of a step for which the drafter needs places in blocks.
+        num_draft_slots: Tokens by which the drafter lengthens each request of its own step.
         num_prefill_lookahead_tokens: Tokens behind a prefill step that the drafter reads.
         leaves_a_decode: Whether a request has as many tokens behind a boundary as a decode with
             drafts has. vLLM-Ascend 0.23.0 would go on from a wrong state there.
@@ -66,6 +67,7 @@ class SchedulerView:
     num_running: Callable[[], int] = lambda: 0
     use_eagle: bool = False
     num_lookahead_tokens: int = 0
+    num_draft_slots: int = 0
     num_prefill_lookahead_tokens: int = 0
     leaves_a_decode: Callable[[Request, int], bool] = lambda request, tokens: False
     recomputes_failed_loads: bool = True

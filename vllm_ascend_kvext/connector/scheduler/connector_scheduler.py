@@ -138,6 +138,7 @@ class ConnectorScheduler:
         self.holes = HoleQueue(
             HoleBlocks(self.references, layout.window_pages, layout.tokens_per_page),
             view.on_extra_work,
+            waits_for_load=view.has_draft_layers,
         )
         self.row_ids: set[str] = set()
         self.counters = ConnectorCounters(
@@ -657,9 +658,10 @@ def _why_no_holes_beside_drafts(view: SchedulerView, layout: HostLayout) -> str 
     """Why no request of an engine with draft layers can compute holes; None if some can.
 
     A worker drafts behind the row of a hole as behind any part of a prompt. It so writes keys of
-    draft layers, and of no others, behind the hole. Its request has blocks there, and what is
-    stored of its draft layers may be loaded before or after. So a later draft may be a worse guess,
-    and no token is another one: the model itself computes each token that is accepted.
+    draft layers, and of no others, behind the hole, where its request has loaded rows. So a later
+    draft may be a worse guess, and no token is another one: the model itself computes each token
+    that is accepted. All ranks have to write the same: they might feed their own drafts to their
+    next steps. So the row waits for the load (see `HoleQueue`).
     """
     if layout.geometry.needs_tails:
         return "drafts are computed behind the end of a hole, where its blocks for windows end"
@@ -667,6 +669,11 @@ def _why_no_holes_beside_drafts(view: SchedulerView, layout: HostLayout) -> str 
         return (
             f"{view.num_lookahead_tokens} places for drafts may lie behind what is loaded behind "
             f"a hole, which is {layout.geometry.unit_tokens} tokens at least"
+        )
+    if view.num_draft_slots:
+        return (
+            "a drafter that is a model of its own, or drafts in parallel, lengthens each request, "
+            "and steps with holes leave no room for that"
         )
     if view.num_prefill_lookahead_tokens > 1:
         return "a drafter of several MTP modules reads tokens behind the end of a hole"

@@ -367,11 +367,13 @@ class Loads:
 
         This is not possible for models with windows. The hole has no blocks for its windows yet.
         The hole reads its windows from the last tails before it, and these tails may have failed to
-        load. Such a request is looked up again.
+        load. Such a request is looked up again. So is a request of a model with draft layers: the
+        hole might end where its blocks end, and drafts are written behind a hole.
         """
         return (
             self._computes_holes
             and not self._holes.blocks.has_windows
+            and not self._view.has_draft_layers
             and self._view.recomputes_failed_loads
             and why_no_holes(request) is None
         )
