@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice, repeat
+from itertools import repeat
 
 ENOUGH_SHARE = 0.97
 """A plain LRU that finds this share of what an endless tier would find is followed. To follow it
@@ -108,9 +108,14 @@ class Recency:
     def _lose(self, num_spare: int) -> None:
         """Lose what was used longest ago, until some cuts would fit beside the rest."""
         limit_bytes = self._capacity_bytes - num_spare * self._cut_bytes
-        largest_bytes = self._cut_bytes + self._tails_bytes
-        while (excess_bytes := self.num_bytes - limit_bytes) > 0:
-            lost = list(islice(self._used_at, -(-excess_bytes // largest_bytes)))
+        excess_bytes = self.num_bytes - limit_bytes
+        lost = []
+        for key in self._used_at:
+            if excess_bytes <= 0:
+                break
+            lost.append(key)
+            excess_bytes -= self._cut_bytes + self._tails_bytes * (key in self._ends)
+        if lost:
             self.lost_use = self._used_at[lost[-1]]
             deque(map(self._used_at.pop, lost), maxlen=0)
             self._ends.difference_update(lost)

@@ -98,6 +98,7 @@ class HostTier:
         self._arena = Arena(capacity_bytes, spare_bytes)
         self.capacity_bytes = self._arena.capacity_bytes
         self._index = Index()
+        self._remembered_keys = remembered_keys
         self._reuse = Reuse(remembered_keys)
         self._resumes = Resumes(remembered_keys)
         self._order = EvictionOrder(self._arena, self._index, geometry, self._reuse, self._resumes)
@@ -133,14 +134,22 @@ class HostTier:
             self._order.recency = self._make_recency(chunk_bytes)
 
     def _make_recency(self, chunk_bytes: int) -> Recency | None:
-        """What a plain LRU would have; None if large tails are judged by themselves."""
+        """What a plain LRU would have; None if large tails are judged by themselves.
+
+        Also None if the LRU would have more cuts than half of those that ``reuse`` remembers. What
+        the LRU has lost would not be known any more, so it would seem to find all.
+        """
         tails_bytes = 0
         if self.geometry.needs_tails:
             tails_bytes = self._layout_bytes(Piece.tails(self.geometry.chunk_tokens))
-        if tails_bytes > chunk_bytes:
-            return None
         num_cuts = self.geometry.chunk_tokens // self.geometry.cut_tokens
-        return Recency(self.capacity_bytes, -(-chunk_bytes // num_cuts), tails_bytes)
+        cut_bytes = -(-chunk_bytes // num_cuts)
+        if (
+            tails_bytes > chunk_bytes
+            or self.capacity_bytes // cut_bytes > self._remembered_keys // 2
+        ):
+            return None
+        return Recency(self.capacity_bytes, cut_bytes, tails_bytes)
 
     def next_use(self) -> int:
         """A new point in time, later than all before. Ages are differences of such points.

@@ -230,7 +230,7 @@ class CutMachine(TierMachine):
             limit: The highest priority of the cuts of the new entry.
         """
         ends = self.geometry.cut_ends(*new.piece[1:])
-        known = {id(each.entry) for each in model.ends(new)}
+        known = {id(each.entry): model.priority(each, recent_use) for each in model.ends(new)}
         for eviction in evictions:
             each = model.of(eviction.entry)
             if eviction.is_replaced:  # Other entries have the rows that were left of it.
@@ -241,7 +241,12 @@ class CutMachine(TierMachine):
             others = [end for end in model.ends(new) if id(end.entry) in known and end is not each]
             highest = min([limit, *(model.priority(end, recent_use) for end in others)])
             for end in model.lost_ends(eviction):
-                assert model.priority(each, recent_use, end) < highest
+                priority = model.priority(each, recent_use, end)
+                if each.piece.kind is Kind.TAILS:
+                    # They are judged by the rows that they had at first. These may lose their end,
+                    # and other rows, of a later use, then stand for them.
+                    priority = min(priority, known.get(id(each.entry), priority))
+                assert priority < highest
             if eviction.num_begun == new.entry.number:  # The new entry has no place yet.
                 gaps = self._gaps(model)
                 assert eviction is not evictions[0] or max(gaps) < new.size_bytes
@@ -250,7 +255,8 @@ class CutMachine(TierMachine):
             model.follow(eviction)
             holding = model.holding(Kind.ROWS, begin)
             if eviction.left_tokens is None and holding:
-                known.add(id(model.leading(holding).entry))
+                leading = model.leading(holding)
+                known[id(leading.entry)] = model.priority(leading, recent_use)
 
     def _num_parts(self, gaps: Sequence[int], piece: Piece) -> int:
         """How many cuts of a piece fit into gaps. Cuts in one gap share the spare bytes."""

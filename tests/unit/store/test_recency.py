@@ -336,6 +336,16 @@ def test_tails_that_are_judged_by_themselves_leave_rows_to_what_was_learned(
     assert (tier._order.recency is not None) is is_followed
 
 
+@pytest.mark.parametrize(("remembered_keys", "is_followed"), [(19, True), (17, False)])
+def test_no_lru_is_followed_whose_losses_would_be_forgotten(
+    remembered_keys: int, is_followed: bool
+) -> None:
+    """It has 9 cuts. If what it lost is not known, it seems to find all that comes back."""
+    geometry = TierGeometry(PROMPT_TOKENS, UNIT_TOKENS, needs_tails=False, cut_tokens=CUT_TOKENS)
+    tier = HostTier(NUM_CUTS * CUT_BYTES, geometry, remembered_keys, layout=Layout())
+    assert (tier._order.recency is not None) is is_followed
+
+
 def test_answers_that_hardly_come_back_do_not_stay(tier: HostTier) -> None:
     """What a plain LRU would have stays; rows that hardly come back do not."""
     for name in 4 * "abc":
