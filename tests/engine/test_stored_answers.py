@@ -95,7 +95,7 @@ def test_what_a_plain_lru_would_find_of_a_chat_is_noted_once(
     """All of it fits, so that a plain LRU and an endless tier find the same."""
     compared: list[tuple[int, int]] = []
     monkeypatch.setattr(Recency, "note_prompt", lambda _, *found: compared.append(found))
-    connector = offloading(GPT_OSS, store_policy="second_touch", host_memory_gib=0.1)
+    connector = offloading(GPT_OSS, store_policy="second_touch", host_memory_gib=0.01)
     with engine_of(GPT_OSS, num_blocks=2000, offloading=connector) as engine:
         converse(engine, is_stripped, 40, is_preempted)
     assert len(compared) == NUM_TURNS
@@ -115,7 +115,7 @@ def test_a_plain_lru_has_what_an_aborted_request_has_computed(
         note_stopped(tier, prefix, end_tokens)
 
     monkeypatch.setattr(HostTier, "note_stopped", note)
-    connector = offloading(GPT_OSS, store_policy="second_touch", host_memory_gib=0.1)
+    connector = offloading(GPT_OSS, store_policy="second_touch", host_memory_gib=0.01)
     with engine_of(GPT_OSS, num_blocks=2000, offloading=connector) as engine:
         plan = plan_of("aborted", tokens(random.Random(1), 90), max_tokens=40)
         request = engine.add_request(plan)
