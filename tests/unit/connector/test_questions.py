@@ -141,7 +141,11 @@ def test_one_worker_that_cannot_compare_leaves_it_at_heads(
     logger = mocker.patch.object(make_segments, "logger")
     layout = mocker.Mock(tokens_per_page={0: 4}, **{"window_pages.return_value": {}})
     engine = mocker.Mock(
-        managers=[], has_other_connectors=False, num_data_parallel=1, max_model_len=64
+        managers=[],
+        has_draft_layers=False,
+        has_other_connectors=False,
+        num_data_parallel=1,
+        max_model_len=64,
     )
     place = mocker.Mock(view=engine, layout=layout, computes_holes=True)
     options = SegmentOptions(selector=selector)
@@ -172,7 +176,8 @@ def test_workers_that_differ_turn_segments_off(
     other: SegmentLayout, says: str, mocker: MockerFixture
 ) -> None:
     logger = mocker.patch.object(make_segments, "logger")
-    place = mocker.Mock(computes_holes=True)
+    engine = mocker.Mock(has_draft_layers=False)
+    place = mocker.Mock(view=engine, computes_holes=True)
     workers = [
         WorkerLayout(None, 0, SegmentsOfWorker(each))  # type: ignore[arg-type]
         for each in (SegmentLayout((64,)), other)
