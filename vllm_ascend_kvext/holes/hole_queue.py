@@ -5,8 +5,9 @@
 A request with holes has its blocks, and what is stored is being loaded into them. Separate rows of
 steps compute the holes. The request itself begins behind its last hole, as if everything before had
 been loaded. A hole reads all that lies before it. So a hole is computed beside the load only if it
-begins where the device's own rows end, and if it reads no windows that are being loaded. A hole
-that does not fit into a step is the last one of its request in this step.
+begins where the device's own rows end, if it reads no windows that are being loaded, and if no
+drafts are written behind it (`HoleQueue.waits_for_load`). A hole that does not fit into a step is
+the last one of its request in this step.
 
 An extension may have a `Preview` computed first. All rows of the preview are thrown away. The
 result of the preview decides on the further holes::

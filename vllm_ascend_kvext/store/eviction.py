@@ -115,7 +115,7 @@ class EvictionOrder:
 
     Attributes:
         small_tails_bytes: Tails of this size or less are worth what the rows before them are.
-        recency: What a plain LRU would have; None if tails are worth more or less than their rows.
+        recency: What a plain LRU would have; None if no LRU is followed, see `HostTier`.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ class Resumes:
         Returns:
             The number of boundaries up to the one where it resumes.
         """
-        number = self._reuse.num_until_known(keys)
+        number = self.num_until_known(keys)
         self._reuse.note_ended(keys[number - 1 : number] if number else (), (), now)
         return number
 
