@@ -37,6 +37,7 @@ TESTS = ROOT / "tests"
 NOT_IN_SAMPLE = (
     "test_compressed_attention.py",
     "test_data_parallel.py",
+    "test_decoding_beside_stores.py",
     "test_demo.py",
     "test_fine_states.py",
     "test_kernel_or_dma.py",
@@ -139,6 +140,7 @@ ON_OTHER_EMULATED_NPUS = (
     "test_blending.py",
     "test_compressed_attention.py",
     "test_compressed_attention_operators.py",
+    "test_decoding_beside_stores.py",
     "test_features.py",
     "test_fine_states.py",
     "test_graphs.py",

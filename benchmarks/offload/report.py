@@ -15,13 +15,24 @@ from common.models import BenchModel
 from common.report import Table, median_ratio, verdict
 
 from offload.contenders import ALONE, BESIDE_COPIES, OURS
-from offload.workload import OFFLOADED_TOKENS, Prompt, Step, Visit, VisitKind, decode_steps
+from offload.workload import (
+    OFFLOADED_TOKENS,
+    Prompt,
+    Step,
+    Visit,
+    VisitKind,
+    decode_steps,
+    steps_after_prompts,
+)
 
 MIN_TIMES_FASTER = 3.0
 MAX_P99_RATIO = 1.10
 MIN_STEPS = 50
 """The minimum number of steps for a 99th percentile. With fewer steps, the percentile is just the
 largest value."""
+
+STEPS_OF_A_STORE = 2
+"""The number of decode steps after a new prompt beside which its store runs."""
 
 
 @dataclass(slots=True)
@@ -184,14 +195,25 @@ def targets(measured: Measured) -> Iterator[str]:
     )
     if beside and alone:
         yield f"decode steps, {BESIDE_COPIES}: {_ratios(beside, alone)}"
+    # A prompt takes the caches of the CPU from the steps behind it, with and without a store.
+    storing, alone = (
+        steps_after_prompts(measured.visits.get(name, {}).get("new", ()), STEPS_OF_A_STORE)
+        for name in (OURS, ALONE)
+    )
+    if storing and alone:
+        num_busy = sum(step.has_transfer for step in storing)
+        yield (
+            f"{len(storing)} decode steps right after new prompts, {OURS} ({num_busy} beside "
+            f"stores): {_ratios(storing, alone, f'those with {ALONE}')}"
+        )
 
 
-def _ratios(ones: Sequence[Step], others: Sequence[Step]) -> str:
+def _ratios(ones: Sequence[Step], others: Sequence[Step], of: str = "those beside none") -> str:
     by_clock, by_cpu = (
         f"p99 {_ratio(ones, others, 99, name):.2f} x, p50 {_ratio(ones, others, 50, name):.2f} x"
         for name in ("seconds", "cpu_seconds")
     )
-    return f"{by_clock} of those beside none, {by_cpu} by CPU time"
+    return f"{by_clock} of {of}, {by_cpu} by CPU time"
 
 
 def _ratio(

@@ -145,3 +145,12 @@ def decode_steps(visits: Iterable[Visit], has_transfer: bool) -> list[Step]:
         for step in visit.steps
         if not step.has_prefill and step.has_transfer is has_transfer
     ]
+
+
+def steps_after_prompts(visits: Iterable[Visit], num_steps: int) -> list[Step]:
+    """The first steps that only decode, after each visitor's prompt was computed."""
+    found: list[Step] = []
+    for visit in visits:
+        last = max(number for number, step in enumerate(visit.steps) if step.has_prefill)
+        found += visit.steps[last + 1 : last + 1 + num_steps]
+    return found

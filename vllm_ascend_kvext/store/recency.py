@@ -5,7 +5,7 @@
 If nearly all that comes back fits into the tier, a plain LRU finds it. The order by expected hits
 can only lose then, because it judges by what was learned before. If much comes back that a plain
 LRU would have lost, that order finds more. So the tier follows the LRU while the LRU finds nearly
-all that comes back.
+all that comes back. It also follows the LRU when it has lost some times as much as the LRU itself.
 
 The LRU stores everything that requests compute. It has keys but no places: a cut takes the same
 bytes wherever it lies, and the tails at the end of a request take theirs as long as the LRU has the
@@ -28,6 +28,13 @@ _ASSUMED_SHARE = 0.1
 """The LRU is assumed to have lost as much as this share of the tier before anything was seen. What
 it loses shows only when that comes back. So it first has to show that it finds enough."""
 
+TIMES_LOST = 2
+"""The LRU is also followed if the tier has lost this many times as much. Both lose alike as long as
+the LRU is followed. So if the LRU then loses much, it is not followed for long."""
+
+_LOST_BY_CHANCE_SHARE = 0.003
+"""What the tier may lose beyond that, as a share of its size."""
+
 _LOST_SHARE = 64
 """The LRU loses this part of its cuts at once, as what a dict holds first is not found in constant
 time. So it is smaller than the tier by up to this part."""
@@ -43,15 +50,24 @@ class Recency:
         capacity_bytes: The size of the tier.
         cut_bytes: The bytes of a cut of rows, more than 0.
         tails_bytes: The bytes of the tails that a request leaves at its end; 0 if it leaves none.
+        may_be_enough: Whether the LRU is followed while it finds nearly all. Otherwise it is
+            followed only if the tier has lost more.
 
     Attributes:
         lost_use: The latest use of what the LRU lost last. It has everything that was used later.
     """
 
-    def __init__(self, capacity_bytes: int, cut_bytes: int, tails_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        cut_bytes: int,
+        tails_bytes: int = 0,
+        may_be_enough: bool = True,
+    ) -> None:
         self._capacity_bytes = capacity_bytes
         self._cut_bytes = cut_bytes
         self._tails_bytes = tails_bytes
+        self._may_be_enough = may_be_enough
         self.clear()
 
     def clear(self) -> None:
@@ -60,8 +76,11 @@ class Recency:
         self._used_at: dict[bytes, int] = {}
         self._ends: set[bytes] = set()  # Keys of the cuts in which requests end.
         self.lost_use = 0
-        self._known_cuts = _ASSUMED_SHARE * self._capacity_bytes / self._cut_bytes
-        self._found_cuts = 0.0
+        self._assumed_cuts = _ASSUMED_SHARE * self._capacity_bytes / self._cut_bytes
+        # Cuts that came back, and those of them that the LRU and the tier have lost.
+        self._known_cuts = 0.0
+        self._lost_cuts = 0.0
+        self._lost_by_tier_cuts = 0.0
 
     @property
     def num_bytes(self) -> int:
@@ -69,9 +88,14 @@ class Recency:
         return len(self._used_at) * self._cut_bytes + len(self._ends) * self._tails_bytes
 
     @property
-    def is_enough(self) -> bool:
-        """Whether the LRU finds nearly all that comes back."""
-        return self._found_cuts >= ENOUGH_SHARE * self._known_cuts
+    def is_followed(self) -> bool:
+        """Whether the tier follows the LRU."""
+        by_chance_cuts = _LOST_BY_CHANCE_SHARE * self._capacity_bytes / self._cut_bytes
+        if self._lost_by_tier_cuts >= TIMES_LOST * self._lost_cuts + by_chance_cuts:
+            return True
+        found_cuts = self._known_cuts - self._lost_cuts
+        is_enough = found_cuts >= ENOUGH_SHARE * (self._known_cuts + self._assumed_cuts)
+        return self._may_be_enough and is_enough
 
     def has(self, key: bytes, use: int) -> bool:
         """Whether the LRU would have a cut.
@@ -120,13 +144,18 @@ class Recency:
             deque(map(self._used_at.pop, lost), maxlen=0)
             self._ends.difference_update(lost)
 
-    def note_prompt(self, known_cuts: int, found_cuts: int) -> None:
-        """Note what the LRU would find of a prompt.
+    def note_prompt(self, known_cuts: int, found_cuts: int, tier_cuts: int) -> None:
+        """Note what the LRU and the tier have of a prompt.
 
         Args:
             known_cuts: The cuts that earlier requests had. An endless tier would find them.
             found_cuts: How many of them a plain LRU would find.
+            tier_cuts: How many cuts the tier finds. If they are more than the known ones, the
+                others do not count.
         """
         kept_share = 0.5 ** (known_cuts * self._cut_bytes / self._capacity_bytes)
+        self._assumed_cuts *= kept_share
         self._known_cuts = self._known_cuts * kept_share + known_cuts
-        self._found_cuts = self._found_cuts * kept_share + found_cuts
+        self._lost_cuts = self._lost_cuts * kept_share + known_cuts - found_cuts
+        lost_by_tier_cuts = max(0, known_cuts - tier_cuts)
+        self._lost_by_tier_cuts = self._lost_by_tier_cuts * kept_share + lost_by_tier_cuts

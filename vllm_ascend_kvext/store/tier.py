@@ -134,22 +134,21 @@ class HostTier:
             self._order.recency = self._make_recency(chunk_bytes)
 
     def _make_recency(self, chunk_bytes: int) -> Recency | None:
-        """What a plain LRU would have; None if large tails are judged by themselves.
+        """What a plain LRU would have.
 
-        Also None if the LRU would have more cuts than half of those that ``reuse`` remembers. What
-        the LRU has lost would not be known any more, so it would seem to find all.
+        None if it would have more cuts than half of those that ``reuse`` remembers. What it has
+        lost would not be known any more, so it would seem to find all.
         """
         tails_bytes = 0
         if self.geometry.needs_tails:
             tails_bytes = self._layout_bytes(Piece.tails(self.geometry.chunk_tokens))
         num_cuts = self.geometry.chunk_tokens // self.geometry.cut_tokens
         cut_bytes = -(-chunk_bytes // num_cuts)
-        if (
-            tails_bytes > chunk_bytes
-            or self.capacity_bytes // cut_bytes > self._remembered_keys // 2
-        ):
+        if self.capacity_bytes // cut_bytes > self._remembered_keys // 2:
             return None
-        return Recency(self.capacity_bytes, cut_bytes, tails_bytes)
+        # An LRU keeps large tails that are of no use any more, so it has to be better by far.
+        are_small = tails_bytes <= chunk_bytes
+        return Recency(self.capacity_bytes, cut_bytes, tails_bytes, may_be_enough=are_small)
 
     def next_use(self) -> int:
         """A new point in time, later than all before. Ages are differences of such points.
@@ -159,7 +158,14 @@ class HostTier:
         self._latest_use += 1
         return self._latest_use
 
-    def note_admitted(self, prefix: Prefix, prompt_tokens: int, is_again: bool = False) -> int:
+    def note_admitted(
+        self,
+        prefix: Prefix,
+        prompt_tokens: int,
+        is_again: bool = False,
+        present_tokens: int | None = None,
+        hit_tokens: int = 0,
+    ) -> int:
         """Note that a request begins. Call it before the request's own tails are stored.
 
         A request that begins again after a preemption is noted again: it resumes once more.
@@ -168,6 +174,9 @@ class HostTier:
             prefix: The tokens of the request.
             prompt_tokens: The length of its prompt.
             is_again: Whether it has begun before. Call `note_stopped` before.
+            present_tokens: What the method of this name returns; None to call it.
+            hit_tokens: The tokens that the request does not compute, because the device has them or
+                they were loaded.
 
         Returns:
             The use of its admission.
@@ -182,31 +191,47 @@ class HostTier:
             boundaries = prefix.keys_at(range(unit_tokens, limit_tokens + 1, unit_tokens))
             num_until_tails = self._resumes.note_admitted(boundaries, use)
         if self._order.recency is not None and not is_again:
-            starts = self._cut_keys(prefix, limit_tokens)
-            self._compare(self._order.recency, starts, boundaries[:num_until_tails])
+            if present_tokens is None:
+                present_tokens = self.present_tokens(prefix, limit_tokens)
+            if self.geometry.needs_tails:
+                present = boundaries[: present_tokens // unit_tokens]
+                present_tokens = unit_tokens * self._index.upto_present(Kind.TAILS, present)
+            self._compare(
+                self._order.recency,
+                self._cut_keys(prefix, limit_tokens),
+                boundaries[:num_until_tails],
+                max(present_tokens, hit_tokens),
+            )
         return use
 
     def _compare(
-        self, recency: Recency, starts: Sequence[bytes], until_tails: Sequence[bytes]
+        self,
+        recency: Recency,
+        starts: Sequence[bytes],
+        until_tails: Sequence[bytes],
+        found_tokens: int,
     ) -> None:
-        """Compare what a plain LRU would find of a prompt with what an endless tier would find.
+        """Compare what a plain LRU, this tier, and an endless tier would find of a prompt.
 
         Args:
             starts: The keys of the cuts of the prompt.
             until_tails: The keys of its boundaries up to the last one with known tails.
+            found_tokens: The tokens from its beginning on that this tier or the device has.
         """
         unit_tokens, cut_tokens = self.geometry.unit_tokens, self.geometry.cut_tokens
         num_found = recency.num_found(starts)
+        tier_cuts = -(-found_tokens // cut_tokens)
         if not self.geometry.needs_tails:
             num_known = num_found + self._reuse.num_until_known(starts[num_found:])
-            recency.note_prompt(num_known, num_found)
+            recency.note_prompt(num_known, num_found, tier_cuts)
             return
         num_units = cut_tokens // unit_tokens
         within = until_tails[: num_found * num_units]
         if len(within) < len(until_tails):
             within = within[: self._resumes.num_until_known(within)]
         # A cut is known by its first unit. So a cut that is begun counts as a whole.
-        recency.note_prompt(-(-len(until_tails) // num_units), -(-len(within) // num_units))
+        num_known, num_found = (-(-len(keys) // num_units) for keys in (until_tails, within))
+        recency.note_prompt(num_known, num_found, tier_cuts)
 
     def note_ended(
         self, prefix: Prefix, prompt_tokens: int, end_tokens: int, is_answer_kept: bool = True

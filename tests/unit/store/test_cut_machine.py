@@ -59,7 +59,8 @@ class CutMachine(TierMachine):
         self.model.small_tails_bytes = self._place_bytes(chunk)
         assert self.tier._order.recency is not None
         self.recency = self.tier._order.recency
-        self.model.is_kept = lambda key, use: self.recency.is_enough and self.recency.has(key, use)
+        recency = self.recency
+        self.model.is_kept = lambda key, use: recency.is_followed and recency.has(key, use)
         self._trim_entry = self.tier._trim
         self.tier._trim = self._trim  # type: ignore[method-assign]
 

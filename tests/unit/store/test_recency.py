@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
-"""A tier that would lose nothing as a plain LRU keeps what a plain LRU keeps."""
+"""A tier that would lose nothing, or far less, as a plain LRU keeps what a plain LRU keeps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from unit.store.test_cut_machine import CellLayout
 from unit.store.test_tier_machine import UNIT_TOKENS
 from unit.store.tier_model import ALIGNMENT_BYTES, TextPrefix
 
-from vllm_ascend_kvext.store.entries import Kind, Piece
+from vllm_ascend_kvext.store.entries import Entry, Kind, Piece
+from vllm_ascend_kvext.store.eviction import KEPT
 from vllm_ascend_kvext.store.prefix import TierGeometry
 from vllm_ascend_kvext.store.recency import Recency
 from vllm_ascend_kvext.store.resumes import TailOrigin
@@ -126,8 +127,8 @@ class LruMachine(RuleBasedStateMachine):
         self.compared.append(compared)
         self.note_prompt(*compared)
 
-    @rule(text=texts, is_again=st.booleans())
-    def admitted(self, text: str, is_again: bool) -> None:
+    @rule(text=texts, is_again=st.booleans(), hit_tokens=st.integers(0, 80))
+    def admitted(self, text: str, is_again: bool, hit_tokens: int) -> None:
         limit_tokens = (len(text) - 1) // UNIT_TOKENS * UNIT_TOKENS
         asked = text[:limit_tokens]
         num_found = self.lru.num_found(asked)
@@ -141,8 +142,9 @@ class LruMachine(RuleBasedStateMachine):
             known = next((n for n in numbers if cuts[n - 1] in self.endless), num_found)
             lru = num_found
         self.compared.clear()
-        self.tier.note_admitted(TextPrefix(text), len(text), is_again)
-        assert self.compared == ([] if is_again else [(known, lru)])
+        self.tier.note_admitted(TextPrefix(text), len(text), is_again, None, hit_tokens)
+        found = -(-hit_tokens // CUT_TOKENS)  # Nothing is stored here.
+        assert self.compared == ([] if is_again else [(known, lru, found)])
         assert lru <= known
 
     @rule(text=texts, prompt_tokens=st.integers(1, 80), is_kept=st.booleans())
@@ -244,23 +246,60 @@ def test_a_tier_smaller_than_a_cut_has_nothing() -> None:
     assert not recency.has(b"a", 1)
 
 
+def note_prompts(recency: Recency, *found_cuts: int, tier_cuts: int = 100) -> None:
+    """Note prompts of 100 known cuts."""
+    for number in found_cuts:
+        recency.note_prompt(100, number, tier_cuts)
+
+
 def test_a_plain_lru_that_finds_nearly_all_is_followed() -> None:
     recency = Recency(100, 1)
-    assert not recency.is_enough  # Nothing was seen.
-    recency.note_prompt(50, 50)
-    assert not recency.is_enough  # It has not yet shown that it finds nearly all.
-    recency.note_prompt(100, 100)
-    recency.note_prompt(100, 100)
-    assert recency.is_enough
-    recency.note_prompt(100, 98)
-    assert recency.is_enough
-    recency.note_prompt(100, 0)
+    assert not recency.is_followed  # Nothing was seen.
+    recency.note_prompt(50, 50, 50)
+    assert not recency.is_followed  # It has not yet shown that it finds nearly all.
+    note_prompts(recency, 100, 100)
+    assert recency.is_followed
+    note_prompts(recency, 98)
+    assert recency.is_followed
+    note_prompts(recency, 0)
     for _ in range(5):
-        assert not recency.is_enough  # What was found counts by half each time.
-        recency.note_prompt(100, 100)
-    assert recency.is_enough
+        assert not recency.is_followed  # What was found counts by half each time.
+        note_prompts(recency, 100)
+    assert recency.is_followed
     recency.clear()
-    assert not recency.is_enough
+    assert not recency.is_followed
+
+
+@pytest.mark.parametrize("may_be_enough", [True, False])
+def test_a_plain_lru_that_has_lost_less_than_the_tier_is_followed(may_be_enough: bool) -> None:
+    recency = Recency(1000, 1, may_be_enough=may_be_enough)
+    note_prompts(recency, 100, tier_cuts=98)
+    assert not recency.is_followed  # The tier has lost hardly anything.
+    note_prompts(recency, 98, tier_cuts=97)
+    assert not recency.is_followed  # The LRU has lost as much.
+    note_prompts(recency, 100, tier_cuts=90)
+    assert recency.is_followed
+    note_prompts(recency, 90, tier_cuts=90)
+    assert not recency.is_followed
+    note_prompts(recency, 100, tier_cuts=0)
+    assert recency.is_followed
+    recency.clear()
+    assert not recency.is_followed
+
+
+def test_tokens_that_no_earlier_request_had_are_not_lost_by_the_lru() -> None:
+    """The device may have more of a prompt than earlier requests, as its keys are forgotten."""
+    recency = Recency(1000, 1)
+    note_prompts(recency, 50, tier_cuts=300)
+    assert not recency.is_followed
+    note_prompts(recency, 100, tier_cuts=90)
+    assert not recency.is_followed
+
+
+def test_an_lru_with_large_tails_is_not_followed_because_it_finds_nearly_all() -> None:
+    recency = Recency(100, 1, may_be_enough=False)
+    note_prompts(recency, *9 * [100])
+    assert not recency.is_followed
 
 
 @pytest.fixture
@@ -303,19 +342,19 @@ def test_all_that_fits_is_found(tier: HostTier) -> None:
 def test_what_was_learned_decides_where_a_plain_lru_finds_nothing(tier: HostTier) -> None:
     for name in 4 * "abc":
         ask(tier, name)
-    assert recency_of(tier).is_enough
+    assert recency_of(tier).is_followed
     found = [ask(tier, name) for name in 10 * "abcde"]
     assert sum(found[10:]) > 4 * PROMPT_TOKENS
-    assert not recency_of(tier).is_enough
+    assert not recency_of(tier).is_followed
 
 
 def test_a_cleared_tier_knows_nothing_of_a_plain_lru(tier: HostTier) -> None:
     for name in 4 * "abc":
         ask(tier, name)
     recency = recency_of(tier)
-    assert recency.is_enough and recency.num_bytes
+    assert recency.is_followed and recency.num_bytes
     tier.clear()
-    assert not recency.is_enough and not recency.num_bytes
+    assert not recency.is_followed and not recency.num_bytes
 
 
 def test_a_large_lru_loses_many_cuts_at_once() -> None:
@@ -327,29 +366,71 @@ def test_a_large_lru_loses_many_cuts_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tails_bytes", "is_followed"), [(PROMPT_CUTS * CUT_BYTES, True), (3000, False)]
+    ("tails_bytes", "may_be_enough"), [(PROMPT_CUTS * CUT_BYTES, True), (3000, False)]
 )
-def test_tails_that_are_judged_by_themselves_leave_rows_to_what_was_learned(
-    tails_bytes: int, is_followed: bool
+def test_large_tails_are_judged_by_themselves_until_an_lru_is_better(
+    tails_bytes: int, may_be_enough: bool
 ) -> None:
-    tier = make_tier(tails_bytes, 1 << 16)
-    assert (tier._order.recency is not None) is is_followed
+    recency = recency_of(make_tier(tails_bytes, 1 << 16))
+    assert recency._may_be_enough is may_be_enough
 
 
-@pytest.mark.parametrize(("remembered_keys", "is_followed"), [(19, True), (17, False)])
+def test_tails_that_an_lru_would_have_stay_while_it_is_followed() -> None:
+    tails_bytes = 2 * PROMPT_CUTS * CUT_BYTES
+    tier = make_tier(tails_bytes, 1 << 12)
+    recency = recency_of(tier)
+    entries = []
+    for number, name in enumerate("ab"):
+        prefix = TextPrefix(name * (PROMPT_TOKENS + 1))
+        use = tier.note_admitted(prefix, PROMPT_TOKENS + 1)
+        for entry in tier.begin_rows(prefix, Piece.rows(0, PROMPT_TOKENS), use):
+            tier.finish_store(entry, range(*entry.piece[1:]))
+        use = 0 if number else use  # Nobody asked for the second tails.
+        entry = tier.begin_store(prefix, Piece.tails(PROMPT_TOKENS), tails_bytes, use)
+        assert isinstance(entry, Entry)
+        tier.finish_store(entry, range(PROMPT_TOKENS, PROMPT_TOKENS))
+        entries.append(entry)
+        tier.note_ended(prefix, PROMPT_TOKENS, PROMPT_TOKENS)
+
+    def kept() -> list[bool]:
+        return [tier._order.priority(each, tier._latest_use).density == KEPT for each in entries]
+
+    assert kept() == [False, False]
+    recency.note_prompt(100, 100, 0)
+    assert kept() == [True, False]
+    recency._used_at.clear()
+    recency.lost_use = tier._latest_use
+    assert kept() == [False, False]
+
+
+def test_what_the_tier_or_the_device_has_is_not_lost(tier: HostTier) -> None:
+    for name in "abc":
+        ask(tier, name)
+    prefix = TextPrefix("d" * (PROMPT_TOKENS + 1))
+    tier.note_ended(prefix, PROMPT_TOKENS, PROMPT_TOKENS)
+    recency = recency_of(tier)
+    for found in ({"hit_tokens": PROMPT_TOKENS}, {"present_tokens": PROMPT_TOKENS}):
+        tier.note_admitted(prefix, PROMPT_TOKENS + 1, **found)
+    assert [bool(ask(tier, name)) for name in "abc"] == 3 * [True]
+    assert recency._lost_by_tier_cuts == 0
+    tier.note_admitted(prefix, PROMPT_TOKENS + 1)
+    assert recency._lost_by_tier_cuts == PROMPT_CUTS
+
+
+@pytest.mark.parametrize(("remembered_keys", "is_known"), [(19, True), (17, False)])
 def test_no_lru_is_followed_whose_losses_would_be_forgotten(
-    remembered_keys: int, is_followed: bool
+    remembered_keys: int, is_known: bool
 ) -> None:
     """It has 9 cuts. If what it lost is not known, it seems to find all that comes back."""
     geometry = TierGeometry(PROMPT_TOKENS, UNIT_TOKENS, needs_tails=False, cut_tokens=CUT_TOKENS)
     tier = HostTier(NUM_CUTS * CUT_BYTES, geometry, remembered_keys, layout=Layout())
-    assert (tier._order.recency is not None) is is_followed
+    assert (tier._order.recency is not None) is is_known
 
 
 def test_answers_that_hardly_come_back_do_not_stay(tier: HostTier) -> None:
     """What a plain LRU would have stays; rows that hardly come back do not."""
     for name in 4 * "abc":
         ask(tier, name, chance=0.3 if name == "b" else 1.0)
-    assert recency_of(tier).is_enough
+    assert recency_of(tier).is_followed
     ask(tier, "d")
     assert [bool(ask(tier, name)) for name in "ab"] == [True, False]

@@ -369,7 +369,13 @@ class Stores:
         if before is not None:
             self._note_stopped(request, before, before.done_tokens)
         state.progress = StoreProgress(
-            self._tier.note_admitted(prefix, request.num_prompt_tokens, before is not None),
+            self._tier.note_admitted(
+                prefix,
+                request.num_prompt_tokens,
+                before is not None,
+                shared_tokens,
+                computed_tokens,
+            ),
             boundaries,
             done_tokens=computed_tokens,
             rows_tokens=shared_tokens,
