@@ -215,8 +215,8 @@ def test_prompts_hit_states(cell: Cell, served: Served) -> None:
         assert served.report["own"]["host_hit_requests"] > 0
         return
     for *others, sibling in hosts:
-        # The device's cache was empty. The last prompt may wait until another one, asked at the same
-        # time, has left a state in what they share. Caching densely keeps it, an interval does not.
+        # The device's cache was empty. The last prompt may wait until another one, asked at the
+        # same time, has left a state in what they share. Dense caching keeps it, an interval not.
         assert not any(others)
         assert sibling <= SIBLING_BLOCKS * block
 
