@@ -432,7 +432,7 @@ void CheckpointTree::add_child(Checkpoint& parent, Checkpoint& child) {
   note_age(parent);
   child.place_among_children = parent.children.size();
   parent.children.push_back(&child);
-  if (parent.has_tail()) order_.offer(parent);
+  if (hits_inside_blocks_ && parent.has_tail()) order_.offer(parent);
 }
 
 void CheckpointTree::remove_child(Checkpoint& parent, Checkpoint& child) {
@@ -451,7 +451,7 @@ Reason CheckpointTree::judged(const Checkpoint& node) const {
 }
 
 void CheckpointTree::note_age(Checkpoint& node) {
-  if (!node.has_tail()) return;
+  if (!hits_inside_blocks_ || !node.has_tail()) return;
   rates_.note_age(judged(node), order_.clock_pools() - node.clock_pools, node.seen_ages);
 }
 
