@@ -33,10 +33,12 @@ std::shared_ptr<Checkpoint> nearest_with_tail(const std::shared_ptr<Checkpoint>&
 }
 
 CheckpointTree::CheckpointTree(const Blocks& blocks, nb::object head, nb::object tail,
-                               std::vector<std::int64_t> block_tokens, std::int64_t unit_tokens)
+                               std::vector<std::int64_t> block_tokens, std::int64_t unit_tokens,
+                               bool hits_inside_blocks)
     : blocks_(blocks),
       block_tokens_(std::move(block_tokens)),
       unit_tokens_(unit_tokens),
+      hits_inside_blocks_(hits_inside_blocks),
       needs_(blocks.size()),
       overruled_(blocks.size(), 0),
       free_order_(blocks, needs_, std::move(head), std::move(tail)),
@@ -78,7 +80,7 @@ bool CheckpointTree::has_whole_tail(const Checkpoint& node) const {
 
 void CheckpointTree::use(Checkpoint& node) {
   counts_.junctions_hit += node.origin == Origin::kJunction;
-  rates_.count_use(node.reason, order_.clock_pools() - node.clock_pools, node.seen_ages);
+  rates_.count_use(judged(node), order_.clock_pools() - node.clock_pools, node.seen_ages);
   node.reason = node.reason.used_again();
   order_.renew(node);
 }
@@ -155,7 +157,7 @@ std::size_t CheckpointTree::evict(Checkpoint& node) {
   const std::shared_ptr<Checkpoint> held = shared(node);
   ++counts_.checkpoints_evicted;
   rates_.count_eviction(node.reason);
-  evicted_.put({node.key, node.boundary_tokens, node.reason, node.clock_pools, node.seen_ages},
+  evicted_.put({node.key, node.boundary_tokens, judged(node), node.clock_pools, node.seen_ages},
                order_.clock_pools(), rates_);
   const std::size_t num_surplus = give_up_tail(node);
   return num_surplus + remove_unneeded(held);
@@ -427,15 +429,30 @@ void CheckpointTree::note_uncached(const BlockIds& ids) {
 }
 
 void CheckpointTree::add_child(Checkpoint& parent, Checkpoint& child) {
+  note_age(parent);
   child.place_among_children = parent.children.size();
   parent.children.push_back(&child);
+  if (hits_inside_blocks_ && parent.has_tail()) order_.offer(parent);
 }
 
 void CheckpointTree::remove_child(Checkpoint& parent, Checkpoint& child) {
+  note_age(parent);
   Checkpoint* last = parent.children.back();
   parent.children[child.place_among_children] = last;
   last->place_among_children = child.place_among_children;
   parent.children.pop_back();
+}
+
+Reason CheckpointTree::judged(const Checkpoint& node) const {
+  Reason judged = node.reason;
+  const auto num_paths = static_cast<std::int32_t>(node.children.size());
+  if (hits_inside_blocks_) judged.num_paths = std::min(num_paths, Reason::kMaxPaths);
+  return judged;
+}
+
+void CheckpointTree::note_age(Checkpoint& node) {
+  if (!hits_inside_blocks_ || !node.has_tail()) return;
+  rates_.note_age(judged(node), order_.clock_pools() - node.clock_pools, node.seen_ages);
 }
 
 std::shared_ptr<Checkpoint> CheckpointTree::shared(const Checkpoint& node) const {

@@ -94,8 +94,10 @@ class CheckpointTree {
  public:
   /// @param block_tokens  tokens per block of each full-attention group
   /// @param unit_tokens  every boundary is a multiple of this
+  /// @param hits_inside_blocks  whether boundaries may lie inside blocks
   CheckpointTree(const Blocks& blocks, nb::object head, nb::object tail,
-                 std::vector<std::int64_t> block_tokens, std::int64_t unit_tokens);
+                 std::vector<std::int64_t> block_tokens, std::int64_t unit_tokens,
+                 bool hits_inside_blocks);
 
   /// Removes all checkpoints. The pool has uncached all blocks, and no request holds a block.
   void clear();
@@ -167,6 +169,9 @@ class CheckpointTree {
   const FreeOrder& free_order() const { return free_order_; }
   const BlockNeeds& needs() const { return needs_; }
   UseRates& rates() { return rates_; }
+  bool hits_inside_blocks() const { return hits_inside_blocks_; }
+  /// Why a checkpoint is kept, and how many paths go on from it.
+  Reason judged(const Checkpoint& node) const;
   const EvictedPrefixes& evicted() const { return evicted_; }
   const CheckpointCounts& counts() const { return counts_; }
   const EvictionOrder& order() const { return order_; }
@@ -202,11 +207,14 @@ class CheckpointTree {
   void mend(Checkpoint& node, const PrefixBlocks& prefix, std::int64_t after_tokens);
   void add_child(Checkpoint& parent, Checkpoint& child);
   void remove_child(Checkpoint& parent, Checkpoint& child);
+  /// The number of paths that go on from a checkpoint is about to change.
+  void note_age(Checkpoint& node);
   std::shared_ptr<Checkpoint> shared(const Checkpoint& node) const;
 
   const Blocks& blocks_;
   std::vector<std::int64_t> block_tokens_;
   std::int64_t unit_tokens_;
+  bool hits_inside_blocks_;
   BlockNeeds needs_;
   std::vector<std::uint32_t> overruled_;  // [id]: how often its needs were overruled
   FreeOrder free_order_;

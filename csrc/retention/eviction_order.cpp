@@ -99,7 +99,7 @@ void EvictionOrder::look_at(std::size_t num_checkpoints) {
   for (std::size_t seen = 0; seen < count; ++seen) {
     if (next_ >= all_.size()) next_ = 0;
     Checkpoint& node = *all_[next_++];
-    tree_.rates_.note_age(node.reason, clock_pools_ - node.clock_pools, node.seen_ages);
+    tree_.rates_.note_age(tree_.judged(node), clock_pools_ - node.clock_pools, node.seen_ages);
     offer(node);
   }
 }
@@ -117,7 +117,7 @@ void EvictionOrder::drop_candidate(Checkpoint& node) {
 }
 
 double EvictionOrder::worth(Checkpoint& node) {
-  return tree_.rates_.uses_per_pool(node.reason, clock_pools_ - node.clock_pools) *
+  return tree_.rates_.uses_per_pool(tree_.judged(node), clock_pools_ - node.clock_pools) *
          saved_per_block(node);
 }
 
@@ -136,8 +136,11 @@ double EvictionOrder::saved_per_block(Checkpoint& node) const {
 }
 
 bool EvictionOrder::is_in_use(const Checkpoint& node) const {
-  if (node.num_requests) return true;
-  bool is_any_own = false;
+  // The request itself does not read a state inside a block any more, so that it is free, and worth
+  // no more than other states. A state at the end of a block is held until the request passes the
+  // next one: its eviction would free no block.
+  if (node.num_requests && !tree_.hits_inside_blocks()) return true;
+  bool is_any_own = node.num_requests > 0;
   // A request that reads a tail frees the first blocks of the tail first.
   for (const BlockId id : node.tail) {
     if (tree_.needs_[id] != 1) continue;

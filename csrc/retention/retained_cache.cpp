@@ -105,7 +105,8 @@ RetainedCache::RetainedCache(nb::list block_list, nb::object head, nb::object ta
       geometry(std::move(hit_geometry)),
       sparse_groups(std::move(sparse)),
       full_groups(std::move(full)),
-      tree(blocks, std::move(head), std::move(tail), tokens_of(full_groups), geometry.unit_tokens),
+      tree(blocks, std::move(head), std::move(tail), tokens_of(full_groups), geometry.unit_tokens,
+           may_hit_inside_blocks),
       hash_block_tokens(tokens_per_hash),
       hits_inside_blocks(may_hit_inside_blocks) {}
 

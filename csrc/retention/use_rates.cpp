@@ -104,7 +104,7 @@ std::size_t age_class(double age_pools) {
 
 }  // namespace
 
-Reason Reason::used_again() const { return {Origin::kUse, 0, std::min(uses + 1, kMaxUses)}; }
+Reason Reason::used_again() const { return {Origin::kUse, 0, std::min(uses + 1, kMaxUses), 0}; }
 
 bool UseRates::is_worth_trying(const Reason& reason) {
   if (expected_uses(reason) >= kMinExpectedUses) return true;
@@ -119,19 +119,19 @@ double UseRates::expected_uses(const Reason& reason) const {
 }
 
 double UseRates::uses_per_pool(const Reason& reason, double age_pools) {
-  Counts& counts = counts_[reason.code()];
+  Counts& counts = counts_[reason.code_by_age()];
   if (counts.is_stale) estimate(counts, reason);
   return counts.best[age_class(age_pools)];
 }
 
 void UseRates::note_age(const Reason& reason, double age_pools, int& seen_ages) {
   const int age = static_cast<int>(age_class(age_pools));
-  if (age > seen_ages) note_age(counts_[reason.code()], age, seen_ages);
+  if (age > seen_ages) note_age(counts_[reason.code_by_age()], age, seen_ages);
 }
 
 void UseRates::count_use(const Reason& reason, double age_pools, int seen_ages) {
-  Counts& counts = counts_[reason.code()];
-  count(counts, true);
+  count(counts_[reason.code()], true);
+  Counts& counts = counts_[reason.code_by_age()];
   const auto age = age_class(age_pools);
   note_age(counts, static_cast<int>(age), seen_ages);
   counts.exposed[age] += 1;
@@ -167,8 +167,8 @@ void UseRates::count(Counts& counts, bool is_use) {
 }
 
 void UseRates::estimate(Counts& counts, const Reason& reason) const {
-  const Reason other{reason.origin, 1 - reason.step, reason.uses};
-  const auto alike = reason.origin == Origin::kLatest ? counts_.find(other.code()) : counts_.end();
+  const Reason other{reason.origin, 1 - reason.step, reason.uses, reason.num_paths};
+  const auto alike = reason.origin == Origin::kLatest ? counts_.find(other.code_by_age()) : counts_.end();
   // likely[n]: the odds of a use in age class n, for a checkpoint that reaches this age.
   std::array<double, kNumAges> likely;
   for (std::size_t age = 0; age < kNumAges; ++age) {

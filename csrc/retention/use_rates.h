@@ -31,6 +31,9 @@ struct Reason {
   // 0.
   std::int32_t step = 0;
   std::int32_t uses = 0;    // number of times a request resumed from it, at most `kMaxUses`
+  /// Number of paths that go on from the checkpoint, at most `kMaxPaths`. Only rates by age depend
+  /// on it: see `UseRates::uses_per_pool`.
+  std::int32_t num_paths = 0;
 
   /// The reason to keep the checkpoint after one more use; the origin no longer matters then.
   Reason used_again() const;
@@ -40,6 +43,11 @@ struct Reason {
            (static_cast<std::uint64_t>(static_cast<std::uint32_t>(step)) << 8) |
            static_cast<std::uint64_t>(uses & 0xff);
   }
+  std::uint64_t code_by_age() const {
+    return code() | static_cast<std::uint64_t>(num_paths & 0xff) << 56;
+  }
+
+  static constexpr std::int32_t kMaxPaths = 2;
 };
 
 /// The reason of every boundary of the grid.
@@ -63,6 +71,13 @@ class UseRates {
   /// The maximum of uses per time is the Gittins index. If all prompts return after the same time,
   /// old checkpoints are worth more than new checkpoints. If no prompt returns late, old
   /// checkpoints are worth less.
+  ///
+  /// If boundaries may lie inside blocks, the rates are learned apart for ends of paths, for
+  /// checkpoints that one path goes on from, and for those where paths part. A chat resumes at the
+  /// end of its path. It resumes earlier only if the end was evicted, and the earlier checkpoint is
+  /// the end then. If such uses counted for all checkpoints, those before an end would stay, and
+  /// ends would be evicted for them. Other layouts have fewer such pairs, and too few checkpoints of
+  /// each kind to learn from.
   double uses_per_pool(const Reason& reason, double age_pools);
 
   /// A checkpoint, present or evicted, has reached this age without a use.

@@ -20,6 +20,8 @@ from retention.traces import write_trace
 from retention.variants import Variant, entered
 
 NUM_BLOCKS = 400
+NUM_BLOCKS_OF_CHATS = 384
+"""A fifth of what dense caching fills, with hits inside blocks."""
 DENSE = Cell("qwen3.5", "chat", "inf", "dense", scale=0.1)
 
 
@@ -38,6 +40,17 @@ def test_hits_end_inside_blocks_and_copies_hold_no_blocks(variant: str) -> None:
     whole = run_cell(DENSE, NUM_BLOCKS)
     assert whole["hit_tokens"] % layout.unit_tokens == 0
     assert found.hit_tokens > 1.05 * whole["hit_tokens"]
+
+
+@pytest.mark.skipif(not IS_SINCE_0_30, reason="hits end with whole blocks")
+def test_ends_of_chats_outlive_what_they_continue() -> None:
+    """A small pool keeps the last states of chats, and not those of their earlier turns.
+
+    If all checkpoints share their rates, 68 % are hit. An endless cache hits 83 %.
+    """
+    chats = [Cell("qwen3.5", "chat", "0.2", "adaptive", scale=0.5, seed=seed) for seed in (0, 1)]
+    rates = [run_cell(chat, NUM_BLOCKS_OF_CHATS)["hit_rate"] for chat in chats]
+    assert sum(rates) / len(rates) > 0.75
 
 
 @pytest.mark.skipif(IS_SINCE_0_30, reason="hits end inside blocks")

@@ -29,7 +29,15 @@ from support.scenarios.processes import (
     LazyReports,
     Plan,
 )
-from support.scenarios.states import KNOWN, MTP, NGRAM, NO_DRAFTS, RUNNER_ENVIRON, plan
+from support.scenarios.states import (
+    KNOWN,
+    MTP,
+    NGRAM,
+    NO_DRAFTS,
+    RUNNER_ENVIRON,
+    SIBLING_BLOCKS,
+    plan,
+)
 from support.states import state_models
 from support.upstream_version import IS_SINCE_0_30
 
@@ -201,12 +209,16 @@ def test_prompts_hit_states(cell: Cell, served: Served) -> None:
     block = cell.block_tokens
     assert sum(hit >= 2 * block for hit in served.hit_tokens("device")) >= 2
     assert all(hit % block == 0 for label in served.labels for hit in served.hit_tokens(label))
-    hosts = [sum(served.hit_tokens(label)) for label in ("host", "next turn, host")]
+    hosts = [served.hit_tokens(label) for label in ("host", "next turn, host")]
     if cell.has_connector:
-        assert min(hosts) >= 8 * block
+        assert min(map(sum, hosts)) >= 8 * block
         assert served.report["own"]["host_hit_requests"] > 0
-    else:
-        assert hosts == [0, 0]
+        return
+    for *others, sibling in hosts:
+        # The device's cache was empty. The last prompt may wait until another one, asked at the
+        # same time, has left a state in what they share. Dense caching keeps it, an interval not.
+        assert not any(others)
+        assert sibling <= SIBLING_BLOCKS * block
 
 
 @pytest.mark.skipif(not HAS_NGRAM, reason="only the long form, with the V1 runner of 0.30")

@@ -19,16 +19,18 @@ namespace {
 using namespace kvext::retention;
 using nb::literals::operator""_a;
 
-using ReasonTuple = std::tuple<std::int32_t, std::int32_t, std::int32_t>;
+/// Origin, step and uses, and the number of paths if there are any.
+using ReasonNumbers = std::vector<std::int32_t>;
 
-Reason reason_of(const ReasonTuple& reason) {
-  return {static_cast<Origin>(std::get<0>(reason)), std::get<1>(reason), std::get<2>(reason)};
+Reason reason_of(const ReasonNumbers& reason) {
+  return {static_cast<Origin>(reason.at(0)), reason.at(1), reason.at(2),
+          reason.size() > 3 ? reason[3] : 0};
 }
 
 /// Methods of `UseRates` that take a reason as Python has it.
 template <typename Result, typename... Rest>
 auto by_reason(Result (UseRates::*method)(const Reason&, Rest...)) {
-  return [method](UseRates& rates, const ReasonTuple& reason, Rest... rest) {
+  return [method](UseRates& rates, const ReasonNumbers& reason, Rest... rest) {
     return (rates.*method)(reason_of(reason), rest...);
   };
 }
@@ -64,6 +66,7 @@ nb::list describe_checkpoints(const RetainedCache& cache) {
     one["origin"] = static_cast<int>(node->origin);
     one["reason"] = std::make_tuple(static_cast<int>(node->reason.origin), node->reason.step,
                                     node->reason.uses);
+    one["num_paths"] = cache.tree.judged(*node).num_paths;
     one["clock_pools"] = node->clock_pools;
     one["is_in_order"] = node->place.index >= 0;
     described.append(one);
@@ -95,13 +98,13 @@ NB_MODULE(_kvext_inspection, module) {
       .def(nb::init<>())
       .def("is_worth_trying", by_reason(&UseRates::is_worth_trying))
       .def("expected_uses",
-           [](const UseRates& self, const ReasonTuple& reason) {
+           [](const UseRates& self, const ReasonNumbers& reason) {
              return self.expected_uses(reason_of(reason));
            })
       .def("uses_per_pool", by_reason(&UseRates::uses_per_pool))
       .def("count_eviction", by_reason(&UseRates::count_eviction))
       .def("note_age",
-           [](UseRates& self, const ReasonTuple& reason, double age_pools, int seen_ages) {
+           [](UseRates& self, const ReasonNumbers& reason, double age_pools, int seen_ages) {
              self.note_age(reason_of(reason), age_pools, seen_ages);
              return seen_ages;
            })

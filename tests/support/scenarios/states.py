@@ -32,6 +32,8 @@ RUNNER_ENVIRON = {"VLLM_USE_V2_MODEL_RUNNER": "1" if IS_V2_RUNNER else "0"}
 
 NUM_AT_ONCE = 3
 REPLY_TOKENS = 12
+SIBLING_BLOCKS = 4
+"""The whole blocks that the last prompt shares with another one that is asked at the same time."""
 LATER_TURN_TOKENS = 41
 
 
@@ -208,7 +210,7 @@ def _prompts(engine: Engine, rng: random.Random) -> list[Tokens]:
     block = engine.unit_tokens
     lengths = (3 * block - 1, 3 * block, 3 * block + 1, 5 * block + block // 2, block // 2)
     prompts = [random_tokens(rng, length) for length in lengths]
-    sibling = prompts[3][: 4 * block + 3] + random_tokens(rng, block)
+    sibling = prompts[3][: SIBLING_BLOCKS * block + 3] + random_tokens(rng, block)
     return [*prompts, sibling]
 
 

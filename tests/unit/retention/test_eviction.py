@@ -69,7 +69,8 @@ class World(ModelCache):
                 above = self.parents[above]
             saved_tokens = len(key) - len(above)
             age_pools = inspection.clock_pools(self.cache_state) - node["clock_pools"]
-            savings[key] = saved_tokens / max(1, num_blocks), node["reason"], age_pools
+            judged = (*node["reason"], node["num_paths"])
+            savings[key] = saved_tokens / max(1, num_blocks), judged, age_pools
         return savings
 
 

@@ -54,6 +54,18 @@ def test_reasons_are_judged_apart(rates: Any) -> None:
     assert rates.uses_per_pool(PROMPT, 0) < rates.uses_per_pool(LADDER, 0)
 
 
+def test_ages_of_ends_of_paths_are_judged_apart(rates: Any) -> None:
+    """The odds of a use, which decide whether rungs are left, are not."""
+    end, continued, fork = ((*USED, num_paths) for num_paths in range(3))
+    unknown = new_rates().uses_per_pool(end, 0)
+    for _ in range(20):
+        rates.count_use(end, 0, 0)
+        rates.note_age(continued, OLDEST_AGE_POOLS, 0)
+    assert rates.uses_per_pool(continued, 0) < unknown < rates.uses_per_pool(end, 0)
+    assert rates.uses_per_pool(fork, 0) == unknown
+    assert rates.expected_uses(end) == rates.expected_uses(continued) == 21
+
+
 def test_last_boundaries_lend_what_is_known_to_those_that_are_the_prompts_too(
     rates: Any,
 ) -> None:
