@@ -22,7 +22,13 @@ pytestmark = [
 
 NUM_SEEDS = 60
 FULL, PIECEWISE = "FULL_DECODE_ONLY", "PIECEWISE"
-CELLS = [("windows", FULL), ("windows", PIECEWISE), ("states", FULL), ("latents", FULL)]
+CELLS = [
+    ("windows", FULL),
+    ("windows", PIECEWISE),
+    ("states", FULL),
+    ("latents", FULL),
+    ("8 bits", FULL),
+]
 """Kinds of models, and modes of graphs."""
 SHOWN = {
     "stores wait": 20,
