@@ -35,16 +35,6 @@ def _run_stores_at_once(self: JobRunner, job: Any, recorded: Any) -> Any:
     )
 
 
-begin_step = WorkerSide.begin_step
-
-
-def _begin_stores_before_replays(self: WorkerSide, jobs: Any) -> None:
-    from vllm.forward_context import get_forward_context
-
-    is_replay = get_forward_context().cudagraph_runtime_mode.name == "FULL"
-    (_begin_stores_with_loads if is_replay else begin_step)(self, jobs)
-
-
 def _begin_stores_with_loads(self: WorkerSide, jobs: Any) -> None:
     self._extension.begin_step(jobs.extras)
     self._submit((*jobs.loads, *jobs.stores))
@@ -86,10 +76,6 @@ PROTECTIONS: dict[str, Callable[[], None]] = {
     # Stores of a step begin when its kernels are enqueued: `WorkerSide.end_of_forward`.
     "stores behind the forward": partial(
         setattr, WorkerSide, "begin_step", _begin_stores_with_loads
-    ),
-    # The same where the kernels are the replay of a graph.
-    "stores behind replays": partial(
-        setattr, WorkerSide, "begin_step", _begin_stores_before_replays
     ),
     # A copy of segments ends before staging is filled again, also if the objects exist already.
     "segments wait": partial(

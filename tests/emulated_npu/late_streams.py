@@ -105,7 +105,6 @@ class Kind(NamedTuple):
 STATES = {"enable_prefix_caching": True, "max_num_batched_tokens": 512}
 KINDS = {
     "windows": Kind(14, has_segments=True, sleeps=True, engine=SLEEPING),
-    "synchronous windows": Kind(14, engine={"async_scheduling": False}),
     "latents": Kind(11),
     "8 bits": Kind(11, is_quantized=True, engine={"quantization": "ascend"}),
     "states": Kind(26, engine=STATES),
@@ -315,9 +314,6 @@ class LateEngine(scenarios.Engine):
         # follows which.
         pool.free_block_queue = type(pool.free_block_queue)(pool.blocks[1:])
         self._choose_options(rng)
-        # Stores begin one after the other while the speed of copies is not known. If copies take
-        # no time, a store begins in the step that completes its pages.
-        self.side._cost._s_per_byte = {"store": 0.0} if seed % 2 else {}
         for tensor in self.worker_side._runner.pools.tensors:
             tensor.fill_(0x44)  # 785.07 in float32
         before = self.counted.copy()

@@ -50,7 +50,7 @@ Described = Iterator[tuple[str, Tensor, str]]
 
 _LINEAR = re.compile(r"\.(?:[qkvo]_proj|gate_proj|up_proj|down_proj)\.weight$")
 _LATENT = re.compile(r"\.(?:q_[ab]_proj|kv_a_proj_with_mqa)\.weight$")
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+_EXPERT = re.compile(r"\.(?:experts\.\d+|shared_experts)\.")
 
 
 def quantize_weights(folder: Path) -> None:
@@ -59,7 +59,10 @@ def quantize_weights(folder: Path) -> None:
 
 
 def quantize_weights_statically(folder: Path) -> None:
-    """The same, and latents. Inputs of all layers but experts have one scale and one offset."""
+    """The same, and latents. Inputs of all layers but experts have one scale and one offset.
+
+    vLLM-Ascend computes shared experts as the others, whose inputs are quantized token by token.
+    """
     _rewrite(folder, _statically_quantized, {})
 
 

@@ -221,18 +221,21 @@ def test_pages_of_quantized_models_come_back(
     assert found.report["facts"]["page types"] == reference.report["facts"]["page types"] == types
     # A connector of a prefill node reads the scales (``mooncake_layerwise_connector.py``).
     assert found.report["facts"]["has scales"] is ("keys" in case.quantized)
-    assert found.hit_tokens("returned") == reference.hit_tokens("returned")
-    if name in WITH_DRAFTS:
-        assert found.counted_in_all("accepted draft tokens") > 0
-    else:
-        assert found.hit_tokens("returned") == HIT_TOKENS
+    # With drafts, vLLM alone computes the last block of a hit again.
+    has_drafts = name in WITH_DRAFTS
+    fewer_tokens = 128 if has_drafts else 0
+    hits = [tokens - fewer_tokens for tokens in HIT_TOKENS]
+    assert found.hit_tokens("returned") == HIT_TOKENS
+    assert reference.hit_tokens("returned") == hits
+    assert (found.counted_in_all("accepted draft tokens") > 0) is has_drafts
     largest = found.check_equal(reference, EQUAL, NPU_TOLERANCE)
     wrong = found.logprob_error("zeroed", reference)
     record_property("largest error, control", (largest, wrong))
     assert wrong > WRONG
     pages = found.report["facts"]["pages"]
     if "states" not in name:  # Host memory has states for some boundaries only.
-        assert pages["returned as computed"] == pages["computed"] == sum(HIT_TOKENS) // 128
+        assert pages["returned as computed"] == pages["computed"]
+        assert has_drafts or pages["computed"] == sum(HIT_TOKENS) // 128
     found.check_nothing_is_left()
     assert not case.has_graphs or found.report["replays"] > MIN_REPLAYS
 
