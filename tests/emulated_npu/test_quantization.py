@@ -113,17 +113,11 @@ CASES = {
     "experts, latents, MTP": Case("experts, latents, MTP", "experts, latents, MTP"),
     # vLLM-Ascend quantizes inputs token by token only if the connector is no consumer.
     "weights for both": Case("weights for both", "static weights"),
-    "weights for both of a prefill node": Case(
-        "weights for both", "weights for both", "kv_producer"
-    ),
     "keys of a decode node": Case("keys", "keys", "kv_consumer"),
     "keys of a prefill node": Case("keys", "floats", "kv_producer"),  # It keeps them as floats.
 }
 if not IS_0_23:
-    CASES |= {
-        f"{name}, graphs": Case(name, name, has_graphs=True)
-        for name in ("weights", "static weights", "static weights and keys", "experts, latents")
-    }
+    CASES |= {f"{name}, graphs": Case(name, name, has_graphs=True) for name in ("weights",)}
 
 
 LOSSES = ("damage", "failures", "holes")
@@ -149,16 +143,7 @@ SMALL_POOL = {"num_gpu_blocks_override": CROWDED_BLOCKS[1]}
 CROWD = ("storm", "damage")
 LOST = {
     "weights and keys": Lost("weights and keys", is_exact=False),
-    "static weights and keys": Lost("static weights and keys"),
-    "weights and keys, preempted": Lost("weights and keys", CROWD, SMALL_POOL),
-    "static weights and keys, preempted": Lost("static weights and keys", CROWD, SMALL_POOL),
-    "static weights, EAGLE": Lost("static weights, EAGLE", ("storm", "damage", "holes")),
 }
-if not IS_0_23:
-    LOST |= {
-        "static weights and keys, graphs": Lost("static weights and keys", LOSSES, GRAPHS),
-        "weights, graphs, preempted": Lost("weights", CROWD, SMALL_POOL | GRAPHS),
-    }
 LOST_ENGINE = {"quantization": "ascend", "num_gpu_blocks_override": 120}
 MIN_REPLAYS = 50
 
