@@ -56,15 +56,13 @@ def test_no_order_changes_an_answer(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(IS_SAMPLE, reason="not in the sample")
-@pytest.mark.parametrize("kind", ["latents", "states", "8 bits"])
+@pytest.mark.parametrize("kind", ["latents", "states"])
 def test_no_order_changes_an_answer_of_other_models(run: Run, kind: str) -> None:
-    control = ("--without", "stores wait") if kind == "8 bits" else ()
-    report = run("--seeds", str(NUM_SEEDS_OF_OTHERS), *control, kind=kind)
+    report = run("--seeds", str(NUM_SEEDS_OF_OTHERS), kind=kind)
     assert not report["failed"]
     assert len(report["seeds"]) == NUM_SEEDS_OF_OTHERS
     for name in ("batched copies", "failed copies", "connector", "preemptions", "aborts"):
         assert report["counted"].get(name, 0) > 0, name
-    assert all(report["without"].values())
 
 
 @pytest.mark.skipif(IS_SAMPLE, reason="not in the sample")
