@@ -13,6 +13,7 @@ from typing import Any
 
 import draft_models
 import pytest
+import quantized_models
 import random_models
 from support.scenarios import processes
 
@@ -20,18 +21,19 @@ LATE_MODELS = {
     "windows": "one window",
     "latents": "latent attention, experts",
     "states": "states",
+    "8 bits": "full attention, 8 bits",
 }
-"""Models of `random_models`, by kind of ``late_streams.py``."""
+"""Models of `random_models` and `quantized_models`, by kind of ``late_streams.py``."""
 
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a model of `random_models` or `draft_models`."""
+    """The folder of a model of `random_models`, `draft_models` or `quantized_models`."""
 
     @cache
     def folder_of(model: str) -> Path:
         folder = tmp_path_factory.mktemp("model")
-        writers = draft_models.WRITERS | draft_models.STATE_WRITERS
+        writers = draft_models.WRITERS | draft_models.STATE_WRITERS | quantized_models.WRITERS
         if model in writers:
             writers[model](folder)
         else:

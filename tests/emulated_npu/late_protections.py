@@ -13,12 +13,15 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 from vllm_ascend_kvext.connector.common.block_references import BlockReferences
 from vllm_ascend_kvext.connector.common.messages import StoreJob
+from vllm_ascend_kvext.connector.scheduler.store_queue import StoreQueue
 from vllm_ascend_kvext.connector.worker.job_runner import JobRunner
 from vllm_ascend_kvext.connector.worker.worker_side import WorkerSide
+from vllm_ascend_kvext.segments.scheduler.segment_stores import SegmentStores
 from vllm_ascend_kvext.segments.worker.device_token_pages import DeviceTokenPages
 from vllm_ascend_kvext.transfer.accelerator.device import InFlight, device_module
 
@@ -37,14 +40,15 @@ def _begin_stores_with_loads(self: WorkerSide, jobs: Any) -> None:
     self._submit((*jobs.loads, *jobs.stores))
 
 
-def _no_references(owner: str) -> None:
+def _no_references(owner: FunctionType) -> None:
     """Have one function take no references, and skip as many releases."""
+    assert "take" in owner.__code__.co_names, f"{owner.__qualname__} takes no references"
     take = BlockReferences.take
     release = BlockReferences.release
     skipped: Counter[int] = Counter()
 
     def take_some(self: BlockReferences, blocks: Any) -> None:
-        if sys._getframe(1).f_code.co_qualname == owner:
+        if sys._getframe(1).f_code is owner.__code__:
             skipped.update(block.block_id for block in blocks)
             self.num_references += len(blocks)
         else:
@@ -78,9 +82,9 @@ PROTECTIONS: dict[str, Callable[[], None]] = {
         setattr, DeviceTokenPages, "_wait", property(lambda self: lambda: None)
     ),
     # Pages of a store and of a segment are referenced; windows of a segment until it is stored.
-    "pages of stores": partial(_no_references, "Stores._store"),
-    "pages of segments": partial(_no_references, "SegmentStores.note_step"),
-    "windows of segments": partial(_no_references, "SegmentStores._hold_windows"),
+    "pages of stores": partial(_no_references, StoreQueue.add),
+    "pages of segments": partial(_no_references, SegmentStores.note_step),
+    "windows of segments": partial(_no_references, SegmentStores._hold_windows),
     # Transfers end before memory is unmapped.
     "no transfers in sleep": partial(setattr, WorkerSide, "end_transfers", lambda self: None),
 }

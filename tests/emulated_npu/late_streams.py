@@ -41,6 +41,7 @@ import late_protections
 import transfer_gate
 from emulated_plans import SLEEPING, connector, graphs
 from support.scenarios import connector as scenarios
+from support.scenarios import eight_bit_pages
 from support.scenarios.answers import NPU_TOLERANCE, Answer, logprob_error
 from support.scenarios.engine import STORED, Prompt, answer_of, random_tokens, sampling_of
 from support.states import latents_by_block
@@ -87,6 +88,8 @@ class Kind(NamedTuple):
             model that has experts.
         mixes_latents: Whether states share memory with latents, see `latents_by_block`.
         has_drafts: Whether the model is a Kimi-K3 with its draft layer.
+        is_quantized: Whether weights and keys have 8 bits. Answers then depend on their tokens
+            alone, see `eight_bit_pages.compute_exactly`.
         engine: Arguments of ``LLM`` in addition to `ENGINE`.
     """
 
@@ -95,6 +98,7 @@ class Kind(NamedTuple):
     sleeps: bool = False
     mixes_latents: bool = False
     has_drafts: bool = False
+    is_quantized: bool = False
     engine: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -102,6 +106,7 @@ STATES = {"enable_prefix_caching": True, "max_num_batched_tokens": 512}
 KINDS = {
     "windows": Kind(14, has_segments=True, sleeps=True, engine=SLEEPING),
     "latents": Kind(11),
+    "8 bits": Kind(11, is_quantized=True, engine={"quantization": "ascend"}),
     "states": Kind(26, engine=STATES),
     "balanced states": Kind(
         26, engine=STATES | {"additional_config": {"enable_balance_scheduling": True}}
@@ -144,9 +149,14 @@ class LateEngine(scenarios.Engine):
             engine |= graphs(graph_mode, *GRAPH_SIZES[graph_mode])
         if kind.mixes_latents:
             latents_by_block.install()
+        if kind.is_quantized:
+            eight_bit_pages.accept_float32()
+            eight_bit_pages.read_rounded_keys()
+            eight_bit_pages.compute_exactly()
         if kind.has_drafts:
             engine |= kimi_model.drafts(Path(model))
         self.kind = kind
+        self.continues_answers = graph_mode is not None
         super().__init__({"model": model, "engine": engine})
         self.engine = self.llm.llm_engine
         self._num_asked = 0
@@ -176,23 +186,33 @@ class LateEngine(scenarios.Engine):
         return Prompt(tokens + random_tokens(rng, 15), segments)
 
     def make_references(self) -> None:
-        """The answer of a device that is never late, computed without stored KV."""
+        """The answer of a device that is never late, computed without stored KV.
+
+        With graphs, the next turn of a conversation contains the answer. So blocks that replays
+        have completed are loaded, too.
+        """
         for conversation in self.conversations:
             for num_tokens in TURNS_TOKENS:
-                self._add_reference(Prompt(conversation[:num_tokens]))
+                reply = self._add_reference(Prompt(conversation[:num_tokens]))
+                if self.continues_answers and num_tokens < TURNS_TOKENS[-1]:
+                    conversation[num_tokens : num_tokens + len(reply)] = reply
         if self.kind.has_segments:
             for blended in self.blended:
                 self._add_reference(blended)
         self._forget_all()
 
-    def _add_reference(self, prompt: Prompt) -> None:
-        """Segments that are reused change nothing in this model.
+    def _add_reference(self, prompt: Prompt) -> Sequence[int]:
+        """Return the reply.
+
+        Segments that are reused change nothing in this model.
 
         Only one layer follows another one. The keys of this layer depend on the window before
         them, and reuse begins one window after the beginning of a segment.
         """
         self._forget_all()
-        ((_, self.references[tuple(prompt.token_ids)]),) = self.wave([Asked(prompt)])
+        ((_, answer),) = self.wave([Asked(prompt)])
+        self.references[tuple(prompt.token_ids)] = answer
+        return answer.reply
 
     def _forget_all(self) -> None:
         self.finish()

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -53,6 +54,41 @@ def test_a_product_has_the_scales_of_rows_and_columns() -> None:
     bias = torch.randint(-999, 999, (INNER,), dtype=torch.int32)
     biased = matrices.npu_quant_matmul(x, weight.t(), scale, bias=bias, output_dtype=torch.float32)
     assert near(biased, (x.float() @ weight.t().float() + bias) * scale, 1e-1)
+
+
+@pytest.mark.parametrize("num_scales", [1, HIDDEN])
+def test_one_scale_and_one_offset_quantize_all_tokens(num_scales: int) -> None:
+    """The product of the numbers and a layer's bias for the offset restore the layer's result."""
+    torch.manual_seed(4)
+    x = torch.randn(ROWS, HIDDEN)
+    x[0, 0], x[1, 0] = 100, -100  # cut off
+    scale = torch.tensor([4 / 127])
+    offset = torch.tensor([3.0])
+    found = matrices.npu_quantize(
+        x, (1 / scale).expand(num_scales), offset.expand(num_scales), torch.qint8, -1, False
+    )
+    assert found.dtype == torch.int8 and (found[0, 0], found[1, 0]) == (127, -128)
+    inside = (found.float() - offset) * scale
+    assert near(inside[2:], x[2:].clamp(-4.1, 3.9), float(scale) / 2 + 1e-6)
+    weight, weight_scale, rows = quantized((INNER, HIDDEN))
+    product = matrices.npu_quant_matmul(
+        found,
+        weight.t(),
+        scale * weight_scale,
+        bias=-3 * weight.sum(-1, dtype=torch.int32),
+        output_dtype=torch.float32,
+    )
+    assert near(product, inside @ rows.t())
+
+
+def test_what_static_quantization_does_not_need_is_refused() -> None:
+    x, one = torch.randn(ROWS, HIDDEN), torch.ones(1)
+    for more in ((torch.quint8, -1, False), (torch.qint8, 0, False), (torch.qint8, -1, True)):
+        with pytest.raises(RuntimeError, match=r"npu_quantize: .* not emulated"):
+            matrices.npu_quantize(x, one, one, *more)
+    for scales, zeros in ((torch.ones(3), torch.ones(3)), (one, one.to(torch.int8))):
+        with pytest.raises(RuntimeError, match=r"npu_quantize: .*scales"):
+            matrices.npu_quantize(x, scales, zeros, torch.qint8, -1, False)
 
 
 def test_experts_have_their_own_scales() -> None:

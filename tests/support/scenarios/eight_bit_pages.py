@@ -23,6 +23,7 @@ from support.upstream_version import IS_SINCE_0_30
 damage = connector.damage
 failures = connector.failures
 holes = connector.holes
+storm = connector.storm
 
 PROMPTS_TOKENS = (300, 700, 520)
 
@@ -31,9 +32,11 @@ class Engine(connector.Engine):
     """An engine whose cached pages can be read. Its model may have float32 beside 8 bits."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
-        _accept_float32()
+        accept_float32()
         if plan.get("reads_rounded"):
-            _read_rounded_keys()
+            read_rounded_keys()
+        if plan.get("is_exact"):
+            compute_exactly()
         super().__init__(plan)
 
     def pages(self) -> dict[Any, list[bytes]]:
@@ -85,8 +88,11 @@ def sightings(engine: Engine) -> None:
 
 
 @cache
-def _accept_float32() -> None:
-    """Let vLLM-Ascend serve quantized models in float32, too. Otherwise rounding hides pages."""
+def accept_float32() -> None:
+    """Let vLLM-Ascend serve quantized models in float32, too. Otherwise rounding hides pages.
+
+    Static layers get the scales that they have in bfloat16.
+    """
     import vllm_ascend.ops  # noqa: F401 (Release 0.23 cannot import the next module first.)
 
     name = f"{'configs.' if IS_SINCE_0_30 else ''}modelslim_config"
@@ -97,10 +103,33 @@ def _accept_float32() -> None:
         return [*own(), torch.float32]
 
     kind.get_supported_act_dtypes = classmethod(with_float32)
+    methods: Any = import_module("vllm_ascend.quantization.methods")
+    static = methods.AscendW8A8LinearMethod
+    params_of = static.get_perchannel_param
+
+    def as_in_bfloat16(self: Any, output_size: int, params_dtype: torch.dtype) -> dict[str, Any]:
+        params: dict[str, Any] = params_of(self, output_size, params_dtype)
+        if params_dtype == torch.float32:
+            params["deq_scale"] = params_of(self, output_size, torch.bfloat16)["deq_scale"]
+        return params
+
+    static.get_perchannel_param = as_in_bfloat16
 
 
 @cache
-def _read_rounded_keys() -> None:
+def compute_exactly() -> None:
+    """Let attention compute in float64, so that an answer depends on its tokens alone.
+
+    Products of 8-bit integers are exact. Without this, attention's result in float32 depends on
+    how many queries are computed together, and then one rounding to 8 bits falls the other way.
+    """
+    from torch_npu.operators import attention
+
+    attention.PRECISION = torch.float64
+
+
+@cache
+def read_rounded_keys() -> None:
     """Let attention with C8 read its pages in every step, also for a prompt's first tokens.
 
     Then an answer does not depend on where it resumes.

@@ -45,6 +45,12 @@ LAYOUTS = ("TND", "TND_NTD", "BNSD", "BNSD_NBSD")
 PER_CHANNEL = 0  # value of ``key_antiquant_mode`` and ``value_antiquant_mode``
 LATENT_SIZES = (128, 512)  # sizes of a head whose rotary part is a separate tensor
 
+PRECISION = torch.float32
+"""The type in which scores and weights are computed.
+
+In float64 a result in float32 hardly depends on the number of queries that are computed together.
+"""
+
 Lengths = Sequence[int] | Tensor
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 
@@ -321,18 +327,18 @@ def attend(
             Neighbouring heads share a kv head.
 
     Returns:
-        The output in float32, ``[queries, heads, D of value]``, and the logarithms of the sums,
-        ``[queries, heads]``.
+        The output, ``[queries, heads, D of value]``, and the logarithms of the sums, ``[queries,
+        heads]``. Both are of the type `PRECISION`.
     """
     num_sharing = query.shape[1] // key.shape[1]
-    key, value = (one.float().repeat_interleave(num_sharing, dim=1) for one in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query.float(), key) * scale
+    key, value = (one.to(PRECISION).repeat_interleave(num_sharing, dim=1) for one in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query.to(PRECISION), key) * scale
     hidden = mask.hidden(len(query), len(key))
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
     lse = scores.logsumexp(-1)
     # A sink adds to the sum only.
-    total = lse if sinks is None else torch.logaddexp(lse, sinks.float().unsqueeze(1))
+    total = lse if sinks is None else torch.logaddexp(lse, sinks.to(PRECISION).unsqueeze(1))
     weights = torch.exp(scores - total.unsqueeze(-1))
     return torch.einsum("hqk,khd->qhd", weights, value), total.t()
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-ascend-kvext project
-"""Operators on weights and their products, and 8-bit integers with one scale per token."""
+"""Operators on weights and their products, and numbers that become 8-bit integers."""
 
 from __future__ import annotations
 
@@ -68,6 +68,35 @@ def npu_dynamic_quant(x: Tensor, *, dst_type: torch.dtype = torch.int8) -> tuple
     scale = x.float().abs().amax(-1, keepdim=True) / 127
     quantized = torch.where(scale == 0, 0, (x.float() / scale).round())
     return quantized.to(torch.int8), scale.squeeze(-1)
+
+
+@operator("npu_quantize")
+def npu_quantize(
+    input: Tensor,
+    scales: Tensor,
+    zero_points: Tensor | None,
+    dtype: torch.dtype,
+    axis: int = 1,
+    div_mode: bool = True,
+) -> Tensor:
+    """Returns ``input * scales + zero_points``, rounded to int8.
+
+    Args:
+        scales: ``[n]`` for the ``n`` numbers of the last dimension, or ``[1]``. ``zero_points``
+            has the same shape and type.
+        axis: the last dimension is the only one that the device takes here.
+        div_mode: whether ``scales`` divide; this is not emulated.
+    """
+    name = "npu_quantize"
+    is_emulated = dtype == torch.qint8 and not div_mode and axis in (-1, input.dim() - 1)
+    require(name, is_emulated, f"{dtype}, axis {axis} and div_mode {div_mode} are not emulated")
+    require(name, scales.shape in ((1,), input.shape[-1:]), f"scales of {tuple(scales.shape)}")
+    scaled = input.float() * scales.float()
+    if zero_points is not None:
+        same = (zero_points.shape, zero_points.dtype) == (scales.shape, scales.dtype)
+        require(name, same, "zero_points need the shape and type of scales")
+        scaled = scaled + zero_points.float()
+    return scaled.round().clamp(-128, 127).to(torch.int8)
 
 
 @operator("npu_quant_matmul")
