@@ -16,8 +16,7 @@ The order of eviction:
 
 While a plain LRU would find nearly all that comes back, or has found much that this order has lost,
 the latest use decides instead of the expected hits: what such an LRU would have goes after all that
-it would not have. ``recency`` says when. Useless entries still go first, and tails that no request
-has asked for are not kept.
+it would not have. ``recency`` says when. Useless entries still go first.
 
 A prompt asks for all rows before its end, but it resumes at one boundary only: the later tails of a
 conversation make the earlier ones useless, however late those were used. So tails are judged by
@@ -298,8 +297,7 @@ class EvictionOrder:
             rows = self._index.present(Kind.ROWS, entry.key)
             is_unasked = not entry.use
             if rows is None or is_unasked or entry.num_bytes > self.small_tails_bytes:
-                is_kept = not is_unasked and self._is_kept(entry.cut_key, use)
-                density = KEPT if is_kept else self._resumes.density(entry.key, use, now)
+                density = self._resumes.density(entry.key, use, now)
                 return Priority(False, density, use, -end_tokens, kind, entry.number)
             use = max(use, rows.use_at(end_tokens))
             is_recent, density = self._worth_of_rows(rows, entry.cut_key, use, now)
@@ -317,14 +315,15 @@ class EvictionOrder:
         """Whether a cut of some rows is recent, and the hits that are expected of it."""
         may_be_kept = rows.chance >= MIN_RECENT_CHANCE
         is_recent = may_be_kept and use >= self._recent_use
-        if may_be_kept and self._is_kept(cut_key, use):
+        recency = self.recency
+        if (
+            may_be_kept
+            and recency is not None
+            and recency.is_followed
+            and recency.has(cut_key, use)
+        ):
             return is_recent, KEPT
         return is_recent, rows.chance * self._reuse.density(cut_key, use, now)
-
-    def _is_kept(self, cut_key: bytes, use: int) -> bool:
-        """Whether a plain LRU is followed that would have a cut."""
-        recency = self.recency
-        return recency is not None and recency.is_followed and recency.has(cut_key, use)
 
     def _sample(self) -> list[Entry]:
         """A random sample of the entries that may be evicted."""

@@ -50,24 +50,15 @@ class Recency:
         capacity_bytes: The size of the tier.
         cut_bytes: The bytes of a cut of rows, more than 0.
         tails_bytes: The bytes of the tails that a request leaves at its end; 0 if it leaves none.
-        may_be_enough: Whether the LRU is followed while it finds nearly all. Otherwise it is
-            followed only if the tier has lost more.
 
     Attributes:
         lost_use: The latest use of what the LRU lost last. It has everything that was used later.
     """
 
-    def __init__(
-        self,
-        capacity_bytes: int,
-        cut_bytes: int,
-        tails_bytes: int = 0,
-        may_be_enough: bool = True,
-    ) -> None:
+    def __init__(self, capacity_bytes: int, cut_bytes: int, tails_bytes: int = 0) -> None:
         self._capacity_bytes = capacity_bytes
         self._cut_bytes = cut_bytes
         self._tails_bytes = tails_bytes
-        self._may_be_enough = may_be_enough
         self.clear()
 
     def clear(self) -> None:
@@ -94,8 +85,7 @@ class Recency:
         if self._lost_by_tier_cuts >= TIMES_LOST * self._lost_cuts + by_chance_cuts:
             return True
         found_cuts = self._known_cuts - self._lost_cuts
-        is_enough = found_cuts >= ENOUGH_SHARE * (self._known_cuts + self._assumed_cuts)
-        return self._may_be_enough and is_enough
+        return found_cuts >= ENOUGH_SHARE * (self._known_cuts + self._assumed_cuts)
 
     def has(self, key: bytes, use: int) -> bool:
         """Whether the LRU would have a cut.

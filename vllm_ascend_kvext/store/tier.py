@@ -134,21 +134,22 @@ class HostTier:
             self._order.recency = self._make_recency(chunk_bytes)
 
     def _make_recency(self, chunk_bytes: int) -> Recency | None:
-        """What a plain LRU would have.
+        """What a plain LRU would have; None if large tails are judged by themselves.
 
-        None if it would have more cuts than half of those that ``reuse`` remembers. What it has
-        lost would not be known any more, so it would seem to find all.
+        Also None if the LRU would have more cuts than half of those that ``reuse`` remembers. What
+        the LRU has lost would not be known any more, so it would seem to find all.
         """
         tails_bytes = 0
         if self.geometry.needs_tails:
             tails_bytes = self._layout_bytes(Piece.tails(self.geometry.chunk_tokens))
         num_cuts = self.geometry.chunk_tokens // self.geometry.cut_tokens
         cut_bytes = -(-chunk_bytes // num_cuts)
-        if self.capacity_bytes // cut_bytes > self._remembered_keys // 2:
+        if (
+            tails_bytes > chunk_bytes
+            or self.capacity_bytes // cut_bytes > self._remembered_keys // 2
+        ):
             return None
-        # An LRU keeps large tails that are of no use any more, so it has to be better by far.
-        are_small = tails_bytes <= chunk_bytes
-        return Recency(self.capacity_bytes, cut_bytes, tails_bytes, may_be_enough=are_small)
+        return Recency(self.capacity_bytes, cut_bytes, tails_bytes)
 
     def next_use(self) -> int:
         """A new point in time, later than all before. Ages are differences of such points.

@@ -19,8 +19,7 @@ from unit.store.test_cut_machine import CellLayout
 from unit.store.test_tier_machine import UNIT_TOKENS
 from unit.store.tier_model import ALIGNMENT_BYTES, TextPrefix
 
-from vllm_ascend_kvext.store.entries import Entry, Kind, Piece
-from vllm_ascend_kvext.store.eviction import KEPT
+from vllm_ascend_kvext.store.entries import Kind, Piece
 from vllm_ascend_kvext.store.prefix import TierGeometry
 from vllm_ascend_kvext.store.recency import Recency
 from vllm_ascend_kvext.store.resumes import TailOrigin
@@ -270,9 +269,8 @@ def test_a_plain_lru_that_finds_nearly_all_is_followed() -> None:
     assert not recency.is_followed
 
 
-@pytest.mark.parametrize("may_be_enough", [True, False])
-def test_a_plain_lru_that_has_lost_less_than_the_tier_is_followed(may_be_enough: bool) -> None:
-    recency = Recency(1000, 1, may_be_enough=may_be_enough)
+def test_a_plain_lru_that_has_lost_less_than_the_tier_is_followed() -> None:
+    recency = Recency(1000, 1)
     note_prompts(recency, 100, tier_cuts=98)
     assert not recency.is_followed  # The tier has lost hardly anything.
     note_prompts(recency, 98, tier_cuts=97)
@@ -293,12 +291,6 @@ def test_tokens_that_no_earlier_request_had_are_not_lost_by_the_lru() -> None:
     note_prompts(recency, 50, tier_cuts=300)
     assert not recency.is_followed
     note_prompts(recency, 100, tier_cuts=90)
-    assert not recency.is_followed
-
-
-def test_an_lru_with_large_tails_is_not_followed_because_it_finds_nearly_all() -> None:
-    recency = Recency(100, 1, may_be_enough=False)
-    note_prompts(recency, *9 * [100])
     assert not recency.is_followed
 
 
@@ -366,41 +358,13 @@ def test_a_large_lru_loses_many_cuts_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tails_bytes", "may_be_enough"), [(PROMPT_CUTS * CUT_BYTES, True), (3000, False)]
+    ("tails_bytes", "is_known"), [(PROMPT_CUTS * CUT_BYTES, True), (3000, False)]
 )
-def test_large_tails_are_judged_by_themselves_until_an_lru_is_better(
-    tails_bytes: int, may_be_enough: bool
+def test_tails_that_are_judged_by_themselves_leave_rows_to_what_was_learned(
+    tails_bytes: int, is_known: bool
 ) -> None:
-    recency = recency_of(make_tier(tails_bytes, 1 << 16))
-    assert recency._may_be_enough is may_be_enough
-
-
-def test_tails_that_an_lru_would_have_stay_while_it_is_followed() -> None:
-    tails_bytes = 2 * PROMPT_CUTS * CUT_BYTES
-    tier = make_tier(tails_bytes, 1 << 12)
-    recency = recency_of(tier)
-    entries = []
-    for number, name in enumerate("ab"):
-        prefix = TextPrefix(name * (PROMPT_TOKENS + 1))
-        use = tier.note_admitted(prefix, PROMPT_TOKENS + 1)
-        for entry in tier.begin_rows(prefix, Piece.rows(0, PROMPT_TOKENS), use):
-            tier.finish_store(entry, range(*entry.piece[1:]))
-        use = 0 if number else use  # Nobody asked for the second tails.
-        entry = tier.begin_store(prefix, Piece.tails(PROMPT_TOKENS), tails_bytes, use)
-        assert isinstance(entry, Entry)
-        tier.finish_store(entry, range(PROMPT_TOKENS, PROMPT_TOKENS))
-        entries.append(entry)
-        tier.note_ended(prefix, PROMPT_TOKENS, PROMPT_TOKENS)
-
-    def kept() -> list[bool]:
-        return [tier._order.priority(each, tier._latest_use).density == KEPT for each in entries]
-
-    assert kept() == [False, False]
-    recency.note_prompt(100, 100, 0)
-    assert kept() == [True, False]
-    recency._used_at.clear()
-    recency.lost_use = tier._latest_use
-    assert kept() == [False, False]
+    tier = make_tier(tails_bytes, 1 << 16)
+    assert (tier._order.recency is not None) is is_known
 
 
 def test_what_the_tier_or_the_device_has_is_not_lost(tier: HostTier) -> None:

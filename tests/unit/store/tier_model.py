@@ -334,9 +334,6 @@ class ModelTier:
             if not (holding and is_small and each.use):
                 is_orphan = self.is_orphan(piece, each.text)
                 density = USELESS if is_orphan else self.tail_density(each.text.encode())
-                cut_key = each.text[:first_unit].encode()
-                if not is_orphan and each.use and self.is_kept(cut_key, use):
-                    density = math.inf
                 return False, density, use, -end_tokens, piece.kind, each.entry.number
             rows = self.leading(holding)
             use = max(use, rows.use_at(end_tokens))
