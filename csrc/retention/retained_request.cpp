@@ -545,7 +545,8 @@ bool RetainedRequest::keep_inside(nb::handle key_table, std::int64_t tokens, Rea
   const std::shared_ptr<Checkpoint> node =
       cache_.tree.add(prefix, tokens, std::move(*tail), {}, reason, last_);
   if (!node) return false;
-  move(node);
+  // A request that has ended, or was preempted, goes on from no checkpoint.
+  if (holds_blocks) move(node);
   return true;
 }
 

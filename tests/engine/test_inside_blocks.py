@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from support.installed import retention_installed
+from support.retention import inspection
 from support.retention.checkpoints import CheckpointsAccountForCache, adaptive_retention
 from support.retention.started import retention_of
 from support.sample import sampled
@@ -258,6 +259,21 @@ def test_no_checkpoint_keeps_a_block_that_gives_its_key_away() -> None:
     workload = replace(workload, requests=tuple(requests), aborts=tuple(aborts))
     with adaptive_retention():
         assert not failure_of(workload, all_checks())
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_requests_that_have_ended_go_on_from_no_checkpoint(max_tokens: int) -> None:
+    """With one token, the state inside a block is kept when the request ends."""
+    with adaptive_retention():
+        engine = engine_with(STATES)
+        for number in range(5):
+            hits_of(engine, numbers(number, 3 * BLOCK + 2 * UNIT), max_tokens=max_tokens)
+        retention = retention_of(engine.scheduler.kv_cache_manager.coordinator)
+        assert retention is not None
+        checkpoints = inspection.describe(retention.cache_state)
+        assert len(checkpoints) > 5
+        assert not sum(each["num_requests"] for each in checkpoints)
+        engine.shutdown()
 
 
 REFUSED = {

@@ -35,6 +35,10 @@ the LRU is followed. So if the LRU then loses much, it is not followed for long.
 _LOST_BY_CHANCE_SHARE = 0.003
 """What the tier may lose beyond that, as a share of its size."""
 
+_EARLIER_SHARE = 0.5
+"""Until this share of the tier was asked for, the tier lacks what it lost before it followed the
+LRU. What it lacks later counts as lost by the LRU, too."""
+
 _LOST_SHARE = 64
 """The LRU loses this part of its cuts at once, as what a dict holds first is not found in constant
 time. So it is smaller than the tier by up to this part."""
@@ -72,6 +76,7 @@ class Recency:
         self._known_cuts = 0.0
         self._lost_cuts = 0.0
         self._lost_by_tier_cuts = 0.0
+        self._followed_cuts = 0  # Cuts that came back since the LRU is followed.
 
     @property
     def num_bytes(self) -> int:
@@ -143,6 +148,13 @@ class Recency:
             tier_cuts: How many cuts the tier finds. If they are more than the known ones, the
                 others do not count.
         """
+        if not self.is_followed:
+            self._followed_cuts = 0
+        else:
+            self._followed_cuts += known_cuts
+            # The tier may store more than the LRU is thought to store, and lose what the LRU has.
+            if self._followed_cuts * self._cut_bytes > _EARLIER_SHARE * self._capacity_bytes:
+                found_cuts = min(found_cuts, tier_cuts)
         kept_share = 0.5 ** (known_cuts * self._cut_bytes / self._capacity_bytes)
         self._assumed_cuts *= kept_share
         self._known_cuts = self._known_cuts * kept_share + known_cuts

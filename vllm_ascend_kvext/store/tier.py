@@ -149,7 +149,8 @@ class HostTier:
             or self.capacity_bytes // cut_bytes > self._remembered_keys // 2
         ):
             return None
-        return Recency(self.capacity_bytes, cut_bytes, tails_bytes)
+        # A request leaves tails at the end of its prompt, and at the end of its answer.
+        return Recency(self.capacity_bytes, cut_bytes, 2 * tails_bytes)
 
     def next_use(self) -> int:
         """A new point in time, later than all before. Ages are differences of such points.

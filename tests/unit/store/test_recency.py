@@ -118,7 +118,8 @@ class LruMachine(RuleBasedStateMachine):
         self._begin()
 
     def _begin(self) -> None:
-        self.lru = PlainLru(self.tier.capacity_bytes, self.tails_bytes)
+        # Prompts and answers leave tails.
+        self.lru = PlainLru(self.tier.capacity_bytes, 2 * self.tails_bytes)
         self.endless: set[bytes] = set()
         self.tails: set[str] = set()
 
@@ -283,6 +284,19 @@ def test_a_plain_lru_that_has_lost_less_than_the_tier_is_followed() -> None:
     assert recency.is_followed
     recency.clear()
     assert not recency.is_followed
+
+
+def test_an_lru_that_the_tier_cannot_match_is_not_followed_for_long() -> None:
+    """Following it loses everything, as the tier stores more than the LRU is thought to store."""
+    recency = Recency(1000, 1)
+    note_prompts(recency, 100, tier_cuts=90)
+    followed = []
+    for _ in range(200):
+        followed.append(recency.is_followed)
+        note_prompts(recency, 100, tier_cuts=0 if followed[-1] else 100)
+    # What the tier lacks at first, it may have lost before.
+    assert followed[:10] == 9 * [True] + [False]
+    assert sum(followed) == 45
 
 
 def test_tokens_that_no_earlier_request_had_are_not_lost_by_the_lru() -> None:
