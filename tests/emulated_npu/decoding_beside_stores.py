@@ -212,7 +212,7 @@ def main() -> None:
             return decoding.run(seed, is_enqueued)
 
         return [
-            run_alone(lambda seed=seed, late=is_enqueued: run(seed, late))  # type: ignore[misc]
+            run_alone(lambda seed=seed, enqueued=is_enqueued: run(seed, enqueued))  # type: ignore[misc]
             for seed in range(options.seeds)
             for is_enqueued in (False, True)
         ]
