@@ -92,15 +92,15 @@ def test_a_preempted_request_knows_what_its_conversation_showed() -> None:
 def test_what_a_plain_lru_would_find_of_a_chat_is_noted_once(
     is_stripped: bool, is_preempted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of it fits, so that a plain LRU and an endless tier find the same."""
-    compared: list[tuple[int, int]] = []
+    """All of it fits, so that a plain LRU, an endless tier and this one find the same."""
+    compared: list[tuple[int, int, int]] = []
     monkeypatch.setattr(Recency, "note_prompt", lambda _, *found: compared.append(found))
     connector = offloading(GPT_OSS, store_policy="second_touch", host_memory_gib=0.01)
     with engine_of(GPT_OSS, num_blocks=2000, offloading=connector) as engine:
         converse(engine, is_stripped, 40, is_preempted)
     assert len(compared) == NUM_TURNS
-    assert compared[0] == (0, 0)
-    assert all(0 < known == found for known, found in compared[1:])
+    assert compared[0] == (0, 0, 0)
+    assert all(0 < known == found == of_tier for known, found, of_tier in compared[1:])
 
 
 @pytest.mark.parametrize("is_preempted", [False, True])
