@@ -29,8 +29,7 @@ _ASSUMED_SHARE = 0.1
 it loses shows only when that comes back. So it first has to show that it finds enough."""
 
 TIMES_LOST = 2
-"""The LRU is also followed if the tier has lost this many times as much. Both lose alike as long as
-the LRU is followed. So if the LRU then loses much, it is not followed for long."""
+"""The LRU is also followed if the tier has lost this many times as much."""
 
 _LOST_BY_CHANCE_SHARE = 0.003
 """What the tier may lose beyond that, as a share of its size."""
@@ -56,6 +55,7 @@ class Recency:
         tails_bytes: The bytes of the tails that a request leaves at its end; 0 if it leaves none.
 
     Attributes:
+        is_followed: Whether the tier follows the LRU.
         lost_use: The latest use of what the LRU lost last. It has everything that was used later.
     """
 
@@ -76,21 +76,13 @@ class Recency:
         self._known_cuts = 0.0
         self._lost_cuts = 0.0
         self._lost_by_tier_cuts = 0.0
+        self.is_followed = False
         self._followed_cuts = 0  # Cuts that came back since the LRU is followed.
 
     @property
     def num_bytes(self) -> int:
         """The bytes that the LRU has, at most the size of the tier."""
         return len(self._used_at) * self._cut_bytes + len(self._ends) * self._tails_bytes
-
-    @property
-    def is_followed(self) -> bool:
-        """Whether the tier follows the LRU."""
-        by_chance_cuts = _LOST_BY_CHANCE_SHARE * self._capacity_bytes / self._cut_bytes
-        if self._lost_by_tier_cuts >= TIMES_LOST * self._lost_cuts + by_chance_cuts:
-            return True
-        found_cuts = self._known_cuts - self._lost_cuts
-        return found_cuts >= ENOUGH_SHARE * (self._known_cuts + self._assumed_cuts)
 
     def has(self, key: bytes, use: int) -> bool:
         """Whether the LRU would have a cut.
@@ -161,3 +153,12 @@ class Recency:
         self._lost_cuts = self._lost_cuts * kept_share + known_cuts - found_cuts
         lost_by_tier_cuts = max(0, known_cuts - tier_cuts)
         self._lost_by_tier_cuts = self._lost_by_tier_cuts * kept_share + lost_by_tier_cuts
+        self.is_followed = self._is_better() or self._is_enough()
+
+    def _is_better(self) -> bool:
+        by_chance_cuts = _LOST_BY_CHANCE_SHARE * self._capacity_bytes / self._cut_bytes
+        return self._lost_by_tier_cuts >= TIMES_LOST * self._lost_cuts + by_chance_cuts
+
+    def _is_enough(self) -> bool:
+        found_cuts = self._known_cuts - self._lost_cuts
+        return found_cuts >= ENOUGH_SHARE * (self._known_cuts + self._assumed_cuts)
