@@ -6,6 +6,12 @@ A request uses all rows of its prefix, but only the tails at one boundary: the l
 earlier tails of a conversation are of no use any more once it has gone on, although each turn asks
 for the rows before them. So tails wait until a request resumes at them. ``reuse`` says how their
 density is learned.
+
+Tails that a request has passed, because it resumed at later ones, are counted by themselves from
+then on. Otherwise they would hide how soon the last tails of a conversation are used, and would
+look as if they waited for a long time. Other prompts may still part there, and are counted, too.
+The same holds for tails at the end of a prompt whose answer has left tails: the next turn resumes
+at the end of the answer, unless it leaves something of the answer out.
 """
 
 from __future__ import annotations
@@ -17,7 +23,10 @@ from vllm_ascend_kvext.store.reuse import Reuse
 
 
 class TailOrigin(enum.IntEnum):
-    """Why tails were stored. Tails of one origin are expected to be used at the same rate."""
+    """Why tails were stored, and what has happened to them since.
+
+    Tails of one origin are expected to be used at the same rate.
+    """
 
     ASKED = 0
     """Requests ask for the boundary, or prompts part there."""
@@ -37,6 +46,17 @@ class TailOrigin(enum.IntEnum):
     END_OF_LATER_PROMPT = 5
     """A prompt that continues an earlier prompt ends there. Chats go on more often than questions
     about a document, which continue none."""
+
+    PASSED = 6
+    """A request has resumed at later tails."""
+
+    ANSWERED = 7
+    """The prompt ends there, and its answer has left tails, too."""
+
+
+ENDS_OF_TURNS = frozenset({TailOrigin.END_OF_TURN, TailOrigin.END_OF_LATER_TURN})
+
+_ENDS_OF_PROMPTS = frozenset({TailOrigin.END_OF_PROMPT, TailOrigin.END_OF_LATER_PROMPT})
 
 
 class Resumes:
@@ -68,12 +88,24 @@ class Resumes:
             The number of boundaries up to the one where it resumes.
         """
         number = self.num_until_known(keys)
+        self._reuse.change_origin(keys[: max(0, number - 1)], TailOrigin.PASSED)
         self._reuse.note_ended(keys[number - 1 : number] if number else (), (), now)
         return number
 
     def note_tails(self, key: bytes, origin: TailOrigin, now: int) -> None:
         """Note that a request leaves tails at a boundary, whether or not there is room for them."""
         self._reuse.note_new(key, origin, now)
+
+    def note_answered(self, keys: Sequence[bytes]) -> None:
+        """Note that an answer leaves tails.
+
+        Args:
+            keys: The keys of all boundaries before these tails, ascending.
+        """
+        number = self.num_until_known(keys)
+        latest = keys[number - 1 : number] if number else ()
+        if latest and self._reuse.origin(latest[0]) in _ENDS_OF_PROMPTS:
+            self._reuse.change_origin(latest, TailOrigin.ANSWERED)
 
     def density(self, key: bytes, use: int, now: int) -> float:
         """See `Reuse.density`."""

@@ -55,8 +55,9 @@ NUM_STAGES = len(_FIRST_AGES)
 _WIDTHS = (*(end - first for first, end in pairwise(_FIRST_AGES)), _FIRST_AGES[-1])
 """The number of ages in each stage. The last stage counts as long as all ages before it."""
 
-NUM_ORIGINS = 6
-"""The number of origins. Chunks of prompts have the first `NUM_CHUNK_ORIGINS`, see `_Run`."""
+NUM_ORIGINS = 8
+"""The number of origins. Chunks of prompts have the first `NUM_CHUNK_ORIGINS`, see `_Run`. Tails
+have those of ``resumes``."""
 
 NUM_CHUNK_ORIGINS = 3
 
@@ -207,6 +208,23 @@ class Reuse:
             self._add(_Run((key,), origin, now))
             self._forget_oldest(now)
 
+    def origin(self, key: bytes) -> int | None:
+        """The origin of a chunk; None if it is unknown."""
+        run = self._run_of.get(key)
+        return None if run is None else run.origin
+
+    def change_origin(self, keys: Iterable[bytes], origin: int) -> None:
+        """Count chunks as chunks of another origin, with the time that they have waited until now.
+
+        Unknown chunks stay unknown. Of a run, all chunks change. A chunk that was noted by
+        `note_new` is a run of its own.
+        """
+        for run in filter(None, map(self._run_of.get, keys)):
+            if run.origin != origin:
+                self._end_waiting(run, len(run.keys))
+                run.origin = origin
+                self._begin_waiting(run)
+
     def num_until_known(self, keys: Sequence[bytes]) -> int:
         """The number of keys up to the last one that is known."""
         if self._run_of.keys().isdisjoint(keys):
@@ -239,16 +257,24 @@ class Reuse:
             self._run_of.update(dict.fromkeys(run.keys, run))
         self._runs[run] = None
         self._runs.move_to_end(run)
+        self._begin_waiting(run)
+
+    def _begin_waiting(self, run: _Run) -> None:
+        """Count the chunks of a run among those that wait."""
         cohort = self._cohorts.setdefault(run.asked_at, {})
         class_index = run.counted_index
         cohort[class_index] = cohort.get(class_index, 0) + len(run.keys)
 
     def _leave(self, run: _Run, num_chunks: int, now: int) -> None:
         """Note that some chunks of a run do not wait any more."""
-        class_index = run.counted_index
-        waited = self._waited[class_index]
+        waited = self._waited[run.counted_index]
         for stage, num_uses in _stages_until(now - run.asked_at):
             waited[stage] += num_uses * num_chunks
+        self._end_waiting(run, num_chunks)
+
+    def _end_waiting(self, run: _Run, num_chunks: int) -> None:
+        """Do not count some chunks of a run among those that wait any more."""
+        class_index = run.counted_index
         cohort = self._cohorts[run.asked_at]
         cohort[class_index] -= num_chunks
         if not cohort[class_index]:

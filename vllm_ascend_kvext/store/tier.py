@@ -38,7 +38,7 @@ from vllm_ascend_kvext.store.index import Index
 from vllm_ascend_kvext.store.lookup import Hit, Lookup, Lost, Shortfall
 from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
 from vllm_ascend_kvext.store.recency import Recency
-from vllm_ascend_kvext.store.resumes import Resumes, TailOrigin
+from vllm_ascend_kvext.store.resumes import ENDS_OF_TURNS, Resumes, TailOrigin
 from vllm_ascend_kvext.store.reuse import Reuse
 
 OnRemoved = Callable[[Entry, Removal], None]
@@ -413,6 +413,10 @@ class HostTier:
             return refusal
         if piece.kind is Kind.TAILS:
             self._resumes.note_tails(entry.key, origin, self._latest_use)
+            if origin in ENDS_OF_TURNS:
+                unit_tokens = self.geometry.unit_tokens
+                boundaries = range(unit_tokens, piece.end_tokens, unit_tokens)
+                self._resumes.note_answered(prefix.keys_at(boundaries))
         self._order.note_bytes(use, entry.num_bytes)
         self._order.begin(entry)
         refusal = self._make_gap(prefix, entry, preference)

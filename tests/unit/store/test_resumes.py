@@ -94,6 +94,80 @@ def test_nothing_is_known_after_a_reset_and_the_oldest_tails_are_forgotten() -> 
     assert resumes.density(b"0/1", 0, 1000) == 1.0
 
 
+def origins(resumes: Resumes, keys: Sequence[bytes]) -> list[int | None]:
+    return [resumes._reuse.origin(key) for key in keys]
+
+
+def test_a_request_passes_the_tails_before_those_at_which_it_resumes() -> None:
+    resumes = Resumes(1000)
+    keys = keys_upto("text", 6)
+    for number in (0, 2, 3, 5):
+        resumes.note_tails(keys[number], TailOrigin.UNASKED, 1)
+    assert resumes.note_admitted(keys[:5], 2) == 4
+    passed, unasked = TailOrigin.PASSED, TailOrigin.UNASKED
+    assert origins(resumes, keys) == [passed, None, passed, unasked, None, unasked]
+    assert resumes.note_admitted(keys[:2], 3) == 1
+    assert origins(resumes, keys)[0] is passed
+
+
+@pytest.mark.parametrize(
+    ("origin", "found"),
+    [
+        (TailOrigin.END_OF_PROMPT, TailOrigin.ANSWERED),
+        (TailOrigin.END_OF_LATER_PROMPT, TailOrigin.ANSWERED),
+        (TailOrigin.ASKED, TailOrigin.ASKED),
+        (TailOrigin.END_OF_TURN, TailOrigin.END_OF_TURN),
+    ],
+)
+def test_an_answer_that_leaves_tails_changes_what_is_expected_of_those_of_its_prompt(
+    origin: TailOrigin, found: TailOrigin
+) -> None:
+    resumes = Resumes(1000)
+    keys = keys_upto("text", 5)
+    resumes.note_answered(keys)
+    resumes.note_tails(keys[0], TailOrigin.END_OF_PROMPT, 1)
+    resumes.note_tails(keys[2], origin, 1)
+    resumes.note_answered(keys)
+    assert origins(resumes, keys) == [TailOrigin.END_OF_PROMPT, None, found, None, None]
+
+
+def play_agents(resumes: Resumes, num_agents: int, num_turns: int) -> int:
+    """Play agents, five at once. Each turn leaves tails where its prompt ends.
+
+    Every other answer is long enough to leave tails, too, and then the next turn resumes there.
+    """
+    now = 0
+    for first in range(0, num_agents, 5):
+        paths: dict[int, list[bytes]] = {agent: [] for agent in range(first, first + 5)}
+        for turn in range(num_turns):
+            for agent, path in paths.items():
+                now += 1
+                resumes.note_admitted(path, now)
+                path.append(f"{agent}/{turn}/prompt".encode())
+                resumes.note_tails(path[-1], TailOrigin.END_OF_PROMPT, now)
+                now += 1
+                if turn % 2:
+                    key = f"{agent}/{turn}/answer".encode()
+                    resumes.note_tails(key, TailOrigin.END_OF_TURN, now)
+                    resumes.note_answered(path)
+                    path.append(key)
+    return now
+
+
+def test_the_last_tails_of_an_agent_are_worth_more_than_those_that_it_has_passed() -> None:
+    resumes = Resumes(1000)
+    now = play_agents(resumes, 50, 6) + 1
+    for name in (b"last", b"answered", b"passed"):
+        resumes.note_tails(name, TailOrigin.END_OF_PROMPT, now)
+    resumes.note_tails(b"answer", TailOrigin.END_OF_TURN, now)
+    resumes.note_answered([b"answered"])
+    resumes.note_admitted([b"passed", b"answer"], now + 1)
+    now += 5
+    last = resumes.density(b"last", 0, now)
+    assert last > 5 * resumes.density(b"answered", 0, now)
+    assert last > 5 * resumes.density(b"passed", 0, now)
+
+
 # What a tier learns of requests.
 
 
@@ -156,6 +230,18 @@ def test_each_turn_of_a_chat_counts_though_it_follows_at_once() -> None:
         assert tier.note_admitted(TextPrefix(text), len(text)) == 2 * turn + 1
         store_tails(tier, text, tier.next_use(), origin=TailOrigin.END_OF_TURN)
     assert num_resumes(tier) == 19
+
+
+def test_only_answers_change_what_is_expected_of_tails() -> None:
+    tier = SmallTier(2, needs_tails=True)
+    text = "abcdef"
+    store_tails(tier, text[:2], tier.next_use(), origin=TailOrigin.END_OF_PROMPT)
+    begin_tails(tier, text[:4], tier.next_use(), origin=TailOrigin.UNASKED)
+    begin_tails(tier, text[:4] + "xy", tier.next_use(), origin=TailOrigin.END_OF_LATER_PROMPT)
+    keys = [key.encode() for key in (text[:2], text[:4])]
+    assert origins(tier._resumes, keys) == [TailOrigin.END_OF_PROMPT, TailOrigin.UNASKED]
+    begin_tails(tier, "abxy", tier.next_use(), origin=TailOrigin.END_OF_TURN)
+    assert origins(tier._resumes, keys) == [TailOrigin.ANSWERED, TailOrigin.UNASKED]
 
 
 def test_tails_count_as_used_whether_or_not_there_was_room_for_them() -> None:

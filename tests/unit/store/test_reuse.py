@@ -12,7 +12,14 @@ from unit.store.tier_model import TextPrefix
 
 from vllm_ascend_kvext.store.counters import Refusal
 from vllm_ascend_kvext.store.entries import Entry, Piece
-from vllm_ascend_kvext.store.reuse import NUM_CLASSES, NUM_STAGES, Reuse, densities, learned_hazards
+from vllm_ascend_kvext.store.reuse import (
+    NUM_CLASSES,
+    NUM_ORIGINS,
+    NUM_STAGES,
+    Reuse,
+    densities,
+    learned_hazards,
+)
 
 
 def stage_of(age: int) -> int:
@@ -81,6 +88,21 @@ class PlainReuse:
             del self.known[oldest]
             self.answers.discard(oldest)
 
+    def note_new(self, key: bytes, origin: int) -> None:
+        self.known.setdefault(key, (origin, self.now, 1))
+        if len(self.known) > self.max_keys:
+            del self.known[next(iter(self.known))]
+
+    def change_origin(self, key: bytes, origin: int) -> None:
+        if key not in self.known:
+            return
+        old, _ = self.place(key, self.now)
+        self.known[key] = origin, *self.known[key][1:]
+        new, _ = self.place(key, self.now)
+        for age in range(self.now - self.known[key][1]):
+            self.waited[old][stage_of(age + 1)] -= 1
+            self.waited[new][stage_of(age + 1)] += 1
+
 
 @pytest.mark.parametrize("max_keys", [8, 50, 1000])
 @pytest.mark.parametrize("seed", range(3))
@@ -107,6 +129,34 @@ def test_counts_are_those_of_looking_at_each_chunk(seed: int, max_keys: int) -> 
     reuse.clear()
     assert not reuse.num_keys and not any(map(any, [*reuse.waited(9), *reuse.came_back]))
     assert {density for row in reuse.densities for density in row} == {1.0}
+
+
+@pytest.mark.parametrize("max_keys", [8, 50])
+@pytest.mark.parametrize("seed", range(3))
+def test_chunks_of_another_origin_are_counted_there(seed: int, max_keys: int) -> None:
+    chance = random.Random(seed)
+    reuse = Reuse(max_keys)
+    plain = PlainReuse(max_keys)
+    names = [bytes([number]) for number in range(40)]
+    for _ in range(400):
+        plain.pass_uses(chance.randint(1, 3))
+        key, origin = chance.choice(names), chance.randrange(NUM_ORIGINS)
+        reuse.note_new(key, origin, plain.now)
+        plain.note_new(key, origin)
+        keys, origin = chance.sample(names, 5), chance.randrange(NUM_ORIGINS)
+        reuse.change_origin(keys, origin)
+        for changed in keys:
+            plain.change_origin(changed, origin)
+        plain.pass_uses(1)
+        key = chance.choice(names)
+        if key in plain.known:
+            reuse.note_ended([key], (), plain.now)
+            plain.note_ended([key], [])
+        assert reuse.waited(plain.now) == plain.waited
+        assert reuse.came_back == plain.came_back
+        assert {name: reuse.origin(name) for name in names} == {
+            name: plain.known[name][0] if name in plain.known else None for name in names
+        }
 
 
 def test_a_stage_is_a_quarter_of_an_octave() -> None:
