@@ -7,11 +7,12 @@ earlier tails of a conversation are of no use any more once it has gone on, alth
 for the rows before them. So tails wait until a request resumes at them. ``reuse`` says how their
 density is learned.
 
-Tails that a request has passed, because it resumed at later ones, are counted by themselves from
-then on. Otherwise they would hide how soon the last tails of a conversation are used, and would
-look as if they waited for a long time. Other prompts may still part there, and are counted, too.
-The same holds for tails at the end of a prompt whose answer has left tails: the next turn resumes
-at the end of the answer, unless it leaves something of the answer out.
+Tails at the end of a prompt or of an answer are counted by themselves once a request has passed
+them, because it resumed at later ones. Otherwise they would hide how soon the last tails of a
+conversation are used, and would look as if they waited for a long time. The same holds for tails at
+the end of a prompt whose answer has left tails: the next turn resumes at the end of the answer,
+unless it leaves something of the answer out. Other tails stay as they are: where prompts part once,
+they part again, whether or not some prompts go on.
 """
 
 from __future__ import annotations
@@ -48,15 +49,17 @@ class TailOrigin(enum.IntEnum):
     about a document, which continue none."""
 
     PASSED = 6
-    """A request has resumed at later tails."""
+    """A prompt or an answer ends there, and a request has resumed at later tails."""
 
     ANSWERED = 7
-    """The prompt ends there, and its answer has left tails, too."""
+    """A prompt ends there, and its answer has left tails, too."""
 
 
 ENDS_OF_TURNS = frozenset({TailOrigin.END_OF_TURN, TailOrigin.END_OF_LATER_TURN})
 
 _ENDS_OF_PROMPTS = frozenset({TailOrigin.END_OF_PROMPT, TailOrigin.END_OF_LATER_PROMPT})
+
+_ENDS = ENDS_OF_TURNS | _ENDS_OF_PROMPTS | {TailOrigin.ANSWERED}
 
 
 class Resumes:
@@ -88,7 +91,7 @@ class Resumes:
             The number of boundaries up to the one where it resumes.
         """
         number = self.num_until_known(keys)
-        self._reuse.change_origin(keys[: max(0, number - 1)], TailOrigin.PASSED)
+        self._reuse.change_origin(keys[: max(0, number - 1)], _ENDS, TailOrigin.PASSED, now)
         self._reuse.note_ended(keys[number - 1 : number] if number else (), (), now)
         return number
 
@@ -96,16 +99,16 @@ class Resumes:
         """Note that a request leaves tails at a boundary, whether or not there is room for them."""
         self._reuse.note_new(key, origin, now)
 
-    def note_answered(self, keys: Sequence[bytes]) -> None:
+    def note_answered(self, keys: Sequence[bytes], now: int) -> None:
         """Note that an answer leaves tails.
 
         Args:
             keys: The keys of all boundaries before these tails, ascending.
+            now: The latest use of all.
         """
         number = self.num_until_known(keys)
         latest = keys[number - 1 : number] if number else ()
-        if latest and self._reuse.origin(latest[0]) in _ENDS_OF_PROMPTS:
-            self._reuse.change_origin(latest, TailOrigin.ANSWERED)
+        self._reuse.change_origin(latest, _ENDS_OF_PROMPTS, TailOrigin.ANSWERED, now)
 
     def density(self, key: bytes, use: int, now: int) -> float:
         """See `Reuse.density`."""

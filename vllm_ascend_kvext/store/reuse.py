@@ -32,7 +32,7 @@ The module knows keys, but no entries and no places.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
@@ -208,22 +208,27 @@ class Reuse:
             self._add(_Run((key,), origin, now))
             self._forget_oldest(now)
 
-    def origin(self, key: bytes) -> int | None:
-        """The origin of a chunk; None if it is unknown."""
-        run = self._run_of.get(key)
-        return None if run is None else run.origin
+    def change_origin(
+        self, keys: Iterable[bytes], before: Collection[int], origin: int, now: int
+    ) -> None:
+        """Count chunks as chunks of another origin from now on. They wait anew.
 
-    def change_origin(self, keys: Iterable[bytes], origin: int) -> None:
-        """Count chunks as chunks of another origin, with the time that they have waited until now.
+        What they have waited until now stays where it was counted: it says as much of those that
+        still wait there. Of a run, all chunks change. A chunk that was noted by `note_new` is a run
+        of its own.
 
-        Unknown chunks stay unknown. Of a run, all chunks change. A chunk that was noted by
-        `note_new` is a run of its own.
+        Args:
+            keys: The keys of some chunks. Unknown chunks stay unknown.
+            before: The origins of the chunks that change.
+            origin: Their new origin, none of ``before``.
+            now: The latest use of all.
         """
         for run in filter(None, map(self._run_of.get, keys)):
-            if run.origin != origin:
-                self._end_waiting(run, len(run.keys))
+            if run.origin in before:
+                self._leave(run, len(run.keys), now)
                 run.origin = origin
-                self._begin_waiting(run)
+                run.asked_at = now
+                self._add(run)
 
     def num_until_known(self, keys: Sequence[bytes]) -> int:
         """The number of keys up to the last one that is known."""
@@ -257,24 +262,16 @@ class Reuse:
             self._run_of.update(dict.fromkeys(run.keys, run))
         self._runs[run] = None
         self._runs.move_to_end(run)
-        self._begin_waiting(run)
-
-    def _begin_waiting(self, run: _Run) -> None:
-        """Count the chunks of a run among those that wait."""
         cohort = self._cohorts.setdefault(run.asked_at, {})
         class_index = run.counted_index
         cohort[class_index] = cohort.get(class_index, 0) + len(run.keys)
 
     def _leave(self, run: _Run, num_chunks: int, now: int) -> None:
         """Note that some chunks of a run do not wait any more."""
-        waited = self._waited[run.counted_index]
+        class_index = run.counted_index
+        waited = self._waited[class_index]
         for stage, num_uses in _stages_until(now - run.asked_at):
             waited[stage] += num_uses * num_chunks
-        self._end_waiting(run, num_chunks)
-
-    def _end_waiting(self, run: _Run, num_chunks: int) -> None:
-        """Do not count some chunks of a run among those that wait any more."""
-        class_index = run.counted_index
         cohort = self._cohorts[run.asked_at]
         cohort[class_index] -= num_chunks
         if not cohort[class_index]:

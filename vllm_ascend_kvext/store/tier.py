@@ -416,7 +416,7 @@ class HostTier:
             if origin in ENDS_OF_TURNS:
                 unit_tokens = self.geometry.unit_tokens
                 boundaries = range(unit_tokens, piece.end_tokens, unit_tokens)
-                self._resumes.note_answered(prefix.keys_at(boundaries))
+                self._resumes.note_answered(prefix.keys_at(boundaries), self._latest_use)
         self._order.note_bytes(use, entry.num_bytes)
         self._order.begin(entry)
         refusal = self._make_gap(prefix, entry, preference)

@@ -95,19 +95,27 @@ def test_nothing_is_known_after_a_reset_and_the_oldest_tails_are_forgotten() -> 
 
 
 def origins(resumes: Resumes, keys: Sequence[bytes]) -> list[int | None]:
-    return [resumes._reuse.origin(key) for key in keys]
+    runs = [resumes._reuse._run_of.get(key) for key in keys]
+    return [None if run is None else run.origin for run in runs]
 
 
-def test_a_request_passes_the_tails_before_those_at_which_it_resumes() -> None:
+def test_a_request_passes_the_ends_before_the_tails_at_which_it_resumes() -> None:
     resumes = Resumes(1000)
     keys = keys_upto("text", 6)
-    for number in (0, 2, 3, 5):
-        resumes.note_tails(keys[number], TailOrigin.UNASKED, 1)
-    assert resumes.note_admitted(keys[:5], 2) == 4
-    passed, unasked = TailOrigin.PASSED, TailOrigin.UNASKED
-    assert origins(resumes, keys) == [passed, None, passed, unasked, None, unasked]
-    assert resumes.note_admitted(keys[:2], 3) == 1
-    assert origins(resumes, keys)[0] is passed
+    ends = {0: TailOrigin.END_OF_TURN, 2: TailOrigin.UNASKED, 3: TailOrigin.END_OF_LATER_PROMPT}
+    for number, origin in {**ends, 5: TailOrigin.END_OF_PROMPT}.items():
+        resumes.note_tails(keys[number], origin, 1)
+    resumes.note_answered(keys[:5], 2)
+    found = [*(ends.get(number) for number in range(3)), TailOrigin.ANSWERED, None]
+    assert origins(resumes, keys[:5]) == found
+    assert resumes.note_admitted(keys[:4], 3) == 4
+    found[0] = TailOrigin.PASSED
+    assert origins(resumes, keys[:5]) == found
+    assert resumes.note_admitted(keys, 4) == 6
+    found[3] = TailOrigin.PASSED
+    assert origins(resumes, keys) == [*found, TailOrigin.END_OF_PROMPT]
+    assert resumes.note_admitted(keys[:2], 5) == 1
+    assert origins(resumes, keys[:2]) == found[:2]
 
 
 @pytest.mark.parametrize(
@@ -124,10 +132,10 @@ def test_an_answer_that_leaves_tails_changes_what_is_expected_of_those_of_its_pr
 ) -> None:
     resumes = Resumes(1000)
     keys = keys_upto("text", 5)
-    resumes.note_answered(keys)
+    resumes.note_answered(keys, 1)
     resumes.note_tails(keys[0], TailOrigin.END_OF_PROMPT, 1)
     resumes.note_tails(keys[2], origin, 1)
-    resumes.note_answered(keys)
+    resumes.note_answered(keys, 1)
     assert origins(resumes, keys) == [TailOrigin.END_OF_PROMPT, None, found, None, None]
 
 
@@ -149,7 +157,7 @@ def play_agents(resumes: Resumes, num_agents: int, num_turns: int) -> int:
                 if turn % 2:
                     key = f"{agent}/{turn}/answer".encode()
                     resumes.note_tails(key, TailOrigin.END_OF_TURN, now)
-                    resumes.note_answered(path)
+                    resumes.note_answered(path, now)
                     path.append(key)
     return now
 
@@ -160,7 +168,7 @@ def test_the_last_tails_of_an_agent_are_worth_more_than_those_that_it_has_passed
     for name in (b"last", b"answered", b"passed"):
         resumes.note_tails(name, TailOrigin.END_OF_PROMPT, now)
     resumes.note_tails(b"answer", TailOrigin.END_OF_TURN, now)
-    resumes.note_answered([b"answered"])
+    resumes.note_answered([b"answered"], now)
     resumes.note_admitted([b"passed", b"answer"], now + 1)
     now += 5
     last = resumes.density(b"last", 0, now)
