@@ -149,6 +149,7 @@ class Reuse:
         # How long chunks waited, by class and stage. Chunks that still wait are not included.
         self._waited = _zeros()
         self.came_back = _zeros()
+        self._changed = _zeros()  # The number of chunks that got another origin.
         self._num_asked = 0
         self._num_requests = 0
         self._num_since_learned = 0
@@ -225,6 +226,7 @@ class Reuse:
         """
         for run in filter(None, map(self._run_of.get, keys)):
             if run.origin in before:
+                self._changed[run.counted_index][_stage_of(now - run.asked_at)] += len(run.keys)
                 self._leave(run, len(run.keys), now)
                 run.origin = origin
                 run.asked_at = now
@@ -315,7 +317,11 @@ class Reuse:
         # Whether answers come back is learned apart, see `answers`.
         waited = self.waited(now)[:NUM_CLASSES]
         hazards = learned_hazards(waited, self.came_back[:NUM_CLASSES], prior_hits)
-        self.densities = [densities(row) for row in hazards]
+        changes = [
+            [number / (uses + 1) for number, uses in zip(*row, strict=True)]
+            for row in zip(self._changed, waited, strict=False)
+        ]
+        self.densities = [densities(*row) for row in zip(hazards, changes, strict=True)]
 
 
 def learned_hazards(waited: Table, came_back: Table, prior_hits: float) -> Table:
@@ -357,15 +363,24 @@ def _hazard(hits: float, uses: float, assumed: float, prior_hits: float) -> floa
     return min(_MAX_HAZARD, (hits + prior_hits) / (uses + prior_hits / assumed))
 
 
-def densities(hazards: list[float]) -> list[float]:
-    """The hits per use from the beginning of each stage to the end of the last stage."""
+def densities(hazards: Sequence[float], changes: Sequence[float]) -> list[float]:
+    """The hits per use from the beginning of each stage to the end of the last stage.
+
+    Args:
+        hazards: The probability that the next use asks for a chunk, by stage.
+        changes: The probability that the chunk gets another origin at the next use, by stage. It
+            then waits no longer as what it was, and is worth what is expected of the other origin.
+    """
     found = []
     num_hits = 0.0
     num_uses = 0.0
     for stage in reversed(range(NUM_STAGES)):
         width = _WIDTHS[stage]
-        missed = (1 - hazards[stage]) ** width
-        num_hits = 1 - missed + missed * num_hits
+        hazard = hazards[stage]
+        ends = hazard + changes[stage]
+        missed = (1 - min(_MAX_HAZARD, ends)) ** width
+        hit_share = hazard / ends if hazard else 0.0
+        num_hits = (1 - missed) * hit_share + missed * num_hits
         num_uses = width * (1 + missed) / 2 + missed * num_uses
         found.append(num_hits / num_uses)
     return found[::-1]

@@ -176,6 +176,33 @@ def test_the_last_tails_of_an_agent_are_worth_more_than_those_that_it_has_passed
     assert last > 5 * resumes.density(b"passed", 0, now)
 
 
+def test_what_is_asked_for_at_once_is_not_expected_again_when_its_answer_has_left_tails() -> None:
+    """Each fifth prompt is sent twice at once. Chats go on at the ends of their answers."""
+    resumes = Resumes(1000)
+    now = 0
+    running: list[bytes] = []
+    ended: list[list[bytes]] = []
+    for number in range(600):
+        path = ended.pop(0) if len(ended) > 40 else []
+        prompt, answer = f"{number}/prompt".encode(), f"{number}/answer".encode()
+        for _ in range(2 if number % 5 == 0 else 1):
+            now += 1
+            resumes.note_admitted([*path, prompt], now)
+            resumes.note_tails(prompt, TailOrigin.END_OF_LATER_PROMPT, now)
+        running.append(prompt)
+        if len(running) > 20:
+            now += 1
+            first = running.pop(0)
+            resumes.note_tails(answer, TailOrigin.END_OF_LATER_TURN, now)
+            resumes.note_answered([first], now)
+            ended.append([first, answer])
+    resumes.note_tails(b"prompt", TailOrigin.END_OF_LATER_PROMPT, now)
+    resumes.note_tails(b"answer", TailOrigin.END_OF_LATER_TURN, now)
+    at_once, later = now, now + 10
+    assert resumes.density(b"prompt", 0, at_once) > resumes.density(b"answer", 0, at_once)
+    assert resumes.density(b"prompt", 0, later) < resumes.density(b"answer", 0, later)
+
+
 # What a tier learns of requests.
 
 
@@ -240,7 +267,8 @@ def test_each_turn_of_a_chat_counts_though_it_follows_at_once() -> None:
     assert num_resumes(tier) == 19
 
 
-def test_only_answers_change_what_is_expected_of_tails() -> None:
+@pytest.mark.parametrize("turn", [TailOrigin.END_OF_TURN, TailOrigin.END_OF_LATER_TURN])
+def test_only_answers_change_what_is_expected_of_tails(turn: TailOrigin) -> None:
     tier = SmallTier(2, needs_tails=True)
     text = "abcdef"
     store_tails(tier, text[:2], tier.next_use(), origin=TailOrigin.END_OF_PROMPT)
@@ -248,7 +276,7 @@ def test_only_answers_change_what_is_expected_of_tails() -> None:
     begin_tails(tier, text[:4] + "xy", tier.next_use(), origin=TailOrigin.END_OF_LATER_PROMPT)
     keys = [key.encode() for key in (text[:2], text[:4])]
     assert origins(tier._resumes, keys) == [TailOrigin.END_OF_PROMPT, TailOrigin.UNASKED]
-    begin_tails(tier, "abxy", tier.next_use(), origin=TailOrigin.END_OF_TURN)
+    begin_tails(tier, "abxy", tier.next_use(), origin=turn)
     assert origins(tier._resumes, keys) == [TailOrigin.ANSWERED, TailOrigin.UNASKED]
 
 

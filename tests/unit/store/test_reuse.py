@@ -50,6 +50,7 @@ class PlainReuse:
         self.answers: set[bytes] = set()
         self.waited = [[0] * NUM_STAGES for _ in range(NUM_CLASSES + 1)]
         self.came_back = [[0] * NUM_STAGES for _ in range(NUM_CLASSES + 1)]
+        self.changed = [[0] * NUM_STAGES for _ in range(NUM_CLASSES + 1)]
 
     def place(self, key: bytes, now: int) -> tuple[int, int]:
         """The class and the stage of a chunk at some use."""
@@ -95,6 +96,8 @@ class PlainReuse:
 
     def change_origin(self, key: bytes, before: set[int], origin: int) -> None:
         if key in self.known and self.known[key][0] in before:
+            index, stage = self.place(key, self.now)
+            self.changed[index][stage] += 1
             _, _, num_asked = self.known.pop(key)
             self.known[key] = origin, self.now, num_asked
 
@@ -149,6 +152,7 @@ def test_chunks_of_another_origin_are_counted_there(seed: int, max_keys: int) ->
             plain.note_ended([key], [])
         assert reuse.waited(plain.now) == plain.waited
         assert reuse.came_back == plain.came_back
+        assert reuse._changed == plain.changed
     for name in plain.known:
         index, stage = plain.place(name, plain.now + 1)
         assert reuse.density(name, 0, plain.now) == reuse.densities[index][stage]
@@ -174,13 +178,29 @@ def test_where_little_was_seen_a_hazard_is_that_of_class_and_stage() -> None:
     assert hazards[1][3] < hazards[1][0]
 
 
+NEVER = [0.0] * NUM_STAGES
+
+
 def test_a_density_is_hits_per_use() -> None:
-    assert densities([0.0] * NUM_STAGES) == [0.0] * NUM_STAGES
-    assert densities([0.5] * NUM_STAGES)[0] == pytest.approx(0.5, rel=0.4)
-    soon = densities([0.0, 0.0, 0.9, *[0.0] * (NUM_STAGES - 3)])
+    assert densities(NEVER, NEVER) == NEVER
+    assert densities([0.5] * NUM_STAGES, NEVER)[0] == pytest.approx(0.5, rel=0.4)
+    soon = densities([0.0, 0.0, 0.9, *NEVER[3:]], NEVER)
     # A chunk that will soon come back has the highest density. A chunk that was just looked up has
     # a lower density, and one that does not come back has the lowest.
     assert soon[2] > soon[1] > soon[0] > soon[3] == 0.0
+
+
+def test_a_chunk_that_gets_another_origin_is_not_expected_to_come_back_later() -> None:
+    late = [*NEVER[:20], *[0.5] * (NUM_STAGES - 20)]
+    changes = [0.9] * 10 + NEVER[10:]
+    assert densities(late, changes)[0] < densities(late, NEVER)[0] / 5
+    assert densities(late, changes)[10:] == densities(late, NEVER)[10:]
+    # The time in which it still might come back ends, too.
+    hazards = [0.1] * 10 + NEVER[10:]
+    assert densities(hazards, changes)[0] > densities(hazards, NEVER)[0]
+    for hazard in (0.1, 0.999):
+        found = densities([hazard] * NUM_STAGES, [0.999] * NUM_STAGES)
+        assert 0 < found[0] < 1
 
 
 def share_found(texts: list[tuple[int, int]], num_places: int) -> float:
