@@ -16,6 +16,10 @@ from collections.abc import Sequence
 from vllm_ascend_kvext.store.reuse import Reuse
 
 
+MIN_RESUMES = 2
+"""If requests have resumed at tails this many times, more requests are expected to."""
+
+
 class TailOrigin(enum.IntEnum):
     """Why tails were stored. Tails of one origin are expected to be used at the same rate."""
 
@@ -74,6 +78,16 @@ class Resumes:
     def note_tails(self, key: bytes, origin: TailOrigin, now: int) -> None:
         """Note that a request leaves tails at a boundary, whether or not there is room for them."""
         self._reuse.note_new(key, origin, now)
+
+    def is_shared(self, key: bytes) -> bool:
+        """Whether several prompts go on behind tails, so that they stay although one has gone on.
+
+        Prompts part there, or requests have resumed there several times. The tails at the end of a
+        turn are of no use any more once the conversation has gone on.
+        """
+        origin, num_asked = self._reuse.origin_and_times(key)
+        # The request that left the tails counts as asked.
+        return num_asked > MIN_RESUMES or (num_asked > 0 and origin == TailOrigin.ASKED)
 
     def density(self, key: bytes, use: int, now: int) -> float:
         """See `Reuse.density`."""

@@ -252,8 +252,10 @@ class CutMachine(TierMachine):
                 gaps = self._gaps(model)
                 assert eviction is not evictions[0] or max(gaps) < new.size_bytes
                 assert self._num_parts(gaps, new.piece) < len(ends)
-            begin = each.text[: each.piece.first_tokens]
+            begin = each.text_before
             model.follow(eviction)
+            if each.base is not None:
+                known[id(each.base)] = model.priority(model.of(each.base), recent_use)
             holding = model.holding(Kind.ROWS, begin)
             if eviction.left_tokens is None and holding:
                 leading = model.leading(holding)
