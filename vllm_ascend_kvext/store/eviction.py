@@ -26,8 +26,9 @@ before them are worth, which would be lost with them.
 
 A prefix is evicted from its end on, cut by cut. Rows stay as long as rows or tails behind them are
 stored or are being stored, and tails as long as others continue them. So no entry stays that a load
-cannot reach. This holds even if holes are computed: a hole that an eviction makes costs every later request its tokens. An entry that is being
-stored or loaded is never evicted. A new entry evicts only what has a lower priority.
+cannot reach. This holds even if holes are computed: a hole that an eviction makes costs every later
+request its tokens. An entry that is being stored or loaded is never evicted. A new entry evicts
+only what has a lower priority.
 
 The order is taken from a random sample of the ends, as in LHD. The priority of an entry changes
 while it waits, and a sample needs no sorted list that must be updated. If there are at most
