@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 from vllm_ascend_kvext.store.reuse import Reuse
 
-
 MIN_RESUMES = 2
 """If requests have resumed at tails this many times, more requests are expected to."""
 

@@ -186,7 +186,9 @@ class TierMachine(RuleBasedStateMachine):
             self.model.release(each)
         self._follow_removals({Removal.LOAD_FAILED} if unreadable else set())
         is_stored = {entry for entry, each in known.items() if each.state is EntryState.STORED}
-        assert is_stored == {each for each in was_stored if not {*unreadable}.intersection(chains[each])}
+        assert is_stored == {
+            each for each in was_stored if not {*unreadable}.intersection(chains[each])
+        }
         with pytest.raises(TierError, match="has ended before"):
             self.tier.end_load(load)
 

@@ -393,8 +393,7 @@ class ModelTier:
         return any(
             other.piece.kind is Kind.TAILS or self._has_tails_behind(self.texts_of(other))
             for other in self.entries
-            if other.state in (EntryState.STORED, EntryState.STORING)
-            and other.text_before in texts
+            if other.state in (EntryState.STORED, EntryState.STORING) and other.text_before in texts
         )
 
     def ends(self, new: ModelEntry) -> list[ModelEntry]:
