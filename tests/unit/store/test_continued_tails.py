@@ -149,14 +149,15 @@ def test_tails_are_evicted_after_those_that_continue_them() -> None:
 
 
 def test_new_tails_make_no_room_of_those_that_they_continue() -> None:
-    """The others would give way first."""
+    """Whole tails of this size take the place of the others."""
     tier = WindowTier(5)
-    base = tier.store_tails(COMMON)
     tier.store_prefix(TEXT[:10])
-    piece = Piece.continued_tails(8, 10)
-    found = tier.begin_store(TextPrefix(TEXT[:10]), piece, 3 * PLACE_BYTES, tier.next_use())
+    base = tier.store_tails(COMMON)
+    found = tier.begin_tails(TEXT[:10], Piece.continued_tails(8, 10), num_places=4)
     assert isinstance(found, Refusal)
     assert base.state is EntryState.STORED
+    assert isinstance(tier.begin_tails(TEXT[:10], num_places=4), Entry)
+    assert tier.evicted() == [base]
 
 
 @pytest.mark.parametrize("num_places", [200, 99], ids=["too large", "no room"])

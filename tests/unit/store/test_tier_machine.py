@@ -228,20 +228,30 @@ class TierMachine(RuleBasedStateMachine):
         if ends_at_once:
             self.end_all_stores()
 
-    @rule(text=texts, data=st.data(), size=st.integers(1, 3), ends_at_once=st.booleans())
+    @rule(
+        data=st.data(),
+        grown_units=st.integers(1, 4),
+        letter=st.sampled_from("aab"),
+        size=st.integers(1, 3),
+        ends_at_once=st.sampled_from([True, True, False]),
+    )
     def store_continuing_tails(
-        self, text: str, data: st.DataObject, size: int, ends_at_once: bool
+        self, data: st.DataObject, grown_units: int, letter: str, size: int, ends_at_once: bool
     ) -> None:
         """Store tails that continue stored tails, whichever."""
-        bases = [end for end in range(1, len(text)) if self.model.holding(Kind.TAILS, text[:end])]
+        bases = [each for each in self.model.wanted_entries if each.piece.kind is Kind.TAILS]
+        bases = [each for each in bases if each.state is EntryState.STORED]
         if not bases:
             return
+        base_text = bases[data.draw(st.integers(0, len(bases) - 1))].text
+        text = base_text + letter * grown_units * UNIT_TOKENS
         self._begin_rows(text)
-        base_tokens = data.draw(st.sampled_from(bases))
-        if self.model.holding(Kind.TAILS, text[:base_tokens]):
-            self._begin_store(TextPrefix(text), Piece.continued_tails(base_tokens, len(text)), size)
+        if self.model.holding(Kind.TAILS, base_text):
+            piece = Piece.continued_tails(len(base_text), len(text))
+            self._begin_store(TextPrefix(text), piece, size)
         if ends_at_once:
             self.end_all_stores()
+            self.look_up(text, len(text), 0)
 
     @rule(text=texts, data=st.data())
     def continue_what_is_not_there(self, text: str, data: st.DataObject) -> None:
@@ -309,7 +319,7 @@ class TierMachine(RuleBasedStateMachine):
     def evict_one(self, data: st.DataObject) -> None:
         if not self.model.entries:
             return
-        chosen = data.draw(st.sampled_from(self.model.entries))
+        chosen = self.model.entries[data.draw(st.integers(0, len(self.model.entries) - 1))]
         self.tier.evict(lambda entry: entry is chosen.entry)
         expected = [chosen.entry] if self.model.is_evictable(chosen) else []
         assert [entry for entry, _ in self.removed] == expected
