@@ -150,14 +150,25 @@ def test_tails_are_evicted_after_those_that_continue_them() -> None:
 
 def test_new_tails_make_no_room_of_those_that_they_continue() -> None:
     """Whole tails of this size take the place of the others."""
-    tier = WindowTier(5)
+    tier = WindowTier(14)
     tier.store_prefix(TEXT[:10])
-    base = tier.store_tails(COMMON)
-    found = tier.begin_tails(TEXT[:10], Piece.continued_tails(8, 10), num_places=4)
+    base = tier.begin_tails(COMMON, num_places=7)
+    assert isinstance(base, Entry)
+    tier.finish_store(base)
+    found = tier.begin_tails(TEXT[:10], Piece.continued_tails(8, 10), num_places=7)
     assert isinstance(found, Refusal)
     assert base.state is EntryState.STORED
-    assert isinstance(tier.begin_tails(TEXT[:10], num_places=4), Entry)
+    assert isinstance(tier.begin_tails(TEXT[:10], num_places=7), Entry)
     assert tier.evicted() == [base]
+
+
+def test_rows_stay_up_to_the_boundary_of_tails_that_continue_others() -> None:
+    tier = WindowTier()
+    tier.store_tails(COMMON)
+    tier.store_tails(TEXT[:10], 8)
+    rows = tier.find(TEXT[:10]).run.entries[-1]
+    assert rows.piece == Piece.rows(8, 10)
+    assert tier._order.removable_to(rows) == 10
 
 
 @pytest.mark.parametrize("num_places", [200, 99], ids=["too large", "no room"])
