@@ -163,7 +163,7 @@ def test_tails_are_stored_as_a_whole(tmp_path: Path) -> None:
     """Tails do not continue those that other prompts have left, because an object is read alone."""
     beginning = prompt_of(GEMMA, "beginning", num_units=20)
     with engine_of(GEMMA, offloading=sharing(GEMMA, tmp_path)) as engine:
-        for number in range(4):
+        for number in range(6):
             question = prompt_of(GEMMA, number, num_units=1)
             serve(engine, plan_of(f"question-{number}", [*beginning, *question]))
         tails = [entry for entry in engine.entries if entry.piece.kind is Kind.TAILS]

@@ -79,14 +79,13 @@ class Resumes:
         self._reuse.note_new(key, origin, now)
 
     def is_shared(self, key: bytes) -> bool:
-        """Whether several prompts go on behind tails, so that they stay although one has gone on.
+        """Whether several requests have resumed at tails, so that more are expected to.
 
-        Prompts part there, or requests have resumed there several times. The tails at the end of a
-        turn are of no use any more once the conversation has gone on.
+        A conversation resumes once at the end of a turn, and once where its reasoning was left out.
+        These tails are of no use any more once it has gone on.
         """
-        origin, num_asked = self._reuse.origin_and_times(key)
-        # The request that left the tails counts as asked.
-        return num_asked > MIN_RESUMES or (num_asked > 0 and origin == TailOrigin.ASKED)
+        # The request that left the tails counts, too.
+        return self._reuse.num_asked(key) > MIN_RESUMES
 
     def density(self, key: bytes, use: int, now: int) -> float:
         """See `Reuse.density`."""

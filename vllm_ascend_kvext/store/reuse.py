@@ -215,10 +215,10 @@ class Reuse:
             number for number in range(len(keys), 0, -1) if keys[number - 1] in self._run_of
         )
 
-    def origin_and_times(self, key: bytes) -> tuple[int, int]:
-        """The origin of a chunk, and the number of requests that asked for it; 0 if unknown."""
+    def num_asked(self, key: bytes) -> int:
+        """The number of requests that asked for a chunk, the first one included; 0 if unknown."""
         run = self._run_of.get(key)
-        return (0, 0) if run is None else (run.origin, run.num_asked)
+        return 0 if run is None else run.num_asked
 
     def _runs_of(self, keys: Sequence[bytes]) -> Iterator[tuple[_Run | None, Sequence[bytes]]]:
         """The runs of some chunks, None for unknown chunks, and the chunks of each run."""

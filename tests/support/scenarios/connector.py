@@ -58,10 +58,10 @@ LONE_HOLES_TOKENS = {
 """The tokens that the device has, and the tokens whose entries host memory loses."""
 
 COMMON_TOKENS = 192
-QUESTION_LENGTHS = (40, 44, 40, 60, 90)
+QUESTION_LENGTHS = (44, 60, 50, 40, 90)
 """Questions behind a common beginning. The windows of the first four reach into it."""
 
-CONTINUED_QUESTION = 2
+CONTINUED_QUESTION = 3
 """The number of the question whose tails are lost in part."""
 
 NUM_EVICTED_PROMPTS = 8

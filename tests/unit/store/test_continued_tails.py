@@ -14,7 +14,6 @@ from vllm_ascend_kvext.holes.load_plan import plan_of_hit
 from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
 from vllm_ascend_kvext.store.lookup import Shortfall
-from vllm_ascend_kvext.store.resumes import TailOrigin
 from vllm_ascend_kvext.store.tier import MAX_CHAIN
 
 WINDOW_TOKENS = 8
@@ -49,31 +48,28 @@ class WindowTier(SmallTier):
         self,
         text: str,
         piece: Piece | None = None,
-        origin: TailOrigin = TailOrigin.ASKED,
         num_places: int = 1,
     ) -> Entry | Refusal:
         self.store_prefix(text)
         piece = piece or Piece.tails(len(text))
         num_bytes = num_places * PLACE_BYTES
-        return self.begin_store(TextPrefix(text), piece, num_bytes, self.next_use(), origin=origin)
+        return self.begin_store(TextPrefix(text), piece, num_bytes, self.next_use())
 
-    def store_tails(
-        self, text: str, base_tokens: int = 0, origin: TailOrigin = TailOrigin.ASKED
-    ) -> Entry:
+    def store_tails(self, text: str, base_tokens: int = 0, num_resumes: int = 2) -> Entry:
+        """Store tails, at which some requests then resume."""
         piece = Piece.continued_tails(base_tokens, len(text)) if base_tokens else None
-        entry = self.begin_tails(text, piece, origin)
+        entry = self.begin_tails(text, piece)
         assert isinstance(entry, Entry), entry
         self.finish_store(entry, object())
+        for _ in range(num_resumes):
+            self.note_admitted(TextPrefix(text + "??"), len(text) + 2)
         return entry
-
-    def resume(self, text: str) -> None:
-        self.note_admitted(TextPrefix(text), len(text))
 
 
 # Which tails are continued.
 
 
-def test_tails_at_which_prompts_part_are_continued() -> None:
+def test_tails_at_which_requests_have_resumed_are_continued() -> None:
     tier = WindowTier()
     assert tier.piece(TEXT[:10]) == Piece.tails(10)
     tier.store_tails(COMMON)
@@ -88,14 +84,12 @@ def test_tails_that_are_being_stored_are_not_continued() -> None:
     assert tier.piece(TEXT[:10]) == Piece.tails(10)
 
 
-def test_tails_of_a_turn_are_continued_when_requests_have_resumed_there_twice() -> None:
+@pytest.mark.parametrize("num_resumes", range(4))
+def test_tails_at_which_one_request_has_resumed_are_not_continued(num_resumes: int) -> None:
     """Once its conversation has gone on, the end of a turn is of no use, and should give way."""
     tier = WindowTier()
-    tier.store_tails(COMMON, origin=TailOrigin.END_OF_TURN)
-    for _ in range(2):
-        assert tier.piece(TEXT[:10]) == Piece.tails(10)
-        tier.resume(TEXT[:10])
-    assert tier.piece(TEXT[:10]) == Piece.continued_tails(8, 10)
+    tier.store_tails(COMMON, num_resumes=num_resumes)
+    assert tier.piece(TEXT[:10]).continues == (num_resumes > 1)
 
 
 def test_tails_are_continued_only_where_that_saves_a_quarter() -> None:
