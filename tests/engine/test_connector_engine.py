@@ -291,8 +291,10 @@ def test_questions_resume_at_tails_that_continue_those_of_their_beginning(
     for part in ("base", "rest"):  # The control: both parts are read.
         assert setting.logprob_error(f"zeroed {part}", reference) > 100 * LOGPROB_TOLERANCE
     assert setting.hit_tokens("base fails")[0] < hits[CONTINUED_QUESTION]
-    assert setting.hit_tokens("after the base has failed") != hits
-    assert setting.hit_tokens("questions at last") == hits
+    assert setting.report["facts"]["chain that has failed"] == ["gone", "gone"]
+    # The question has stored its tails again. Others may have lost theirs with the base.
+    hit_tokens = setting.hit_tokens("after the base has failed")
+    assert hit_tokens[CONTINUED_QUESTION] == hits[CONTINUED_QUESTION]
 
 
 @pytest.mark.parametrize("setting", named("default"), indirect=True)

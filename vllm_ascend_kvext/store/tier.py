@@ -389,7 +389,7 @@ class HostTier:
         """The tails at a boundary: whole, or only what they have beyond stored tails before.
 
         Tails that others continue cannot be evicted. So only tails that several prompts use are
-        continued.
+        continued, and only large ones: small ones are evicted like the rows before them.
 
         Args:
             prefix: A prefix with keys up to the boundary.
@@ -398,14 +398,17 @@ class HostTier:
                 as a whole in any case.
         """
         whole = Piece.tails(boundary_tokens)
+        whole_bytes = self._layout_bytes(whole)
+        if self._arena.place_bytes(whole_bytes) <= self._order.small_tails_bytes:
+            return whole
         unit_tokens = self.geometry.unit_tokens
         first_tokens = max(unit_tokens, boundary_tokens - self.geometry.floor(max_tokens))
         keys = prefix.keys_at(range(first_tokens, boundary_tokens, unit_tokens))
         for base in reversed(self._index.all_stored(Kind.TAILS, keys)):
             if len(base.chain) < MAX_CHAIN and self._resumes.is_shared(base.key):
                 piece = Piece.continued_tails(base.piece.end_tokens, boundary_tokens)
-                max_bytes = MAX_CONTINUED_SHARE * self._layout_bytes(whole)
-                return piece if self._layout_bytes(piece) <= max_bytes else whole
+                is_saving = self._layout_bytes(piece) <= MAX_CONTINUED_SHARE * whole_bytes
+                return piece if is_saving else whole
         return whole
 
     def begin_store(

@@ -295,19 +295,20 @@ def continued_tails(engine: Engine) -> None:
         with wrong_bytes(wrong):
             engine.ask(f"zeroed {part}", [question], reply_tokens=8)
     engine.spoil_pages()
+    chain: tuple[Any, ...] = ()
     numbers: tuple[int, ...] = ()
     if engine.has_connector:
         from vllm_ascend_kvext.holes.load_plan import plan_of_hit
 
         hit = engine.hit_of(question)
-        numbers = (1, 2 + plan_of_hit(hit).entries.index(hit.tails.chain[0]))
+        chain = hit.tails.chain
+        numbers = (1, 2 + plan_of_hit(hit).entries.index(chain[0]))
     # The load of all parts fails, and then that of the tails that others continue.
     with engine.failing("load", numbers=numbers):
         engine.ask("base fails", [question])
+    engine.note("chain that has failed", [entry.state.value for entry in chain])
     engine.spoil_pages()
     engine.ask("after the base has failed", questions)
-    engine.spoil_pages()
-    engine.ask("questions at last", questions)
     engine.reset(is_host_too=True)
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,14 +23,14 @@ TEXT = COMMON + "ijklmnop"
 
 
 class WindowLayout:
-    """A unit of 2 tokens takes a place, in rows and in the window before a boundary."""
+    """A unit of 2 tokens takes a place in rows, and two in the window before a boundary."""
 
     def num_bytes(self, piece: Piece) -> int:
-        first_tokens = piece.first_tokens
-        if piece.kind is Kind.TAILS:
-            first_tokens = first_tokens if piece.continues else 0
-            first_tokens = max(first_tokens, piece.end_tokens - WINDOW_TOKENS)
-        return (piece.end_tokens - first_tokens) // 2 * PLACE_BYTES
+        first_tokens, end_tokens = piece[1:]
+        if piece.kind is Kind.ROWS:
+            return (end_tokens - first_tokens) // 2 * PLACE_BYTES
+        first_tokens = first_tokens if piece.continues else 0
+        return (end_tokens - max(first_tokens, end_tokens - WINDOW_TOKENS)) * PLACE_BYTES
 
     def rows_within(self, row_map: Any, first_tokens: int, end_tokens: int) -> Any:
         return row_map
@@ -102,16 +103,25 @@ def test_tails_are_continued_only_where_that_saves_a_quarter() -> None:
     assert tier.piece(TEXT[:12], max_tokens=0) == Piece.tails(12)
 
 
-def test_the_nearest_tails_are_continued_if_not_too_many_would_be_read() -> None:
+def test_small_tails_are_whole() -> None:
+    """They are worth what the rows before them are, and others could not give way with these."""
     tier = WindowTier()
     tier.store_tails(TEXT[:2])
-    for number in range(1, MAX_CHAIN):
-        assert tier.piece(TEXT[: 2 * number + 2]).first_tokens == 2 * number
-        tier.store_tails(TEXT[: 2 * number + 2], 2 * number)
-    end_tokens = 2 * MAX_CHAIN
-    last = tier.find(TEXT[:end_tokens]).tails
+    assert tier.piece(TEXT[:6]) == Piece.tails(6)
+    tier._order.small_tails_bytes -= 1
+    assert tier.piece(TEXT[:6]) == Piece.continued_tails(2, 6)
+
+
+def test_the_nearest_tails_are_continued_if_not_too_many_would_be_read() -> None:
+    tier = WindowTier()
+    tier.store_tails(COMMON)
+    ends = [len(COMMON) + 2 * number for number in range(MAX_CHAIN + 1)]
+    for base_tokens, end_tokens in pairwise(ends[:-1]):
+        assert tier.piece(TEXT[:end_tokens]).first_tokens == base_tokens
+        tier.store_tails(TEXT[:end_tokens], base_tokens)
+    last = tier.find(TEXT[: ends[-2]]).tails
     assert last is not None and len(last.chain) == MAX_CHAIN
-    assert tier.piece(TEXT[: end_tokens + 2]).first_tokens == end_tokens - 2
+    assert tier.piece(TEXT[: ends[-1]]).first_tokens == ends[-3]
 
 
 # What stays and goes.
