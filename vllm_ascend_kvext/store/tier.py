@@ -777,6 +777,7 @@ class HostTier:
             return end_tokens
         ends = self.geometry.cut_ends(first_tokens, end_tokens)
         cut_bytes = self._cut_bytes(first_tokens, ends)
+        highest = self._order.priority(entry, self._latest_use, ends[0])
         lesser: list[tuple[Priority, Entry]] = []
         is_new = False  # Whether nothing was evicted since `lesser` was found.
         limit: Priority | None = None  # The priority of the cut at the end of `ends`.
@@ -787,7 +788,6 @@ class HostTier:
             if limit is None:
                 limit = self._order.priority(entry, self._latest_use, ends[-1])
             if may_evict and not is_new and (not lesser or lesser[0][0] >= limit):
-                highest = self._order.priority(entry, self._latest_use, ends[0])
                 lesser = self._order.lesser(highest, self._latest_use)
                 is_new = True
             if not lesser:
@@ -801,9 +801,11 @@ class HostTier:
             next_priority = min(limit, lesser[0][0]) if lesser else limit
             self._evict_end(victim, num_lacking * cut_bytes, next_priority)
             for end in self._ends_left(victim):
+                priority = self._order.priority(end, self._latest_use)
                 is_known = end is not victim and any(end is each for _, each in lesser)
-                if self._is_end(end) and not is_known:
-                    heappush(lesser, (self._order.priority(end, self._latest_use), end))
+                # What is not below the limit of the search would come before ends that it left out.
+                if priority < highest and self._is_end(end) and not is_known:
+                    heappush(lesser, (priority, end))
         return first_tokens
 
     def _ends_left(self, evicted: Entry) -> list[Entry]:
