@@ -13,12 +13,15 @@ from support.sample import IS_SAMPLE
 from support.scenarios import processes
 from support.scenarios.answers import LOGPROB_TOLERANCE, Served
 from support.scenarios.connector import (
+    COMMON_TOKENS,
+    CONTINUED_QUESTION,
     DAMAGED_BOUNDARIES_TOKENS,
     DOCUMENT_TOKENS,
     HOLES_TOKENS,
     LONE_HOLES_TOKENS,
     LONE_REPLY_TOKENS,
     PROMPT_LENGTHS,
+    QUESTION_LENGTHS,
     SMALL_POOL_TOKENS,
 )
 from support.scenarios.engine import CHUNK_TOKENS, REPLY_TOKENS
@@ -74,7 +77,7 @@ SMALL_POOL = {"num_gpu_blocks_override": SMALL_POOL_TOKENS // BLOCK_TOKENS}
 STORE_ALL = {"store_policy": "all"}
 
 SETTINGS = {
-    "default": Setting(("turns", "document", "salts", "damage", "failures")),
+    "default": Setting(("turns", "document", "salts", "damage", "failures", "continued_tails")),
     "no prefix caching": Setting(("turns", "document"), engine=NO_PREFIX_CACHING),
     "storm, no prefix caching": Setting(
         ("storm",), engine=NO_PREFIX_CACHING | SMALL_POOL, is_main_only=True
@@ -224,7 +227,7 @@ def test_outputs_are_those_without_a_connector(
     labels = [
         label
         for label in setting.labels
-        if label not in DAMAGED and not label.startswith("hole left out")
+        if not label.startswith(("zeroed", "swapped", "hole left out"))
     ]
     assert len(labels) > 1
     # The first requests of an engine are computed in the same chunks as the reference's. Two
@@ -271,6 +274,27 @@ def test_questions_at_once_resume_where_the_document_ends(setting: Served) -> No
     assert setting.hit_tokens("first question") == [0]
     assert 0 < setting.hit_tokens("second question")[0] <= boundary_tokens
     assert setting.hit_tokens("four questions") == [boundary_tokens] * 4
+
+
+@pytest.mark.parametrize("setting", with_scenario("continued_tails"), indirect=True)
+def test_questions_resume_at_tails_that_continue_those_of_their_beginning(
+    setting: Served, reference: Served
+) -> None:
+    hits = [floor(COMMON_TOKENS + length - 1) for length in QUESTION_LENGTHS]
+    chains = setting.report["facts"]["chains"]
+    assert [chain[-1][1] for chain in chains] == hits
+    assert chains[CONTINUED_QUESTION] == [
+        [COMMON_TOKENS, COMMON_TOKENS],
+        [COMMON_TOKENS, hits[CONTINUED_QUESTION]],
+    ]
+    assert setting.hit_tokens("questions again") == hits
+    for part in ("base", "rest"):  # The control: both parts are read.
+        assert setting.logprob_error(f"zeroed {part}", reference) > 100 * LOGPROB_TOLERANCE
+    assert setting.hit_tokens("base fails")[0] < hits[CONTINUED_QUESTION]
+    assert setting.report["facts"]["chain that has failed"] == ["gone", "gone"]
+    # The question has stored its tails again. Others may have lost theirs with the base.
+    hit_tokens = setting.hit_tokens("after the base has failed")
+    assert hit_tokens[CONTINUED_QUESTION] == hits[CONTINUED_QUESTION]
 
 
 @pytest.mark.parametrize("setting", named("default"), indirect=True)

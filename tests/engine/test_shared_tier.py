@@ -29,7 +29,7 @@ from support.connector.gates import until
 from support.connector.offload_run import check_nothing_is_left, run_offloading, serve
 from support.connector.offload_workloads import EngineKind, offloading, random_offload, tokens
 from support.connector.page_contents import WrongBytesError
-from support.connector.paged_layouts import FULL, LAYOUTS, STATE_LAYOUTS, PagedLayout
+from support.connector.paged_layouts import FULL, GEMMA, LAYOUTS, STATE_LAYOUTS, PagedLayout
 from support.connector.shared_objects import forge, objects
 from support.connector.simulated_engine import SimulatedEngine
 from support.sample import IS_LONG, sampled
@@ -157,6 +157,17 @@ def test_a_prompt_that_parts_within_a_chunk_hits_to_the_last_unit(
     with engine_of(layout, offloading=sharing(layout, tmp_path)) as engine:
         assert hit_tokens(engine, plan_of("a", other)) == len(shared)
         assert hit_tokens(engine, plan_of("b", prompt)) >= len(shared)
+
+
+def test_tails_are_stored_as_a_whole(tmp_path: Path) -> None:
+    """Tails do not continue those that other prompts have left, because an object is read alone."""
+    beginning = prompt_of(GEMMA, "beginning", num_units=20)
+    with engine_of(GEMMA, offloading=sharing(GEMMA, tmp_path)) as engine:
+        for number in range(6):
+            question = prompt_of(GEMMA, number, num_units=1)
+            serve(engine, plan_of(f"question-{number}", [*beginning, *question]))
+        tails = [entry for entry in engine.entries if entry.piece.kind is Kind.TAILS]
+        assert len(tails) > 4 and not any(entry.base for entry in tails)
 
 
 def test_of_a_chunk_of_another_prompt_only_the_shared_rows_are_loaded(tmp_path: Path) -> None:

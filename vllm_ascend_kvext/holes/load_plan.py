@@ -91,9 +91,13 @@ class LoadPlan:
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """Everything that is read, once each: rows in ascending order, then tails."""
+        """Everything that is read, once each: rows in ascending order, then tails.
+
+        Before each tails come those that they continue.
+        """
         rows = [span.entry for span in self.spans if span.entry is not None]
-        return tuple(dict.fromkeys((*rows, *self.tails.values())))
+        tails = [each for entry in self.tails.values() for each in entry.chain]
+        return tuple(dict.fromkeys((*rows, *tails)))
 
     @cached_property
     def holes(self) -> tuple[TokenRange, ...]:

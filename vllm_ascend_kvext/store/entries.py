@@ -12,13 +12,24 @@ The states of an entry. A transfer is the store of the entry, or a load that pin
 
 Only a STORED entry is a hit. A LEAVING entry cannot be found any more. It keeps its place until its
 transfers end.
+
+Tails may *continue* tails at an earlier boundary of the same prefix: they have only the rows of
+windows between the two boundaries, and are read together with those that they continue::
+
+    tokens                   ......................A...........B
+    window at A, whole           [================]
+    window at B, whole                 [======================]
+    window at B, continued                         [==========]
+
+An entry that others continue is STORED. It is not evicted. If it is removed nevertheless, because
+it cannot be read, all that continue it are removed as well.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -45,7 +56,11 @@ class EntryState(enum.Enum):
 
 
 class Piece(NamedTuple):
-    """A part of a prefix that can be stored. Tails begin and end at their boundary."""
+    """A part of a prefix that can be stored.
+
+    Tails end at their boundary. They begin there, too, or at the boundary of the tails that they
+    continue.
+    """
 
     kind: Kind
     first_tokens: int
@@ -57,7 +72,18 @@ class Piece(NamedTuple):
 
     @classmethod
     def tails(cls, boundary_tokens: int) -> Piece:
+        """All that a resume at a boundary needs besides rows."""
         return cls(Kind.TAILS, boundary_tokens, boundary_tokens)
+
+    @classmethod
+    def continued_tails(cls, base_tokens: int, boundary_tokens: int) -> Piece:
+        """What the tails at a boundary have beyond those at an earlier boundary."""
+        return cls(Kind.TAILS, base_tokens, boundary_tokens)
+
+    @property
+    def continues(self) -> bool:
+        """Whether these are tails that continue others."""
+        return self.kind is Kind.TAILS and self.first_tokens < self.end_tokens
 
 
 class WantedPiece(NamedTuple):
@@ -99,6 +125,8 @@ class Entry:
         num_leading_keys: The number of ``keys`` that lead to this entry, and not to a longer entry.
         is_shared: Whether a shared tier has the entry, too, or is just getting it. Callers write
             this attribute.
+        base: The tails that these tails continue; None if they are whole, or rows.
+        continued_by: The tails that continue these, STORING or STORED.
     """
 
     number: int
@@ -118,6 +146,13 @@ class Entry:
     key_space: str = ""
     head_uses: tuple[tuple[int, int], ...] = ()
     chance: float = 1.0
+    base: Entry | None = field(default=None, repr=False)
+    continued_by: dict[Entry, None] = field(default_factory=dict, repr=False)
+
+    @property
+    def chain(self) -> tuple[Entry, ...]:
+        """All that has to be read together: the entry, and before it those that it continues."""
+        return (self,) if self.base is None else (*self.base.chain, self)
 
     @property
     def key(self) -> bytes:
@@ -150,7 +185,7 @@ class Entry:
 
     @property
     def is_evictable(self) -> bool:
-        return self.state is EntryState.STORED and not self.num_pins
+        return self.state is EntryState.STORED and not self.num_pins and not self.continued_by
 
 
 @dataclass(slots=True, eq=False)

@@ -20,14 +20,15 @@ it would not have. ``recency`` says when. Useless entries still go first.
 
 A prompt asks for all rows before its end, but it resumes at one boundary only: the later tails of a
 conversation make the earlier ones useless, however late those were used. So tails are judged by
-themselves, and are never among what was used last. Tails that take no more memory than a chunk of
-rows are an exception if a request asked for their boundary. They are worth what the rows before
-them are worth, which would be lost with them.
+themselves, and are never among what was used last. Whole tails that take no more memory than a
+chunk of rows are an exception if a request asked for their boundary. They are worth what the rows
+before them are worth, which would be lost with them.
 
 A prefix is evicted from its end on, cut by cut. Rows stay as long as rows or tails behind them are
-stored or are being stored. So no entry stays that a load cannot reach. This holds even if holes are
-computed: a hole that an eviction makes costs every later request its tokens. An entry that is being
-stored or loaded is never evicted. A new entry evicts only what has a lower priority.
+stored or are being stored, and tails as long as others continue them. So no entry stays that a load
+cannot reach. This holds even if holes are computed: a hole that an eviction makes costs every later
+request its tokens. An entry that is being stored or loaded is never evicted. A new entry evicts
+only what has a lower priority.
 
 The order is taken from a random sample of the ends, as in LHD. The priority of an entry changes
 while it waits, and a sample needs no sorted list that must be updated. If there are at most
@@ -296,7 +297,8 @@ class EvictionOrder:
                 return Priority(False, USELESS, use, -end_tokens, kind, entry.number)
             rows = self._index.present(Kind.ROWS, entry.key)
             is_unasked = not entry.use
-            if rows is None or is_unasked or entry.num_bytes > self.small_tails_bytes:
+            is_large = entry.base is not None or entry.num_bytes > self.small_tails_bytes
+            if rows is None or is_unasked or is_large:
                 density = self._resumes.density(entry.key, use, now)
                 return Priority(False, density, use, -end_tokens, kind, entry.number)
             use = max(use, rows.use_at(end_tokens))

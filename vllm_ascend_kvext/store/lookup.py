@@ -335,7 +335,7 @@ class Lookup:
         geometry = self.geometry
         unit_tokens = self.geometry.unit_tokens
         if first_tokens >= 0 and not (first_tokens % unit_tokens or end_tokens % unit_tokens):
-            if kind is Kind.TAILS and 0 < first_tokens == end_tokens:
+            if kind is Kind.TAILS and 0 < first_tokens <= end_tokens:
                 return (self.prefix.key_at(end_tokens),)
             if kind is Kind.ROWS and geometry.chunk_start(end_tokens) <= first_tokens < end_tokens:
                 return tuple(self.prefix.keys_at(self._boundaries(first_tokens, end_tokens)))

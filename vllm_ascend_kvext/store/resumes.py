@@ -22,6 +22,9 @@ from collections.abc import Sequence
 
 from vllm_ascend_kvext.store.reuse import Reuse
 
+MIN_RESUMES = 2
+"""If requests have resumed at tails this many times, more requests are expected to."""
+
 
 class TailOrigin(enum.IntEnum):
     """Why tails were stored, and what has happened to them since.
@@ -109,6 +112,15 @@ class Resumes:
         number = self.num_until_known(keys)
         latest = keys[number - 1 : number] if number else ()
         self._reuse.change_origin(latest, _ENDS_OF_PROMPTS, TailOrigin.ANSWERED, now)
+
+    def is_shared(self, key: bytes) -> bool:
+        """Whether several requests have resumed at tails, so that more are expected to.
+
+        A conversation resumes once at the end of a turn, and once where its reasoning was left out.
+        These tails are of no use any more once it has gone on.
+        """
+        # The request that left the tails counts, too.
+        return self._reuse.num_asked(key) > MIN_RESUMES
 
     def density(self, key: bytes, use: int, now: int) -> float:
         """See `Reuse.density`."""

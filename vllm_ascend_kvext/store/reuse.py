@@ -240,6 +240,11 @@ class Reuse:
             number for number in range(len(keys), 0, -1) if keys[number - 1] in self._run_of
         )
 
+    def num_asked(self, key: bytes) -> int:
+        """The number of requests that asked for a chunk, the first one included; 0 if unknown."""
+        run = self._run_of.get(key)
+        return 0 if run is None else run.num_asked
+
     def _runs_of(self, keys: Sequence[bytes]) -> Iterator[tuple[_Run | None, Sequence[bytes]]]:
         """The runs of some chunks, None for unknown chunks, and the chunks of each run."""
         first = 0

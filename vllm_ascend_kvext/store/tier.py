@@ -12,6 +12,7 @@ The calls for a request, from its admission on::
     for piece in tier.lookup(prefix).missing_pieces(first, end):    pieces that it has computed
         entries = tier.begin_rows(prefix, piece, use)           or a Refusal
         tier.finish_store(entry, row_map)                       or fail_store, when no worker writes
+    tails = tier.tails_to_store(prefix, boundary, max_tokens)   whole, or continuing others
     entry = tier.begin_store(prefix, tails, num_bytes, use)     needs one gap
 
     use = tier.next_use()                                       it has ended
@@ -57,6 +58,12 @@ class PieceLayout(Protocol):
 
 _MAX_REMEMBERED = 4096
 """The number of ranges of rows whose sizes are cached. Prompts are cut at the same tokens."""
+
+MAX_CHAIN = 4
+"""The most tails that are read together. Each of them costs a load one more section per group."""
+
+MAX_CONTINUED_SHARE = 3 / 4
+"""Tails continue others only if they then take at most this share of their bytes."""
 
 _SHORTFALLS = {
     Removal.EVICTED: Shortfall.EVICTED,
@@ -378,6 +385,32 @@ class HostTier:
         number = self._reuse.num_until_known(prefix.keys_at(boundaries))
         return boundaries[number - 1] if number else 0
 
+    def tails_to_store(self, prefix: Prefix, boundary_tokens: int, max_tokens: int) -> Piece:
+        """The tails at a boundary: whole, or only what they have beyond stored tails before.
+
+        Tails that others continue cannot be evicted. So only tails that several prompts use are
+        continued, and only large ones: small ones are evicted like the rows before them.
+
+        Args:
+            prefix: A prefix with keys up to the boundary.
+            boundary_tokens: The boundary.
+            max_tokens: How far before the boundary the other tails may end; 0 if tails are stored
+                as a whole in any case.
+        """
+        whole = Piece.tails(boundary_tokens)
+        whole_bytes = self._layout_bytes(whole)
+        if self._arena.place_bytes(whole_bytes) <= self._order.small_tails_bytes:
+            return whole
+        unit_tokens = self.geometry.unit_tokens
+        first_tokens = max(unit_tokens, boundary_tokens - self.geometry.floor(max_tokens))
+        keys = prefix.keys_at(range(first_tokens, boundary_tokens, unit_tokens))
+        for base in reversed(self._index.all_stored(Kind.TAILS, keys)):
+            if len(base.chain) < MAX_CHAIN and self._resumes.is_shared(base.key):
+                piece = Piece.continued_tails(base.piece.end_tokens, boundary_tokens)
+                is_saving = self._layout_bytes(piece) <= MAX_CONTINUED_SHARE * whole_bytes
+                return piece if is_saving else whole
+        return whole
+
     def begin_store(
         self,
         prefix: Prefix,
@@ -391,7 +424,7 @@ class HostTier:
 
         Args:
             prefix: A prefix with keys up to the end of the piece.
-            piece: Rows within one chunk, or tails.
+            piece: Rows within one chunk, or tails, see `tails_to_store`.
             num_bytes: The bytes of the piece in host memory, more than 0.
             use: The latest use by the request.
             preference: See `EvictionOrder.choose`.
@@ -402,7 +435,8 @@ class HostTier:
             refusal evicts nothing that a request could use.
 
         Raises:
-            TierError: If a piece is not cut at units, or reaches into a second chunk.
+            TierError: If a piece is not cut at units, or reaches into a second chunk, or if it
+                continues tails that are not stored.
         """
         entry = self._entry(prefix, piece, self._arena.place_bytes(num_bytes), use)
         refusal = self._why_not_needed(entry)
@@ -411,6 +445,9 @@ class HostTier:
         if refusal is not None:
             self.counters.refused_stores[refusal] += 1
             return refusal
+        if piece.continues:
+            # Before room is made, so that the other tails do not give way.
+            self._continue(entry, prefix.key_at(piece.first_tokens))
         if piece.kind is Kind.TAILS:
             self._resumes.note_tails(entry.key, origin, self._latest_use)
             if origin in ENDS_OF_TURNS:
@@ -422,6 +459,7 @@ class HostTier:
         refusal = self._make_gap(prefix, entry, preference)
         if refusal is not None:
             self._order.forget(entry)
+            self._stop_continuing(entry)
             self.counters.refused_stores[refusal] += 1
             return refusal
         offset_bytes = self._arena.allocate(entry.num_bytes)
@@ -565,10 +603,12 @@ class HostTier:
         self, prefix: Prefix, piece: Piece, place_bytes: int, use: int, chance: float = 1.0
     ) -> Entry:
         """An entry that has no place yet."""
-        # The cut of tails is the cut before their boundary.
-        cut_start = self.geometry.cut_start(min(piece.first_tokens, piece.end_tokens - 1))
+        # Tails need the rows before their boundary, and their cut is the last one of these rows.
+        is_rows = piece.kind is Kind.ROWS
+        first_tokens = piece.first_tokens if is_rows else piece.end_tokens
+        cut_start = self.geometry.cut_start(min(first_tokens, piece.end_tokens - 1))
         # Parts of a segment may be of use without those before them, and give way in any order.
-        needs_before = self.geometry.needs_rows and piece.first_tokens and not prefix.key_space
+        needs_before = self.geometry.needs_rows and first_tokens and not prefix.key_space
         return Entry(
             self._num_entries,
             piece,
@@ -577,10 +617,27 @@ class HostTier:
             place_bytes,
             use,
             cut_key=prefix.key_at(cut_start + self.geometry.unit_tokens),
-            key_before=prefix.key_at(piece.first_tokens) if needs_before else None,
+            key_before=prefix.key_at(first_tokens) if needs_before else None,
             key_space=prefix.key_space,
             chance=chance,
         )
+
+    def _continue(self, entry: Entry, base_key: bytes) -> None:
+        """Let new tails continue stored ones, which stay from now on."""
+        base = self._index.stored(Kind.TAILS, base_key)
+        if base is None:
+            raise TierError(
+                f"host tier: expected stored tails at token {entry.piece.first_tokens}, which "
+                "others are to continue, found none; store the piece that tails_to_store names"
+            )
+        entry.base = base
+        base.continued_by[entry] = None
+
+    def _stop_continuing(self, entry: Entry) -> None:
+        """Note that an entry is not going to be read any more by new loads."""
+        if entry.base is not None and entry in entry.base.continued_by:
+            del entry.base.continued_by[entry]
+            self._order.add(entry.base)
 
     def _begin(self, entry: Entry, offset_bytes: int) -> None:
         """Give an entry a place that has been allocated."""
@@ -661,7 +718,9 @@ class HostTier:
             (self._index.storing, Refusal.BEING_STORED),
         ):
             found = find(piece.kind, entry.key)
-            if found is not None and found.piece.first_tokens <= piece.first_tokens:
+            if found is None:
+                continue
+            if piece.kind is Kind.TAILS or found.piece.first_tokens <= piece.first_tokens:
                 return refusal
         return None
 
@@ -704,10 +763,10 @@ class HostTier:
         while ends and gap_bytes > self._arena.largest_gap_bytes:
             victim = ends.pop(0)
             self._evict_end(victim, victim.num_bytes, limit)
-            end = self._end_left(victim)
-            is_new_end = self._is_end(end) and end not in ends
-            if is_new_end and self._order.priority(end, now) < limit:
-                ends.append(end)
+            for end in self._ends_left(victim):
+                is_new_end = self._is_end(end) and end not in ends
+                if is_new_end and self._order.priority(end, now) < limit:
+                    ends.append(end)
 
     def _make_gaps(self, entry: Entry, may_evict: bool) -> int:
         """Evict cuts of lower priority until the gaps have room for the cuts of a new entry.
@@ -722,6 +781,7 @@ class HostTier:
             return end_tokens
         ends = self.geometry.cut_ends(first_tokens, end_tokens)
         cut_bytes = self._cut_bytes(first_tokens, ends)
+        highest = self._order.priority(entry, self._latest_use, ends[0])
         lesser: list[tuple[Priority, Entry]] = []
         is_new = False  # Whether nothing was evicted since `lesser` was found.
         limit: Priority | None = None  # The priority of the cut at the end of `ends`.
@@ -732,7 +792,6 @@ class HostTier:
             if limit is None:
                 limit = self._order.priority(entry, self._latest_use, ends[-1])
             if may_evict and not is_new and (not lesser or lesser[0][0] >= limit):
-                highest = self._order.priority(entry, self._latest_use, ends[0])
                 lesser = self._order.lesser(highest, self._latest_use)
                 is_new = True
             if not lesser:
@@ -745,16 +804,22 @@ class HostTier:
             _, victim = heappop(lesser)
             next_priority = min(limit, lesser[0][0]) if lesser else limit
             self._evict_end(victim, num_lacking * cut_bytes, next_priority)
-            end = self._end_left(victim)
-            if self._is_end(end) and (end is victim or all(end is not each for _, each in lesser)):
-                heappush(lesser, (self._order.priority(end, self._latest_use), end))
+            for end in self._ends_left(victim):
+                priority = self._order.priority(end, self._latest_use)
+                is_known = end is not victim and any(end is each for _, each in lesser)
+                # What is not below the limit of the search would come before ends that it left out.
+                if priority < highest and self._is_end(end) and not is_known:
+                    heappush(lesser, (priority, end))
         return first_tokens
 
-    def _end_left(self, evicted: Entry) -> Entry:
+    def _ends_left(self, evicted: Entry) -> list[Entry]:
         """What may be evicted next where an entry was evicted, or has lost its end."""
-        if evicted.key_before is None or evicted.is_evictable:
-            return evicted
-        return self._index.stored(Kind.ROWS, evicted.key_before) or evicted
+        if evicted.is_evictable:
+            return [evicted]
+        before = [evicted.base]
+        if evicted.key_before is not None:
+            before.append(self._index.stored(Kind.ROWS, evicted.key_before))
+        return [end for end in before if end is not None]
 
     def _is_end(self, entry: Entry) -> bool:
         """Whether the last cut of an entry may be evicted."""
@@ -852,7 +917,12 @@ class HostTier:
         return False
 
     def _remove(self, entry: Entry, removal: Removal, is_known: bool = True) -> None:
-        """Remove an entry that was stored."""
+        """Remove an entry that was stored, and all that continue it."""
+        for each in list(entry.continued_by):
+            if each.state is EntryState.STORED:
+                self._remove(each, removal)
+            else:
+                self._leave(each, _SHORTFALLS.get(removal))
         self.counters.removed_entries[removal] += 1
         self.counters.removed_bytes[removal] += entry.num_bytes
         lost_keys = self._leave(entry, _SHORTFALLS.get(removal))
@@ -873,6 +943,7 @@ class HostTier:
         """
         kind = entry.piece.kind
         self._order.forget(entry)
+        self._stop_continuing(entry)
         lost_keys = self._index.drop(entry)
         entry.state = EntryState.LEAVING
         if shortfall is not None:

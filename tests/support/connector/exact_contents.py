@@ -251,12 +251,13 @@ class _Scratch:
             if (group.kind is GroupKind.FULL) is is_rows
         )
         tokens = TokenRange(piece.first_tokens if is_rows else 0, piece.end_tokens)
-        chunk = StoredChunk(entry.row_map, entry.offset_bytes)
+        # Tails are read together with those that they continue.
+        chunks = [StoredChunk(each.row_map, each.offset_bytes) for each in entry.chain]
         sharing = self._side._sharing
         if sharing is not None and self._side._is_apart:
             sharing = sharing.apart()
         planner = TransferPlanner(self._layout, sharing=sharing)
-        plan = planner.plan_load([chunk], tokens, self._parts, groups)
+        plan = planner.plan_load(chunks, tokens, self._parts, groups)
         assert not plan.missing, f"{entry}: rows are missing: {plan.missing}"
         page_transfer(self._pools, self._host, plan.planes, plan.runs, Direction.HOST_TO_PAGES)
         for index in groups:

@@ -57,6 +57,13 @@ LONE_HOLES_TOKENS = {
 }
 """The tokens that the device has, and the tokens whose entries host memory loses."""
 
+COMMON_TOKENS = 192
+QUESTION_LENGTHS = (44, 60, 50, 40, 90)
+"""Questions behind a common beginning. The windows of the first four reach into it."""
+
+CONTINUED_QUESTION = 3
+"""The number of the question whose tails are lost in part."""
+
 NUM_EVICTED_PROMPTS = 8
 STORM_REPLY_TOKENS = 250
 SMALL_POOL_TOKENS = 5600
@@ -90,6 +97,10 @@ class Engine(scenarios_engine.Engine):
             if entry.piece.kind.name.lower() == kind and entry.piece.end_tokens == end_tokens
         ]
         return sorted(found, key=lambda entry: entry.number)
+
+    def hit_of(self, prompt: Tokens) -> Any:
+        """What host memory has of a prompt that was asked before."""
+        return self.side.tier.look_up(self.prefixes[tuple(prompt)], len(prompt) - 1)
 
     def lose_rows(self, lost: Sequence[Sequence[int]], prompt: Tokens | None = None) -> None:
         """Evict the entries with these tokens, of any prompt or of a given one."""
@@ -256,6 +267,49 @@ def damage(engine: Engine) -> None:
         with wrong_bytes(*wrong) if wrong else nullcontext():
             engine.ask(damage, [prompt], reply_tokens=8)
         engine.reset(is_host_too=True)
+
+
+@scenario
+def continued_tails(engine: Engine) -> None:
+    """Questions behind a common beginning, whose tails continue those of the beginning.
+
+    Then a part of such tails is zeroed, or cannot be read.
+    """
+    rng = random.Random(17)
+    common = random_tokens(rng, COMMON_TOKENS)
+    questions = [common + random_tokens(rng, length) for length in QUESTION_LENGTHS]
+    for question in questions:
+        engine.ask("questions", [question], reply_tokens=2)
+        engine.reset()
+    if engine.has_connector:
+        chains = [engine.hit_of(question).tails.chain for question in questions]
+        engine.note("chains", [[entry.piece[1:] for entry in chain] for chain in chains])
+    engine.spoil_pages()
+    engine.ask("questions again", questions)
+    question = questions[CONTINUED_QUESTION]
+    for number, part in enumerate(("base", "rest")):
+        engine.spoil_pages()
+        wrong: list[Any] = []
+        if engine.has_connector:
+            wrong = [engine.host_bytes(engine.hit_of(question).tails.chain[number])]
+        with wrong_bytes(wrong):
+            engine.ask(f"zeroed {part}", [question], reply_tokens=8)
+    engine.spoil_pages()
+    chain: tuple[Any, ...] = ()
+    numbers: tuple[int, ...] = ()
+    if engine.has_connector:
+        from vllm_ascend_kvext.holes.load_plan import plan_of_hit
+
+        hit = engine.hit_of(question)
+        chain = hit.tails.chain
+        numbers = (1, 2 + plan_of_hit(hit).entries.index(chain[0]))
+    # The load of all parts fails, and then that of the tails that others continue.
+    with engine.failing("load", numbers=numbers):
+        engine.ask("base fails", [question])
+    engine.note("chain that has failed", [entry.state.value for entry in chain])
+    engine.spoil_pages()
+    engine.ask("after the base has failed", questions)
+    engine.reset(is_host_too=True)
 
 
 @scenario

@@ -16,10 +16,12 @@ from vllm_ascend_kvext.errors import ConnectorError
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, StatePolicy
 from vllm_ascend_kvext.layout.planner import TransferPlanner
+from vllm_ascend_kvext.layout.row_map import StoredChunk
 from vllm_ascend_kvext.layout.sharing import share_planes
 from vllm_ascend_kvext.store.arena import ALIGNMENT_BYTES
 from vllm_ascend_kvext.store.entries import Piece
 from vllm_ascend_kvext.store.tier import HostTier
+from vllm_ascend_kvext.token_range import TokenRange
 from vllm_ascend_kvext.transfer.schema import HOST_ALIGNMENT_BYTES
 
 FULL = make_group(0, GroupKind.FULL, 64, 4, [32], compress_ratio=4)
@@ -144,9 +146,63 @@ def test_workers_with_other_pages_are_refused(other: WorkerLayout) -> None:
         common_layout([worker(make_layout([FULL], 100)), other])
 
 
+SMALL_WINDOW = make_group(2, GroupKind.WINDOW, 8, 8, [8], 16, first_storage=2)
+CHUNKED = make_group(2, GroupKind.WINDOW, 16, 8, [8], 64, restart_tokens=64, first_storage=2)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [(FULL, WINDOW), (FULL, WINDOW, SMALL_WINDOW), (FULL, WINDOW, CHUNKED)],
+    ids=["one window", "two windows", "attention chunks"],
+)
+def test_tails_and_those_that_they_continue_are_all_that_a_resume_needs(
+    groups: tuple[LayoutGroup, ...],
+) -> None:
+    layout = of(*groups)
+    planner = TransferPlanner(make_layout(groups, 400))
+    tables = [list(range(1, 400)) for _ in groups]
+    num_saving = 0
+    for boundary in range(16, 200, 8):
+        for base in range(8, boundary, 8):
+            whole, piece = Piece.tails(boundary), Piece.continued_tails(base, boundary)
+            assert layout.num_bytes(piece) <= layout.num_bytes(whole)
+            num_saving += layout.num_bytes(piece) < layout.num_bytes(whole)
+            assert set(_single_pages(layout, piece)) <= set(_single_pages(layout, whole))
+            stored = [
+                StoredChunk(layout.row_map(each), 1 << 16 * number)
+                for number, each in enumerate((Piece.tails(base), piece))
+            ]
+            tokens = TokenRange(0, boundary)
+            plan = planner.plan_load(stored, tokens, tables, layout.tail_groups)
+            assert not plan.missing
+            if layout.num_bytes(piece) < layout.num_bytes(whole):
+                assert planner.plan_load(stored[1:], tokens, tables, layout.tail_groups).missing
+    assert num_saving > 50
+
+
+def _single_pages(layout: HostLayout, piece: Piece) -> list[tuple[int, int]]:
+    return [(group, page) for group, *ends in layout.pages(piece) for page in range(*ends)]
+
+
+def test_tails_with_states_are_whole() -> None:
+    """A page has a state for the latest boundary in it only."""
+    assert of(FULL, WINDOW, SMALL_WINDOW).max_continued_tokens == 24
+    assert of(FULL, WINDOW, MAMBA).max_continued_tokens == 0
+    assert of(FULL, WINDOW, STATES).max_continued_tokens == 0
+    assert of(FULL, WINDOW, STATES, states=StatePolicy.SKIP).max_continued_tokens == 24
+    assert of(FULL).max_continued_tokens == 0
+
+
 @pytest.mark.parametrize(
     "piece",
-    [Piece.rows(64, 160), Piece.rows(0, 8), Piece.tails(8), Piece.tails(104), Piece.tails(4096)],
+    [
+        Piece.continued_tails(88, 104),
+        Piece.rows(64, 160),
+        Piece.rows(0, 8),
+        Piece.tails(8),
+        Piece.tails(104),
+        Piece.tails(4096),
+    ],
     ids=str,
 )
 def test_sizes_and_rows_are_those_of_the_workers_planner(piece: Piece) -> None:

@@ -27,11 +27,12 @@ from support.transfer.host_model import HostModel
 
 from vllm_ascend_kvext.connector.common.messages import (
     ConnectorMetadata,
+    HoleTails,
     LoadJob,
     StoreJob,
     WorkerOutput,
 )
-from vllm_ascend_kvext.connector.worker import worker_side
+from vllm_ascend_kvext.connector.worker import job_runner, worker_side
 from vllm_ascend_kvext.connector.worker.extension import WorkerExtension
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.connector.worker.job_runner import MAX_FAILED_IN_A_ROW
@@ -453,6 +454,20 @@ def test_of_a_load_that_fails_each_part_is_tried(
     for number, table in enumerate(tables):
         expected = before if number in unreadable else contents
         assert same(worker.page_bytes(table), expected[number])
+
+
+def test_each_entry_of_a_load_is_a_part() -> None:
+    """Tails continue others, also where a hole begins."""
+    chunks = [StoredChunk(RowMap(), 64 * number) for number in range(5)]
+    tails = [
+        HoleTails(16 * number, tuple(chunks[first:end]), (), ())
+        for number, first, end in ((1, 2, 3), (2, 3, 5))
+    ]
+    job = LoadJob("a", TokenRange(0, 64), tuple(chunks[:2]), (), hole_tails=tuple(tails))
+    assert job.places == {0, 64, 128, 192, 256}
+    parts = list(job_runner._parts_of(job))
+    assert [part.places for part in parts] == [{0}, {64}, {128}, {192}, {256}]
+    assert [len(part.hole_tails) for part in parts] == [0, 0, 1, 1, 1]
 
 
 def test_pages_of_a_failed_load_are_those_it_should_have_filled(

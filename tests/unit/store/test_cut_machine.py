@@ -252,12 +252,16 @@ class CutMachine(TierMachine):
                 gaps = self._gaps(model)
                 assert eviction is not evictions[0] or max(gaps) < new.size_bytes
                 assert self._num_parts(gaps, new.piece) < len(ends)
-            begin = each.text[: each.piece.first_tokens]
+            begin = each.text_before
             model.follow(eviction)
+            before = [] if each.base is None else [model.of(each.base)]
             holding = model.holding(Kind.ROWS, begin)
             if eviction.left_tokens is None and holding:
-                leading = model.leading(holding)
-                known[id(leading.entry)] = model.priority(leading, recent_use)
+                before.append(model.leading(holding))
+            for end in model.ends(new):
+                # Other entries may end where others begin, too. These are found by the next search.
+                if end in before:
+                    known[id(end.entry)] = model.priority(end, recent_use)
 
     def _num_parts(self, gaps: Sequence[int], piece: Piece) -> int:
         """How many cuts of a piece fit into gaps. Cuts in one gap share the spare bytes."""

@@ -177,13 +177,18 @@ class TierMachine(RuleBasedStateMachine):
     def _end_load(self, load: Load, unreadable: Sequence[Entry]) -> None:
         known = {entry: self.model.of(entry) for entry in load.entries}
         was_stored = {entry for entry, each in known.items() if each.state is EntryState.STORED}
+        chains = {
+            each: [part.entry for part in self.model.chain_of(known[each])] for each in was_stored
+        }
         self.tier.end_load(load, unreadable)
         for each in known.values():
             each.num_pins -= 1
             self.model.release(each)
         self._follow_removals({Removal.LOAD_FAILED} if unreadable else set())
         is_stored = {entry for entry, each in known.items() if each.state is EntryState.STORED}
-        assert is_stored == was_stored - {*unreadable}
+        assert is_stored == {
+            each for each in was_stored if not {*unreadable}.intersection(chains[each])
+        }
         with pytest.raises(TierError, match="has ended before"):
             self.tier.end_load(load)
 
@@ -222,6 +227,50 @@ class TierMachine(RuleBasedStateMachine):
         self.use = use
         if ends_at_once:
             self.end_all_stores()
+
+    @rule(
+        data=st.data(),
+        grown_units=st.integers(1, 4),
+        letter=st.sampled_from("aab"),
+        size=st.integers(1, 3),
+        ends_at_once=st.sampled_from([True, True, False]),
+    )
+    def store_continuing_tails(
+        self, data: st.DataObject, grown_units: int, letter: str, size: int, ends_at_once: bool
+    ) -> None:
+        """Store tails that continue stored tails, whichever."""
+        bases = [each for each in self.model.wanted_entries if each.piece.kind is Kind.TAILS]
+        bases = [each for each in bases if each.state is EntryState.STORED]
+        if not bases:
+            return
+        base_text = bases[data.draw(st.integers(0, len(bases) - 1))].text
+        text = base_text + letter * grown_units * UNIT_TOKENS
+        self._begin_rows(text)
+        if self.model.holding(Kind.TAILS, base_text):
+            piece = Piece.continued_tails(len(base_text), len(text))
+            self._begin_store(TextPrefix(text), piece, size)
+        if ends_at_once:
+            self.end_all_stores()
+            self.look_up(text, len(text), 0)
+
+    @rule(text=texts, data=st.data())
+    def continue_what_is_not_there(self, text: str, data: st.DataObject) -> None:
+        base_tokens = data.draw(st.integers(0, len(text) // UNIT_TOKENS - 1)) * UNIT_TOKENS
+        states = (EntryState.STORED, EntryState.STORING)
+        if (
+            not base_tokens
+            or self.model.holding(Kind.TAILS, text[:base_tokens])
+            or self.model.holding(Kind.TAILS, text, states)
+        ):
+            return
+        piece = Piece.continued_tails(base_tokens, len(text))
+        with pytest.raises(TierError, match="which others are to continue, found none"):
+            self.tier.begin_store(TextPrefix(text), piece, 1, self.use)
+
+    def _begin_rows(self, text: str) -> None:
+        prefix = TextPrefix(text)
+        for piece in self.tier.lookup(prefix).missing_pieces(0, len(text)):
+            self._begin_store(prefix, piece, 1)
 
     @rule(text=texts, grown_units=st.integers(1, 3), reads=st.sampled_from([True] * 3 + [False]))
     def take_a_turn(self, text: str, grown_units: int, reads: bool) -> None:
@@ -270,9 +319,9 @@ class TierMachine(RuleBasedStateMachine):
     def evict_one(self, data: st.DataObject) -> None:
         if not self.model.entries:
             return
-        chosen = data.draw(st.sampled_from(self.model.entries))
+        chosen = self.model.entries[data.draw(st.integers(0, len(self.model.entries) - 1))]
         self.tier.evict(lambda entry: entry is chosen.entry)
-        expected = [chosen.entry] if chosen.is_evictable else []
+        expected = [chosen.entry] if self.model.is_evictable(chosen) else []
         assert [entry for entry, _ in self.removed] == expected
         self._follow_removals({Removal.EVICTED})
 
@@ -341,10 +390,14 @@ class TierMachine(RuleBasedStateMachine):
         states = [
             each.state
             for each in model.holding(piece.kind, text, [EntryState.STORED, EntryState.STORING])
-            if each.piece.first_tokens <= piece.first_tokens
+            if piece.kind is Kind.TAILS or each.piece.first_tokens <= piece.first_tokens
         ]
         sample = Entry(self.tier._num_entries, piece, (), -1, size_bytes, self.use, b"", None)
-        new = ModelEntry(sample, piece, text, size_bytes, self.use)
+        base: Entry | None = None
+        if piece.continues:
+            (stored,) = model.holding(Kind.TAILS, text[: piece.first_tokens])
+            base = stored.entry
+        new = ModelEntry(sample, piece, text, size_bytes, self.use, base=base)
         if not states:
             model.renew(text, self.use)
             model.want(new)
@@ -445,7 +498,7 @@ class TierMachine(RuleBasedStateMachine):
     def _check_is_end(self, model: ModelTier, new: ModelEntry, eviction: Eviction) -> None:
         """Check that nothing begins behind what is evicted."""
         each = model.of(eviction.entry)
-        assert each.is_evictable
+        assert model.is_evictable(each, new)
         if each.piece.kind is Kind.ROWS:
             left_tokens = eviction.left_tokens or each.piece.first_tokens
             assert model.kept_tokens(each, [*model.entries, new]) <= left_tokens
@@ -515,6 +568,17 @@ class TierMachine(RuleBasedStateMachine):
             )
             for each in self.model.entries
         }
+
+    @invariant()
+    def what_continues_others_has_them(self) -> None:
+        """All tails that can be found, now or when their store ends, can be read."""
+        for each in self.model.wanted_entries:
+            assert each.entry.base is each.base
+            for base in self.model.chain_of(each)[1:]:
+                assert base.state is EntryState.STORED and each.text.startswith(base.text)
+        for entry in self.tier._entries.values():
+            continuing = [each.entry for each in self.model.wanted_entries if each.base is entry]
+            assert set(entry.continued_by) == set(continuing)
 
     @invariant()
     def places_lie_apart(self) -> None:

@@ -44,6 +44,7 @@ class ModelEntry:
     Attributes:
         uses: The latest use of each of its tokens.
         chance: The probability that its tokens come back at all.
+        base: The tails that these tails continue; None if they are whole, or rows.
     """
 
     entry: Entry
@@ -56,6 +57,7 @@ class ModelEntry:
     is_being_written: bool = True
     settled: int = 0
     chance: float = 1.0
+    base: Entry | None = None
     uses: list[int] = field(init=False)
 
     def __post_init__(self, first_use: int) -> None:
@@ -76,8 +78,10 @@ class ModelEntry:
         self.uses = [max(use, each) for each in self.uses[:num_used]] + self.uses[num_used:]
 
     @property
-    def is_evictable(self) -> bool:
-        return self.state is EntryState.STORED and not self.num_pins
+    def text_before(self) -> str:
+        """The text of the rows without which the entry is useless. Tails need those before them."""
+        is_rows = self.piece.kind is Kind.ROWS
+        return self.text[: self.piece.first_tokens] if is_rows else self.text
 
     @property
     def span(self) -> tuple[int, int]:
@@ -129,6 +133,21 @@ class ModelTier:
 
     def of(self, entry: Entry) -> ModelEntry:
         return next(each for each in self.entries if each.entry is entry)
+
+    def is_evictable(self, each: ModelEntry, *new: ModelEntry) -> bool:
+        """Whether an entry may be evicted. Tails that others continue may not."""
+        is_continued = any(other.base is each.entry for other in [*self.wanted_entries, *new])
+        return each.state is EntryState.STORED and not each.num_pins and not is_continued
+
+    @property
+    def wanted_entries(self) -> list[ModelEntry]:
+        """The entries that are stored or being stored."""
+        states = (EntryState.STORED, EntryState.STORING)
+        return [each for each in self.entries if each.state in states]
+
+    def chain_of(self, each: ModelEntry) -> list[ModelEntry]:
+        """An entry, and all that it continues."""
+        return [each] if each.base is None else [each, *self.chain_of(self.of(each.base))]
 
     def holding(
         self, kind: Kind, text: str, states: Iterable[EntryState] = (EntryState.STORED,)
@@ -247,7 +266,10 @@ class ModelTier:
             if self.geometry.needs_rows and not has_rows:
                 return False
         tails = self.holding(Kind.TAILS, text[: plan.boundary_tokens])
-        return not self.geometry.needs_tails or any(each in loaded for each in tails)
+        return not self.geometry.needs_tails or any(
+            all(part in loaded and text.startswith(part.text) for part in self.chain_of(each))
+            for each in tails
+        )
 
     def texts_of(self, each: ModelEntry) -> list[str]:
         """The prefixes at whose ends an entry can be found."""
@@ -264,6 +286,10 @@ class ModelTier:
             if reason is not None and not self.holding(each.piece.kind, text):
                 self.lost[each.piece.kind, text] = reason
         self.release(each)
+        # The tier reports those that were stored.
+        for other in self.wanted_entries:
+            if other.base is each.entry and other.state is EntryState.STORING:
+                self.lose(other, reason)
 
     def release(self, each: ModelEntry) -> None:
         if each.state is EntryState.LEAVING and not (each.num_pins or each.is_being_written):
@@ -305,10 +331,12 @@ class ModelTier:
 
     def kept_tokens(self, each: ModelEntry, others: Iterable[ModelEntry]) -> int:
         """The token down to which an entry may lose its end."""
-        first_tokens, end_tokens = each.piece[1:]
+        kind, first_tokens, end_tokens = each.piece
+        if kind is Kind.TAILS:
+            return first_tokens
         kept = first_tokens
         for text in self.texts_of(each):
-            begun = [other for other in others if other.text[: other.piece.first_tokens] == text]
+            begun = [other for other in others if other.text_before == text]
             if any(other.state in (EntryState.STORED, EntryState.STORING) for other in begun):
                 kept = len(text)
         if kept == first_tokens:
@@ -330,7 +358,7 @@ class ModelTier:
         if piece.kind is Kind.TAILS:
             states = (EntryState.STORED, EntryState.STORING)
             holding = self.holding(Kind.ROWS, each.text, states)
-            is_small = each.size_bytes <= self.small_tails_bytes
+            is_small = each.base is None and each.size_bytes <= self.small_tails_bytes
             if not (holding and is_small and each.use):
                 is_orphan = self.is_orphan(piece, each.text)
                 density = USELESS if is_orphan else self.tail_density(each.text.encode())
@@ -365,8 +393,7 @@ class ModelTier:
         return any(
             other.piece.kind is Kind.TAILS or self._has_tails_behind(self.texts_of(other))
             for other in self.entries
-            if other.state in (EntryState.STORED, EntryState.STORING)
-            and other.text[: other.piece.first_tokens] in texts
+            if other.state in (EntryState.STORED, EntryState.STORING) and other.text_before in texts
         )
 
     def ends(self, new: ModelEntry) -> list[ModelEntry]:
@@ -375,7 +402,7 @@ class ModelTier:
         return [
             each
             for each in self.entries
-            if each.is_evictable
+            if self.is_evictable(each, new)
             and (
                 each.piece.kind is Kind.TAILS
                 or not self.geometry.needs_rows

@@ -52,6 +52,9 @@ class HostLayout:
         groups: The groups that are kept.
         all_groups: All groups of the layout, kept or not.
         tail_groups: The indices in the layout of the groups that have tails.
+        max_continued_tokens: How far before a boundary the tails may end that those at the boundary
+            continue. 0 for models with states: a state at an earlier token of a page is another
+            state.
         unit_tokens: Requests can resume at multiples of this number of tokens.
         lasting_unit_tokens: The state at a multiple of this number stays in its page when later
             tokens are computed. A state at another multiple of the unit is overwritten by the next
@@ -95,6 +98,9 @@ class HostLayout:
                 "state_policy=skip leaves out; start without the connector"
             )
         self.has_states = any(group.holds_states for group in self.groups)
+        self.max_continued_tokens = 0
+        if not self.has_states:
+            self.max_continued_tokens = max(group.window_tokens for group in self.groups)
         self.tokens_per_key = hash_block_size
         self.unit_tokens = math.lcm(hash_block_size, *(each.tokens_per_row for each in self.groups))
         self.lasting_unit_tokens = self.unit_tokens
@@ -257,8 +263,9 @@ def _pages_of(group: LayoutGroup, rows: range) -> tuple[int, int]:
 
 
 def _tokens_of(piece: Piece) -> TokenRange:
-    """The tokens of a piece. The tails at a boundary belong to all tokens before it."""
-    return TokenRange(piece.first_tokens if piece.kind is Kind.ROWS else 0, piece.end_tokens)
+    """The tokens of a piece. Whole tails at a boundary belong to all tokens before it."""
+    is_part = piece.kind is Kind.ROWS or piece.continues
+    return TokenRange(piece.first_tokens if is_part else 0, piece.end_tokens)
 
 
 def common_layout(workers: Sequence[WorkerLayout]) -> WorkerLayout:

@@ -113,13 +113,14 @@ class HoleTails:
 
     Attributes:
         boundary_tokens: Where the hole begins.
+        stored: The tails at this boundary, and those that they continue.
         block_ids: The hole's blocks for windows and states, by KV cache group. They are not in the
             request's table.
         groups: Indices in the layout of the groups that are loaded.
     """
 
     boundary_tokens: int
-    stored: StoredChunk
+    stored: tuple[StoredChunk, ...]
     block_ids: tuple[TablePart, ...]
     groups: tuple[int, ...]
 
@@ -156,7 +157,7 @@ class LoadJob:
         """The offsets in host memory, in bytes, of all that the load reads."""
         return {
             *(stored.host_offset_bytes for stored in self.stored),
-            *(tails.stored.host_offset_bytes for tails in self.hole_tails),
+            *(each.host_offset_bytes for tails in self.hole_tails for each in tails.stored),
             *(rows.offset_bytes for rows in self.extras),
         }
 

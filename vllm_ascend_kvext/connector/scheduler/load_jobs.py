@@ -66,7 +66,7 @@ class LoadJobs:
                 row_map = self._layout.rows_within(row_map, first_tokens, end_tokens)
             stored.append(StoredChunk(row_map, entry.offset_bytes))
         if tails is not None:
-            stored.append(chunk_of(tails))
+            stored += chunks_of(tails)
         return tuple(stored)
 
     def table_parts(
@@ -90,9 +90,9 @@ class LoadJobs:
             for group, table in tables[number].items() if tables else ():
                 parts[group] = TablePart(table.first_page, table.block_ids)
             groups = self._layout.tail_groups
-            yield HoleTails(hole.first_tokens, chunk_of(tails), tuple(parts), groups)
+            yield HoleTails(hole.first_tokens, chunks_of(tails), tuple(parts), groups)
 
 
-def chunk_of(entry: Entry) -> StoredChunk:
-    """An entry, as workers read it."""
-    return StoredChunk(entry.row_map, entry.offset_bytes)
+def chunks_of(tails: Entry) -> tuple[StoredChunk, ...]:
+    """Tails, and those that they continue, as workers read them."""
+    return tuple(StoredChunk(each.row_map, each.offset_bytes) for each in tails.chain)

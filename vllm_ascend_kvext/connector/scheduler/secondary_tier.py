@@ -33,6 +33,11 @@ class SecondaryTierScheduler:
         """Whether steps are needed for what it moves."""
         return False
 
+    @property
+    def needs_whole_tails(self) -> bool:
+        """Whether no tails may continue others, because each entry is found by itself."""
+        return False
+
     def has_to_wait(
         self,
         request: Request,

@@ -85,6 +85,9 @@ class Stores:
         self._events = events
         self._under_way = parts.jobs
         self._secondary = secondary
+        self._max_continued_tokens = layout.max_continued_tokens
+        if secondary.needs_whole_tails:
+            self._max_continued_tokens = 0
         self.planner = parts.view.make_boundary_planner(layout.groups, layout.unit_tokens)
         self.chooser = StoreChooser(policy)
         self._is_off = policy is StorePolicy.NEVER
@@ -464,7 +467,7 @@ class Stores:
         # come before other tails.
         has_rows = self._store_turn_rows(request, progress, crossed[-1][0], chance)
         for tokens, reason in sorted(crossed, key=lambda each: self.planner.is_unasked(each[1])):
-            tails = Piece.tails(tokens)
+            tails = self._tails(request, tokens)
             if (
                 not has_rows
                 or self._store(request, progress, tails, reason) not in _STORED_OR_PLANNED
@@ -533,10 +536,18 @@ class Stores:
             return True
         if holds_pages and boundary_tokens <= progress.tails_tokens:
             return True  # Whatever comes back has the prompt, and resumes at the later tails.
+        # A preempted request needs its tails for a short time only.
         tails = Piece.tails(boundary_tokens)
+        if holds_pages:
+            tails = self._tails(request, boundary_tokens)
         reason = self.planner.end_of_turn
         refusal = self._store(request, progress, tails, reason, holds_pages)
         return refusal in _STORED_OR_PLANNED
+
+    def _tails(self, request: Request, boundary_tokens: int) -> Piece:
+        """The tails to store at a boundary: whole, or what they have beyond other tails."""
+        prefix = self._view.prefix(request)
+        return self._tier.tails_to_store(prefix, boundary_tokens, self._max_continued_tokens)
 
     def _store_turn_rows(
         self, request: Request, progress: StoreProgress, upto_tokens: int, chance: float

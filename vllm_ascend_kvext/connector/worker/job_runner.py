@@ -261,7 +261,7 @@ def plan_job(planner: TransferPlanner, job: Job) -> tuple[list[TransferPlan], li
     missing = [rows for rows in load.missing if without([rows.tokens], holes)]
     of_holes = [
         planner.plan_load(
-            [tails.stored], TokenRange(0, tails.boundary_tokens), tails.block_ids, tails.groups
+            tails.stored, TokenRange(0, tails.boundary_tokens), tails.block_ids, tails.groups
         )
         for tails in job.hole_tails
     ]
@@ -286,7 +286,8 @@ def _parts_of(job: LoadJob) -> Iterator[LoadJob]:
     for stored in job.stored:
         yield replace(nothing, stored=(stored,))
     for tails in job.hole_tails:
-        yield replace(nothing, hole_tails=(tails,))
+        for stored in tails.stored:
+            yield replace(nothing, hole_tails=(replace(tails, stored=(stored,)),))
     for rows in job.extras:
         yield replace(nothing, extras=(rows,))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from vllm_ascend_kvext.connector.common.host_layout import HostLayout
 from vllm_ascend_kvext.connector.common.messages import HoleTails, LoadJob
-from vllm_ascend_kvext.connector.scheduler.load_jobs import LoadJobs, chunk_of
+from vllm_ascend_kvext.connector.scheduler.load_jobs import LoadJobs, chunks_of
 from vllm_ascend_kvext.holes.hole_blocks import WindowTables
 from vllm_ascend_kvext.holes.load_plan import Span
 from vllm_ascend_kvext.layout.row_map import StoredChunk
@@ -55,7 +55,7 @@ class BlendedLoads:
         if exact_tails is not None:
             # The device may lack a part of the tails, so they are loaded here, too.
             groups = self._layout.tail_groups
-            tails = (HoleTails(plan.exact_tokens, chunk_of(exact_tails), tuple(parts), groups),)
+            tails = (HoleTails(plan.exact_tokens, chunks_of(exact_tails), tuple(parts), groups),)
         return LoadJob(
             request_id,
             tokens,

@@ -81,6 +81,10 @@ class SharedSide(SecondaryTierScheduler):
         self._uses = Uses(shared, self._puts)
 
     @property
+    def needs_whole_tails(self) -> bool:
+        return True  # An object has all of its tails.
+
+    @property
     def has_transfers(self) -> bool:
         """Whether a job is to begin, or is under way and does not hang."""
         has_new = self._gets.has_new or self._puts.has_new or self._uses.has_new
