@@ -389,7 +389,9 @@ class HostTier:
         """The tails at a boundary: whole, or only what they have beyond stored tails before.
 
         Tails that others continue cannot be evicted. So only tails that several prompts use are
-        continued, and only large ones: small ones are evicted like the rows before them.
+        continued, and only large ones: small ones are evicted like the rows before them. In a model
+        without rows, nothing else gives way where all places hold such tails. And no tails are
+        continued so far that a resume at the boundary reads nothing of the first ones.
 
         Args:
             prefix: A prefix with keys up to the boundary.
@@ -399,13 +401,16 @@ class HostTier:
         """
         whole = Piece.tails(boundary_tokens)
         whole_bytes = self._layout_bytes(whole)
-        if self._arena.place_bytes(whole_bytes) <= self._order.small_tails_bytes:
+        are_small = self._arena.place_bytes(whole_bytes) <= self._order.small_tails_bytes
+        if are_small or not self.geometry.needs_rows:
             return whole
         unit_tokens = self.geometry.unit_tokens
         first_tokens = max(unit_tokens, boundary_tokens - self.geometry.floor(max_tokens))
         keys = prefix.keys_at(range(first_tokens, boundary_tokens, unit_tokens))
         for base in reversed(self._index.all_stored(Kind.TAILS, keys)):
-            if len(base.chain) < MAX_CHAIN and self._resumes.is_shared(base.key):
+            first = base.chain[0].piece.end_tokens
+            are_read = len(base.chain) < MAX_CHAIN and first > boundary_tokens - max_tokens
+            if are_read and self._resumes.is_shared(base.key):
                 piece = Piece.continued_tails(base.piece.end_tokens, boundary_tokens)
                 is_saving = self._layout_bytes(piece) <= MAX_CONTINUED_SHARE * whole_bytes
                 return piece if is_saving else whole

@@ -193,6 +193,12 @@ def test_tails_with_states_are_whole() -> None:
     assert of(FULL).max_continued_tokens == 0
 
 
+def test_tails_are_whole_where_attention_chunks_begin_within_pages() -> None:
+    assert of(FULL, CHUNKED).max_continued_tokens == 64
+    within = make_group(2, GroupKind.WINDOW, 16, 8, [8], 72, restart_tokens=72, first_storage=2)
+    assert of(FULL, within).max_continued_tokens == 0
+
+
 @pytest.mark.parametrize(
     "piece",
     [

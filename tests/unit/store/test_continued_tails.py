@@ -8,14 +8,15 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from unit.store.small_tier import PLACE_BYTES, SmallTier, pin
+from unit.store.small_tier import CHUNK_TOKENS, PLACE_BYTES, UNIT_TOKENS, SmallTier, pin
 from unit.store.tier_model import TextPrefix
 
 from vllm_ascend_kvext.holes.load_plan import plan_of_hit
 from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
 from vllm_ascend_kvext.store.lookup import Shortfall
-from vllm_ascend_kvext.store.tier import MAX_CHAIN
+from vllm_ascend_kvext.store.prefix import TierGeometry
+from vllm_ascend_kvext.store.tier import MAX_CHAIN, HostTier
 
 WINDOW_TOKENS = 8
 COMMON = "abcdefgh"
@@ -99,7 +100,8 @@ def test_tails_are_continued_only_where_that_saves_a_quarter() -> None:
     assert tier.piece(TEXT[:14]) == Piece.continued_tails(8, 14)
     assert tier.piece(TEXT[:16]) == Piece.tails(16)
     assert tier.piece(TEXT[:14], max_tokens=4) == Piece.tails(14)
-    assert tier.piece(TEXT[:12], max_tokens=4) == Piece.continued_tails(8, 12)
+    assert tier.piece(TEXT[:12], max_tokens=4) == Piece.tails(12)
+    assert tier.piece(TEXT[:12], max_tokens=5) == Piece.continued_tails(8, 12)
     assert tier.piece(TEXT[:12], max_tokens=0) == Piece.tails(12)
 
 
@@ -117,11 +119,31 @@ def test_the_nearest_tails_are_continued_if_not_too_many_would_be_read() -> None
     tier.store_tails(COMMON)
     ends = [len(COMMON) + 2 * number for number in range(MAX_CHAIN + 1)]
     for base_tokens, end_tokens in pairwise(ends[:-1]):
-        assert tier.piece(TEXT[:end_tokens]).first_tokens == base_tokens
+        assert tier.piece(TEXT[:end_tokens], max_tokens=10).first_tokens == base_tokens
         tier.store_tails(TEXT[:end_tokens], base_tokens)
     last = tier.find(TEXT[: ends[-2]]).tails
     assert last is not None and len(last.chain) == MAX_CHAIN
-    assert tier.piece(TEXT[: ends[-1]]).first_tokens == ends[-3]
+    assert tier.piece(TEXT[: ends[-1]], max_tokens=10).first_tokens == ends[-3]
+
+
+def test_tails_are_whole_where_a_resume_would_read_nothing_of_the_first_ones() -> None:
+    tier = WindowTier()
+    tier.store_tails(COMMON)
+    tier.store_tails(TEXT[:12], 8)
+    assert tier.piece(TEXT[:14]) == Piece.continued_tails(12, 14)
+    assert tier.piece(TEXT[:16]) == Piece.tails(16)
+
+
+def test_tails_of_a_model_without_rows_are_whole() -> None:
+    geometry = TierGeometry(CHUNK_TOKENS, UNIT_TOKENS, needs_rows=False, needs_tails=True)
+    tier = HostTier(100 * PLACE_BYTES, geometry, layout=WindowLayout())
+    prefix = TextPrefix(TEXT)
+    entry = tier.begin_store(prefix, Piece.tails(8), PLACE_BYTES, tier.next_use())
+    assert isinstance(entry, Entry)
+    tier.finish_store(entry)
+    for _ in range(2):
+        tier.note_admitted(prefix, len(TEXT))
+    assert tier.tails_to_store(prefix, 10, WINDOW_TOKENS) == Piece.tails(10)
 
 
 # What stays and goes.

@@ -53,8 +53,8 @@ class HostLayout:
         all_groups: All groups of the layout, kept or not.
         tail_groups: The indices in the layout of the groups that have tails.
         max_continued_tokens: How far before a boundary the tails may end that those at the boundary
-            continue. 0 for models with states: a state at an earlier token of a page is another
-            state.
+            continue. 0 for models with states, as a state at an earlier token of a page is another
+            state, and for attention chunks that begin within a page.
         unit_tokens: Requests can resume at multiples of this number of tokens.
         lasting_unit_tokens: The state at a multiple of this number stays in its page when later
             tokens are computed. A state at another multiple of the unit is overwritten by the next
@@ -99,7 +99,9 @@ class HostLayout:
             )
         self.has_states = any(group.holds_states for group in self.groups)
         self.max_continued_tokens = 0
-        if not self.has_states:
+        if not self.has_states and not any(
+            group.restart_tokens % group.tokens_per_page for group in self.groups
+        ):
             self.max_continued_tokens = max(group.window_tokens for group in self.groups)
         self.tokens_per_key = hash_block_size
         self.unit_tokens = math.lcm(hash_block_size, *(each.tokens_per_row for each in self.groups))
