@@ -155,7 +155,7 @@ def test_a_hole_begins_with_tails_that_continue_others(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("layout", [MAMBA_WINDOW, TWO_WINDOWS], **by_layout)
 def test_tails_with_states_or_without_rows_are_whole(layout: PagedLayout) -> None:
-    """A state at an earlier token of a page is another state. Without rows, nothing may give way."""
+    """A state at an earlier token is another state. Without rows, nothing else could give way."""
     with engine_with_questions(layout) as engine:
         found = [entry for entry in engine.entries if entry.piece.kind is Kind.TAILS]
         assert found and not any(entry.base for entry in found)
