@@ -126,7 +126,7 @@ class Entry:
         is_shared: Whether a shared tier has the entry, too, or is just getting it. Callers write
             this attribute.
         base: The tails that these tails continue; None if they are whole, or rows.
-        continued_by: The tails that continue these, STORING or STORED.
+        continued_by: The tails that continue these, STORING or STORED; None if none ever has.
     """
 
     number: int
@@ -147,7 +147,7 @@ class Entry:
     head_uses: tuple[tuple[int, int], ...] = ()
     chance: float = 1.0
     base: Entry | None = field(default=None, repr=False)
-    continued_by: dict[Entry, None] = field(default_factory=dict, repr=False)
+    continued_by: dict[Entry, None] | None = field(default=None, repr=False)
 
     @property
     def chain(self) -> tuple[Entry, ...]:

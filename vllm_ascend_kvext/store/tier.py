@@ -636,13 +636,16 @@ class HostTier:
                 "others are to continue, found none; store the piece that tails_to_store names"
             )
         entry.base = base
+        if base.continued_by is None:
+            base.continued_by = {}
         base.continued_by[entry] = None
 
     def _stop_continuing(self, entry: Entry) -> None:
         """Note that an entry is not going to be read any more by new loads."""
-        if entry.base is not None and entry in entry.base.continued_by:
-            del entry.base.continued_by[entry]
-            self._order.add(entry.base)
+        base = entry.base
+        if base is not None and base.continued_by and entry in base.continued_by:
+            del base.continued_by[entry]
+            self._order.add(base)
 
     def _begin(self, entry: Entry, offset_bytes: int) -> None:
         """Give an entry a place that has been allocated."""
@@ -923,7 +926,7 @@ class HostTier:
 
     def _remove(self, entry: Entry, removal: Removal, is_known: bool = True) -> None:
         """Remove an entry that was stored, and all that continue it."""
-        for each in list(entry.continued_by):
+        for each in list(entry.continued_by or ()):
             if each.state is EntryState.STORED:
                 self._remove(each, removal)
             else:

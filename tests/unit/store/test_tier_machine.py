@@ -578,7 +578,7 @@ class TierMachine(RuleBasedStateMachine):
                 assert base.state is EntryState.STORED and each.text.startswith(base.text)
         for entry in self.tier._entries.values():
             continuing = [each.entry for each in self.model.wanted_entries if each.base is entry]
-            assert set(entry.continued_by) == set(continuing)
+            assert set(entry.continued_by or ()) == set(continuing)
 
     @invariant()
     def places_lie_apart(self) -> None:

@@ -95,7 +95,7 @@ def test_questions_behind_a_common_beginning_have_its_windows_once(layout: Paged
         (base,) = {entry.base for entry in found if entry.base is not None}
         assert base.base is None and base.piece.end_tokens <= len(BEGINNING)
         assert found[LAST].base is base
-        assert all(entry.num_bytes <= 3 / 4 * base.num_bytes for entry in base.continued_by)
+        assert all(entry.num_bytes <= 3 / 4 * base.num_bytes for entry in base.continued_by or ())
         for question in QUESTIONS:
             assert serve_again(engine, question) == hit_tokens_of(engine, question)
         check_nothing_is_left(engine)
@@ -122,7 +122,7 @@ def test_what_continues_tails_that_cannot_be_read_goes_with_them(
     with engine_with_questions(layout) as engine:
         question = QUESTIONS[LAST]
         base, entry = chain = tails_of(engine, question).chain
-        others = {*base.continued_by, base}
+        others = {*(base.continued_by or ()), base}
         number = plan_of_hit(hit_of(engine, question)).entries.index(chain[part])
         fail_next(engine, 1, 2 + number)  # The load fails, and then this part of it.
         assert serve_again(engine, question) < hit_tokens_of(engine, question)
