@@ -224,7 +224,7 @@ def test_files_are_compared(tmp_path: Path) -> None:
 
 def test_the_index_of_host_memory_has_a_key_for_each_unit() -> None:
     of_16, of_128, *_ = host_memory_index.models()
-    rows = [host_memory_index.measure(model, 2_000, 1 << 32) for model in (of_16, of_128)]
+    rows = [host_memory_index.measure(model, 2_000, 1 << 30) for model in (of_16, of_128)]
     small, large = (row for row in rows if row is not None)
     assert (small.unit_tokens, large.unit_tokens) == (16, 128)
     assert 2 < small.index_bytes_per_gib / large.index_bytes_per_gib < 8

@@ -66,6 +66,9 @@ MAX_TIMES = 4
 
 NUM_CLASSES = NUM_ORIGINS * MAX_TIMES
 
+_ANSWERS_INDEX = -1
+"""Answers that no prompt has had are counted behind all classes."""
+
 LEARNING_SHARE = 1 / 16
 """The densities are computed again when this share of the known chunks has been asked for."""
 
@@ -111,7 +114,7 @@ class _Run:
     @property
     def counted_index(self) -> int:
         """The class in which the chunks are counted. Answers that no prompt has had count apart."""
-        return NUM_CLASSES if self.is_answer and self.num_asked == 1 else self.class_index
+        return _ANSWERS_INDEX if self.is_answer and self.num_asked == 1 else self.class_index
 
 
 class Reuse:
@@ -124,14 +127,16 @@ class Reuse:
     Args:
         max_keys: The most chunks that are known. The chunk that was asked for longest ago is
             forgotten first.
+        num_origins: Chunks have origins below this number.
 
     Attributes:
         came_back: The number of chunks that were asked for again, by class and stage.
         densities: The expected hits per use, by class and stage.
     """
 
-    def __init__(self, max_keys: int) -> None:
+    def __init__(self, max_keys: int, num_origins: int = NUM_ORIGINS) -> None:
         self._max_keys = max_keys
+        self._num_classes = num_origins * MAX_TIMES
         self.clear()
 
     @property
@@ -147,13 +152,13 @@ class Reuse:
         # The number of chunks that still wait, by the use that asked for them, and by class.
         self._cohorts: dict[int, dict[int, int]] = {}
         # How long chunks waited, by class and stage. Chunks that still wait are not included.
-        self._waited = _zeros()
-        self.came_back = _zeros()
-        self._changed = _zeros()  # The number of chunks that got another origin.
+        self._waited = _zeros(self._num_classes)
+        self.came_back = _zeros(self._num_classes)
+        self._changed = _zeros(self._num_classes)  # The number of chunks that got another origin.
         self._num_asked = 0
         self._num_requests = 0
         self._num_since_learned = 0
-        self.densities: Table = [[1.0] * NUM_STAGES for _ in range(NUM_CLASSES)]
+        self.densities: Table = [[1.0] * NUM_STAGES for _ in range(self._num_classes)]
 
     def density(self, key: bytes, use: int, now: int) -> float:
         """The expected hits per use of a chunk from now on.
@@ -301,8 +306,8 @@ class Reuse:
     def waited(self, now: int) -> Table:
         """The number of uses for which chunks have waited, by class and stage."""
         waited = [list(row) for row in self._waited]
-        num_in_stage = _zeros()
-        in_last_stage = _zeros()
+        num_in_stage = _zeros(self._num_classes)
+        in_last_stage = _zeros(self._num_classes)
         for asked_at, cohort in self._cohorts.items():
             age = now - asked_at
             stage = _stage_of(age)
@@ -320,11 +325,11 @@ class Reuse:
     def _learn(self, now: int) -> None:
         prior_hits = max(1.0, PRIOR_REQUESTS * self._num_asked / self._num_requests)
         # Whether answers come back is learned apart, see `answers`.
-        waited = self.waited(now)[:NUM_CLASSES]
-        hazards = learned_hazards(waited, self.came_back[:NUM_CLASSES], prior_hits)
+        waited = self.waited(now)[:-1]
+        hazards = learned_hazards(waited, self.came_back[:-1], prior_hits)
         changes = [
             [number / (uses + 1) for number, uses in zip(*row, strict=True)]
-            for row in zip(self._changed, waited, strict=False)
+            for row in zip(self._changed[:-1], waited, strict=True)
         ]
         self.densities = [densities(*row) for row in zip(hazards, changes, strict=True)]
 
@@ -391,9 +396,9 @@ def densities(hazards: Sequence[float], changes: Sequence[float]) -> list[float]
     return found[::-1]
 
 
-def _zeros() -> Table:
+def _zeros(num_classes: int) -> Table:
     """Zeros by class and stage. The last class is that of answers that no prompt has had."""
-    return [[0.0] * NUM_STAGES for _ in range(NUM_CLASSES + 1)]
+    return [[0.0] * NUM_STAGES for _ in range(num_classes + 1)]
 
 
 def _stage_of(age: int) -> int:

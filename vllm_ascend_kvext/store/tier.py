@@ -40,7 +40,7 @@ from vllm_ascend_kvext.store.lookup import Hit, Lookup, Lost, Shortfall
 from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
 from vllm_ascend_kvext.store.recency import Recency
 from vllm_ascend_kvext.store.resumes import ENDS_OF_TURNS, Resumes, TailOrigin
-from vllm_ascend_kvext.store.reuse import Reuse
+from vllm_ascend_kvext.store.reuse import NUM_CHUNK_ORIGINS, Reuse
 
 OnRemoved = Callable[[Entry, Removal], None]
 OnRowsLost = Callable[[Sequence[bytes]], None]
@@ -106,7 +106,7 @@ class HostTier:
         self.capacity_bytes = self._arena.capacity_bytes
         self._index = Index()
         self._remembered_keys = remembered_keys
-        self._reuse = Reuse(remembered_keys)
+        self._reuse = Reuse(remembered_keys, NUM_CHUNK_ORIGINS)
         self._resumes = Resumes(remembered_keys)
         self._order = EvictionOrder(self._arena, self._index, geometry, self._reuse, self._resumes)
         self._lost: dict[Kind, Lost] = {kind: Lost(remembered_keys) for kind in Kind}
@@ -400,9 +400,10 @@ class HostTier:
                 as a whole in any case.
         """
         whole = Piece.tails(boundary_tokens)
+        if not max_tokens or not self.geometry.needs_rows:
+            return whole
         whole_bytes = self._layout_bytes(whole)
-        are_small = self._arena.place_bytes(whole_bytes) <= self._order.small_tails_bytes
-        if are_small or not self.geometry.needs_rows:
+        if self._arena.place_bytes(whole_bytes) <= self._order.small_tails_bytes:
             return whole
         unit_tokens = self.geometry.unit_tokens
         first_tokens = max(unit_tokens, boundary_tokens - self.geometry.floor(max_tokens))
@@ -813,10 +814,12 @@ class HostTier:
             next_priority = min(limit, lesser[0][0]) if lesser else limit
             self._evict_end(victim, num_lacking * cut_bytes, next_priority)
             for end in self._ends_left(victim):
-                priority = self._order.priority(end, self._latest_use)
                 is_known = end is not victim and any(end is each for _, each in lesser)
+                if is_known or not self._is_end(end):
+                    continue
+                priority = self._order.priority(end, self._latest_use)
                 # What is not below the limit of the search would come before ends that it left out.
-                if priority < highest and self._is_end(end) and not is_known:
+                if priority < highest:
                     heappush(lesser, (priority, end))
         return first_tokens
 
